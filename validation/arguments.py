@@ -1,4 +1,4 @@
-"""What the command lines of `python -m validation` have in common: the parser, its options, and what they ask for."""
+"""What the command lines of `python -m validation` have in common: parser, options, and what they ask for."""
 
 from __future__ import annotations
 
@@ -75,8 +75,6 @@ FAMILIES = ("--families", "--groups", "--questions", "--tokens", "--seed", "--ev
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Says of every option what its default is."""
-
     def _get_help_string(self, action: argparse.Action) -> str:
         is_silent = action.default in (None, argparse.SUPPRESS)
         return (action.help or "") if is_silent else f"{action.help} (default: %(default)s)"
@@ -94,14 +92,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add(group: argparse._ActionsContainer, *names: str, told_default: str = "", **changes: Any) -> None:
-    """Adds options that several commands share, with `changes`; `told_default` is the default in words."""
+    """Add options that several commands share, with `changes`; `told_default` is the default in words."""
     for name in names:
         action = group.add_argument(name, **{**_OPTIONS[name], **changes})
         action.help = f"{action.help} (default: {told_default})" if told_default else action.help
 
 
 def check_integers(options: argparse.Namespace, **lowest: int) -> None:
-    """Raises ConfigurationError for an option below its lowest value or above HIGHEST."""
+    """Raise ConfigurationError for an option below its lowest value or above HIGHEST."""
     for name, least in lowest.items():
         value, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if value < least:
@@ -111,13 +109,13 @@ def check_integers(options: argparse.Namespace, **lowest: int) -> None:
 
 
 def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str, Any]:
-    """The options for a report, paths as text; `others` add to them or take their place."""
+    """Return the options for a report, paths as text; `others` add to them or replace them."""
     settings = vars(options) | others
     return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
 def serving_settings(options: argparse.Namespace) -> ServingSettings:
-    """How prompts are served. Raises ConfigurationError for a number that is out of its range."""
+    """Return how to serve prompts. Raises ConfigurationError for a number that is out of its range."""
     counts = ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens")
     check_integers(options, seed=0, **dict.fromkeys(counts, 1))
     model = str(options.model or shipped_model())
@@ -125,7 +123,7 @@ def serving_settings(options: argparse.Namespace) -> ServingSettings:
 
 
 def family_request(options: argparse.Namespace) -> FamilyRequest:
-    """The prompts that the options ask for. Raises ConfigurationError for an unknown family."""
+    """Return the prompts that the options ask for. Raises ConfigurationError for an unknown family."""
     names = tuple((options.families or "").replace(",", " ").split())
     same = ("groups", "questions", "tokens", "seed", "eval_data", "form")
     asked = FamilyRequest(names, **{name: getattr(options, name) for name in same})

@@ -1,9 +1,8 @@
 """The arms of a comparison: engines over the same weights that differ only in what they may reuse.
 
-An arm is a name and the settings of its engine. Names with a number take any: `boundary_4` computes the 4 lowest
-layers for every token, `epic_16` the first 16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 %
-of the tokens that deviate most (CacheBlend, arXiv 2405.16444).
-"""
+Names with a number take any: `boundary_4` computes the 4 lowest layers for every token. `epic_16` computes the first
+16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 % of the tokens that deviate most (CacheBlend,
+arXiv 2405.16444)."""
 
 from __future__ import annotations
 
@@ -37,11 +36,9 @@ ALL_NAMES = (
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`variables` are the connector's settings; None runs without one.
-
-    An `isolated` arm gives each group of cases its own cache salt: the group's first request is computed in full, and
-    further questions find its exact KV. `full_layers`: lowest layers that are computed for every token of an
-    approximate plan. `chunk_tokens`: most tokens of one prompt in a forward, None for the engine's default.
-    """
+    An `isolated` arm gives each group of cases its own cache salt: it computes the group's first request in full, and
+    further questions find the exact KV. `full_layers`: lowest layers that an approximate plan computes for every token.
+    `chunk_tokens`: most tokens of one prompt in a forward."""
 
     name: str
     variables: dict[str, str] | None = None
@@ -53,10 +50,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class ArmChoices:
-    """What the arms need to know of the model: its layers, the arm boundary's, and the profile that verified reads.
-
-    `profile_layers`: lowest layers that the profile's policy computes for every token.
-    """
+    """What the arms need to know; `profile_layers`: lowest layers that the profile computes for every token."""
 
     num_layers: int
     boundary: int
@@ -65,20 +59,18 @@ class ArmChoices:
 
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
-# The same answers from other forwards: it shows what rounding alone changes.
+# Other forwards for the same answers show what rounding alone changes.
 COLD_OTHERWISE_ARM = replace(COLD_ARM, name="cold_otherwise", chunk_tokens=384)
 
 
 def is_reusing(name: str) -> bool:
-    """True for the name of an arm that may place donors' KV."""
+    """Return whether the named arm may place donors' KV."""
     return name not in REFERENCE_NAMES
 
 
 def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
-    """The arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError.
-
-    A run that names none has verified only with a profile, which says what it may do, and boundary only if `full`.
-    """
+    """Return the arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError.
+    By default it has verified only with a profile, which says what it may do, and boundary only if `full`."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
     left_out = ({VERIFIED} if choices.profile is None else set()) | (set() if full else {BOUNDARY})
@@ -87,10 +79,8 @@ def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
-    """Names between commas or blanks, with cold and cold_again always among them; `all` stands for every arm.
-
-    Raises ConfigurationError, which names the option, for an unknown name.
-    """
+    """Split names at commas or blanks and add cold and cold_again; `all` means every arm.
+    Raises ConfigurationError, which names the option, for an unknown name."""
     asked = dict.fromkeys(name for name in re.split(r"[,\s]+", text) if name)
     if "all" in asked:
         return ALL_NAMES
@@ -103,7 +93,7 @@ def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
 
 
 def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
-    """The arms of these names, in their order. Raises ConfigurationError for one that the model cannot have."""
+    """Return the named arms in their order. Raises ConfigurationError for one that the model cannot have."""
     return tuple(_arm(name, choices) for name in names)
 
 

@@ -32,11 +32,8 @@ class Expectation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt. Cases of one `group` share their donors and ask different questions; the TTFT of the first counts.
-
-    With `known_answer`, `reference` is the only right answer, not one of many continuations. `donor_answer`: the wrong
-    answer that the donors' text gives to the same question, if any.
-    """
+    """One prompt. Cases of one `group` share their donors; the TTFT of the first counts.
+    With `known_answer`, only `reference` is right. `donor_answer`: the wrong answer that the donors' text gives."""
 
     id: str
     workload: str
@@ -55,7 +52,7 @@ class Case:
 
 
 def groups(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases by group, in the order in which the groups first appear."""
+    """Return cases by group, in the order in which the groups first appear."""
     by_group: dict[str, list[Case]] = {}
     for case in cases:
         by_group.setdefault(case.group, []).append(case)
@@ -77,10 +74,7 @@ class _Line(BaseModel):
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Reads `{"id": str, "donors": [str, ...], "prompt": str, "reference": str or null}` a line; skips empty lines.
-
-    Raises ConfigurationError naming the file, and the line where one is at fault.
-    """
+    """Read a `_Line` from each line that is not empty. Raises ConfigurationError naming file and line."""
     cases: dict[str, Case] = {}
     for number, line in enumerate(content_of(path).split(b"\n"), start=1):
         if not line.strip():
@@ -105,7 +99,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def content_of(path: Path) -> bytes:
-    """Raises ConfigurationError when the file cannot be read."""
+    """Read the file. Raises ConfigurationError if that fails."""
     try:
         return read_input(path)
     except OSError as error:
@@ -113,7 +107,7 @@ def content_of(path: Path) -> bytes:
 
 
 def parsed(form: type[Form], content: bytes, where: str) -> Form:
-    """JSON of the form. Raises ConfigurationError, which begins with `where`, for any other content."""
+    """Parse JSON of the form. Raises ConfigurationError, which begins with `where`, for any other content."""
     try:
         return form.model_validate_json(content)
     except ValidationError as error:
@@ -123,8 +117,7 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
 
 
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """The cases, to be scored by the perplexity of their references. Raises ConfigurationError naming what lacks a
-    reference or a donor, or when they are too few."""
+    """Return cases to score by their references. Raises ConfigurationError naming what lacks, or for too few."""
     for what, lacking in (
         ("reference", [case.id for case in cases if case.reference is None]),
         ("donor", [case.id for case in cases if not case.donors]),
@@ -147,7 +140,7 @@ MAX_FORCED_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class TokenisedCase:
-    """Token ids of a case. `forced`: the reference's, at most MAX_FORCED_TOKENS; None where there is no reference."""
+    """Token ids of a case. `forced`: the reference's, at most MAX_FORCED_TOKENS; None without a reference."""
 
     donors: tuple[list[int], ...]
     prompt: list[int]
@@ -160,13 +153,13 @@ class TokenisedCase:
 
 
 def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
-    """Items that both share from the first one on."""
+    """Count the items that both share from the first one on."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class Tokeniser:
-    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, where it knows one."""
+    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
         """`max_tokens`: the longest answer; the model's context must hold prompt and answer."""
@@ -177,12 +170,11 @@ class Tokeniser:
         self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
 
     def tokenise(self, case: Case) -> TokenisedCase:
-        """As `tokenise_all`."""
         return self.tokenise_all([case])[0]
 
     def tokenise_all(self, cases: Sequence[Case]) -> list[TokenisedCase]:
         """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
-        # All at once, as fast tokenizers use every core then, and once each: the cases of a group share their donors.
+        # All at once, so that fast tokenizers use every core; once each, as cases of a group share their donors.
         texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
         ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}
         found = []
@@ -197,7 +189,7 @@ class Tokeniser:
         return found
 
     def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
-        """How an answer is taken: greedily up to the longest one, or `forced` token by token; with its logits."""
+        """Return how to answer: greedily up to the longest answer, or `forced` token by token; with logits."""
         if forced is None:
             return SamplingParams(
                 max_tokens=self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True
@@ -207,7 +199,7 @@ class Tokeniser:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """An answer's text without the mark that ends it and without space around it."""
+        """Return an answer's text without the mark that ends it and without space around it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
 

@@ -1,4 +1,4 @@
-"""`python -m validation`: runs the comparison, shows it, writes it, and turns the gates into an exit status."""
+"""`python -m validation`: run the comparison, show it, write it, and turn the gates into an exit status."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _JUDGE = (
 
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
     what = "Prints all result rows; compares or rewrites the tables on pages that are made of them."
     parser = arguments.Parser("scoreboard", what)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
@@ -96,7 +96,7 @@ def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
-    """Shows, compares or rewrites; False where the tables differ. Raises SemBlendError and OSError."""
+    """Show, compare or rewrite; False if the tables differ. Raises SemBlendError and OSError."""
     rows = scoreboard.read_rows(options.results)
     if not (options.check or options.write):
         show([scoreboard.terminal_table(rows)])
@@ -122,7 +122,7 @@ _COMMANDS = {
 
 
 def main(given: Sequence[str]) -> int:
-    """Runs one command line (without the program's name) and returns its exit status."""
+    """Run one command line (without the program's name) and return its exit status."""
     return ended("validation", lambda: _status(given))
 
 
@@ -137,7 +137,7 @@ def _status(given: Sequence[str]) -> int:
 
 
 def parse_validation(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a validation run; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of a validation run; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
     what = parser.add_argument_group("what is run")
     arguments.add(what, "--model")
@@ -177,7 +177,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_validation(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything; True when all gates hold. Raises SemBlendError and OSError."""
+    """Run and write everything; True when all gates hold. Raises SemBlendError and OSError."""
     began = time.perf_counter()
     options.full |= options.record is not None  # rows are those of a full run
     bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
@@ -229,7 +229,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
 def _measure(
     engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
 ) -> tuple[Measured, Exactness | None]:
-    """All samples, and how exact the wrapper is; in the embedded engine with weights in float32 or KV in fp8."""
+    """All samples, and the wrapper's exactness; in the embedded engine only with float32 weights or fp8 KV."""
     prompt, exactness = measurement.longest_prompt, None
     if not isinstance(engines, EmbeddedEngines) or engines.kv_dtype != models.AUTO:
         exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)

@@ -1,4 +1,4 @@
-"""Seeded documents with questions whose answers stand in the text: stock lists, fact sheets and public-domain prose."""
+"""Seeded documents with questions that their text answers: stock lists, fact sheets and public-domain prose."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, or a prompt that ends with one, and the exact answer that the documents give. `donor_answer`: the
-    wrong one that a donor's text gives, if any."""
+    """A question, or a prompt that ends with one, and its right answer; `donor_answer` is a donor's wrong one."""
 
     text: str
     answer: str
@@ -164,10 +163,8 @@ def excerpt(rng: random.Random, characters: int) -> Document:
 
 
 def passage(rng: random.Random, prose: str, characters: int) -> str:
-    """Return whole sentences from a random place in `prose`, at most `characters` long.
-
-    A single sentence longer than `characters` is returned whole. Raises ValueError if `prose` holds no whole sentence.
-    """
+    """Return whole sentences from a random place in `prose`, at most `characters` long, but at least one.
+    Raises ValueError if `prose` holds no whole sentence."""
     found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0
     end = None

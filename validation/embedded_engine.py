@@ -1,4 +1,4 @@
-"""The embedded engine over shared weights: as the engine of an arm, and with donors where a benchmark wants them."""
+"""The embedded engine over shared weights: as the engine of an arm, and with donors for a benchmark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
-# Weights made on the spot have no revision; every engine of a run holds the same ones.
+# Random weights have no revision; every engine of a run holds the same ones.
 RANDOM_WEIGHTS = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"}
 
 
@@ -32,10 +32,8 @@ def open_llm(
     pool_tokens: int | None = None,
     **options: Any,
 ) -> LLM:
-    """An embedded engine with a pool of `pool_tokens`, and with our connector of `module` where `variables` are given.
-
-    These are the connector's settings by variable, without SEMBLEND_. `options` are further arguments of the engine.
-    """
+    """Open an embedded engine, with our connector of `module` if `variables` are given.
+    These are the connector's settings by variable, without SEMBLEND_."""
     if pool_tokens is not None:
         options["kv_cache_config"] = KvCacheConfig(max_tokens=pool_tokens)
     with environment({f"SEMBLEND_{name}": value for name, value in (variables or {}).items()}):
@@ -44,7 +42,7 @@ def open_llm(
 
 
 def open_cold(model: Path, runner: ModelRunner, pool_tokens: int) -> LLM:
-    """An engine without reuse over the weights of `runner`, whose answers are a cold run's."""
+    """Open an engine without reuse over the weights of `runner`; its answers are a cold run's."""
     cache = KvCacheConfig(max_tokens=pool_tokens, enable_block_reuse=False)
     return LLM(model, runner=runner.share(), kv_cache_config=cache, max_seq_len=pool_tokens)
 
@@ -70,8 +68,8 @@ class EmbeddedEngines:
         self.token_bytes = token_bytes(runner.facts, runner.dtype)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
-        """The arm's engine, over the shared weights with a pool of its own."""
-        # With 256 rows a request a batch's prompts take few forwards, which a card is quick at.
+        """Return the arm's engine, over the shared weights with its own pool."""
+        # With 256 rows a request, a batch's prompts take few forwards, which a card runs quickly.
         rows = max(LlmArgs.model_fields["max_num_tokens"].default, 256 * settings.batch_size)
         cache: dict[str, Any] = {"max_tokens": settings.pool_tokens, "dtype": self.kv_dtype}
         with environment(connector_variables(arm, settings, str(audit_path))):

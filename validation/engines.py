@@ -33,11 +33,8 @@ EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of all engines of a run.
-
-    `pool_tokens` holds the donors and prompts that are served together; `host_bytes` holds many donors, as each could
-    be reused where it must not be. `batch_size`: most requests that run at once.
-    """
+    """`pool_tokens` holds the donors and prompts served together; `batch_size`: most requests at once.
+    `host_bytes` holds many donors, as each could be reused where it must not be."""
 
     model: str
     pool_tokens: int
@@ -47,7 +44,7 @@ class EngineSettings:
 
 
 class ServedModel(Protocol):
-    """A model as the writing and scoring of cases sees it."""
+    """What the writing and scoring of cases needs of a model."""
 
     tokenizer: Any
     facts: ModelFacts
@@ -59,23 +56,20 @@ class ArmEngine(Protocol):
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> Sequence[RequestOutput]:
-        """Answers all prompts together. Raises SemBlendError."""
+        """Answer all prompts together. Raises SemBlendError."""
         ...
 
     def settle(self) -> None:
-        """Waits until what was served can be found as a donor, and, if engines start quickly, is in the audit log."""
+        """Wait until what was served can be a donor, and, if engines start quickly, is in the audit log."""
 
     def shutdown(self) -> None:
-        """Ends the engine; from then on its audit log is complete."""
+        """End the engine; its audit log is complete then."""
 
 
 class Engines(ServedModel, Protocol):
-    """Opens engines over one model.
-
-    `token_bytes`: most bytes of a token's KV. Engines that start slowly run one at a time, and each is asked everything
-    at once. An engine's own exact prefix is a multiple of `prefix_unit` tokens. `notes`: limits of a timed run with
-    these engines, a sentence each.
-    """
+    """Open engines over one model. `token_bytes`: most bytes of a token's KV. `notes`: limits of a timed run.
+    Engines that start slowly run one at a time, and get all requests at once.
+    `prefix_unit`: an engine's own exact prefix is a multiple of it, in tokens."""
 
     token_bytes: int
     starts_slowly: bool
@@ -83,7 +77,7 @@ class Engines(ServedModel, Protocol):
     notes: tuple[str, ...]
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        """The arm's engine, whose connector writes its audit log there. The caller shuts it down."""
+        """Return the arm's engine, whose connector logs to `audit_path`. The caller shuts it down."""
         ...
 
 
@@ -92,7 +86,7 @@ def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
 
 
 def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
-    """The variables that set the arm's connector; none without one."""
+    """Return the variables that set the arm's connector; {} without one."""
     if arm.variables is None:
         return {}
     room = {"SEMBLEND_MIN_SPAN": str(settings.min_span), "SEMBLEND_HOST_BYTES": str(settings.host_bytes)}
@@ -101,10 +95,7 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class AuditCounts:
-    """Names as the SemBlend package's validation reports them; `report.COUNTED` says what they count.
-
-    `materialized_units`: tokens times layers moved.
-    """
+    """Names are those of the SemBlend package's validation. `materialized_units`: tokens times layers moved."""
 
     events: int = 0
     donor_registrations: int = 0
@@ -117,7 +108,7 @@ class AuditCounts:
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]], arm: str) -> AuditCounts:
-        """Counts the events whose `arm` is `arm`."""
+        """Count the events whose `arm` is `arm`."""
         ours = [event for event in events if event["arm"] == arm]
         lookups, materialized = ([e for e in ours if e["event"] == name] for name in ("lookup", "materialized"))
         reasons = Counter(event["rejection_reason"] for event in lookups if event.get("rejection_reason"))
@@ -135,14 +126,14 @@ class AuditCounts:
 
 @dataclass(slots=True)
 class AuditFile:
-    """The events of an audit file in order, as far as they were read; none when the file was never written."""
+    """The events of an audit file in order, as far as they were read; none if no file was written."""
 
     path: Path
     events: list[dict[str, Any]] = field(default_factory=list)
     _read_bytes: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Adds the events whose lines are whole by now; all events."""
+        """Add the events whose lines are complete, and return all events."""
         if self.path.exists():
             with open_input(self.path) as file:
                 file.seek(self._read_bytes)
@@ -153,7 +144,7 @@ class AuditFile:
 
 
 def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:
-    """The events that tell how requests ended, by request. Raises SemBlendError for fewer than `asked`."""
+    """Return the events that end requests, by request. Raises SemBlendError for fewer than `asked`."""
     ended = [event for event in events if event["event"] == "request_settled"]
     if len(ended) < asked:
         raise SemBlendError(
@@ -164,14 +155,14 @@ def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dic
 
 
 def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
-    """True when the event is about one of the requests or the donor that one of them became."""
+    """Return whether the event is about one of the requests or the donor that one of them became."""
     donor = str(event.get("donor_id")).rpartition("-")[2]
     return event.get("request_id") in request_ids or donor in map(str, request_ids)
 
 
 @contextmanager
 def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, AuditFile]]:
-    """The arm's engine, and its audit file, which is read to its end when the engine has ended."""
+    """Open the arm's engine and its audit file, which is read to its end when the engine has ended."""
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
         audit = AuditFile(Path(folder) / "audit.jsonl")
         engine = engines.open(arm, settings, audit.path)
@@ -193,7 +184,7 @@ class Asked:
 
 
 def asked_of(first: int, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts) -> list[Asked]:
-    """The arguments of `ArmEngine.generate` by prompt, numbered from `first` on. Raises SemBlendError."""
+    """Return `ArmEngine.generate`'s arguments by prompt, numbered from `first` on. Raises SemBlendError."""
     params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
     salts = one_each("cache_salt", cache_salt, len(prompts), str)
     numbers = range(first, first + len(prompts))
@@ -208,8 +199,7 @@ def answered(
     cached_tokens: int = 0,
     time_to_first_token: float | None = None,
 ) -> RequestOutput:
-    """An answer without its text. `logits`: float32 [tokens, vocabulary]; `cached_tokens`: all that the engine did not
-    compute, from its own prefix cache or from a connector."""
+    """Return an answer without text. `logits`: float32 [tokens, vocabulary]. `cached_tokens`: all not computed."""
     return RequestOutput(
         request_id=asked.number,
         prompt=None,
@@ -225,7 +215,7 @@ def answered(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
+    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
             del os.environ[name]

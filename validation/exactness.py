@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from validation.engines import Engines
 
 _BLOCK_SIZE = 32
-# Rows of float32 logits over a large vocabulary are big; this many are enough to meet every position of a block.
+# Float32 logits over a large vocabulary are big; these rows meet every position of a block.
 MAX_TOKENS = 512
 # Two chunks, and a span with a token before and after it.
 MIN_TOKENS = 4
@@ -36,9 +36,7 @@ _ANSWER_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """Largest absolute difference of the wrapper's logits from those of `against`.
-
-    `noise`: how much those differ when the engine itself computes the same prompt in other chunks.
-    """
+    `noise`: how much those differ when the engine itself computes the same prompt in other chunks."""
 
     difference: float
     against: str
@@ -46,12 +44,9 @@ class Exactness:
 
 
 def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness:
-    """The wrapper against the plain Hugging Face forward, on the first MAX_TOKENS of `token_ids`.
-
-    Compares all rows without a plan, at once and in two chunks; and the rows after a span of garbage KV, under a plan
-    that recomputes every layer, so that it must not read the garbage. Raises ConfigurationError for fewer than
-    MIN_TOKENS.
-    """
+    """Compare the wrapper with the plain Hugging Face forward on the first MAX_TOKENS of `token_ids`.
+    It compares all rows without a plan, at once and in two chunks. With a plan that recomputes every layer, it compares
+    the rows after a span of garbage KV: they must not depend on it. Raises ConfigurationError below MIN_TOKENS."""
     tokens = [int(token) for token in token_ids[:MAX_TOKENS]]
     if len(tokens) < MIN_TOKENS:
         raise ConfigurationError(
@@ -71,7 +66,7 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
         part = SequenceSlice(0, begin, tuple(tokens[begin:end]), blocks, plan)
         return wrapped.forward([part], all_rows=True)[0]
 
-    # A row that is read before it is written shows: as NaN without a plan, as a large value under one.
+    # A row that is read before it is written shows as NaN without a plan, as a large value under one.
     pool.fill_(float("nan"))
     without_plan = rows(0, len(tokens))
     pool.fill_(float("nan"))
@@ -87,11 +82,9 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
 def stock_difference(
     engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int, also: Sequence[str] = ()
 ) -> Exactness:
-    """The wrapper against the `engine` without it: an answer without a plan, and one under a plan that recomputes every
-    layer, of a prompt of which a donor holds one half at other positions; `also` those of further arms.
-
-    The prompt is `token_ids`, repeated or cut to fit. Raises SemBlendError when the engine executes no plan.
-    """
+    """Compare the wrapper with the `engine` without it: without a plan, and under one that recomputes every layer.
+    A donor holds half of the prompt at other positions. The prompt is `token_ids`, repeated or cut to fit; `also` names
+    further arms. Raises SemBlendError when the engine executes no plan."""
     count = min(MAX_TOKENS, engines.facts.max_positions - _ANSWER_TOKENS)
     tokens = list(itertools.islice(itertools.cycle(token_ids), count))
     settings = EngineSettings(model, 4 * MAX_TOKENS, 1 << 30, min_span)
@@ -104,8 +97,7 @@ def stock_difference(
 
 
 def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
-    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and again with the engine's own prefix. The
-    donor holds the middle half of the prompt at other positions, after another text."""
+    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
     forced = SamplingParams(

@@ -39,18 +39,15 @@ _SLOW = "no answer within"
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Runs `command` for each comparison, with `{"id", "arm", "prompt", "reference", "cold", "answer"}` on its stdin.
-
-    It prints one number from 0 (worse than cold) to 1 (as good), within `timeout_seconds` and MAX_OUTPUT_BYTES each of
-    output and errors. Its child processes end with it.
-    """
+    """Run `command` for each comparison, a JSON object on its stdin. Its child processes end with it.
+    It prints one number from 0 (worse than cold) to 1 (as good), within `timeout_seconds` and MAX_OUTPUT_BYTES."""
 
     command: tuple[str, ...]
     timeout_seconds: float = TIMEOUT_SECONDS
 
     @classmethod
     def parse(cls, line: str) -> Judge:
-        """Splits a command line as a shell would; raises ConfigurationError when nothing can be started by it."""
+        """Split a command line as a shell would. Raises ConfigurationError if it cannot start a program."""
         try:
             command = tuple(shlex.split(line))
         except ValueError as error:
@@ -60,7 +57,7 @@ class Judge:
         return cls(command)
 
     def score(self, comparison: dict[str, str | None]) -> tuple[float | None, str | None]:
-        """The score and None, or None and why there is none."""
+        """Return the score and None, or None and the reason."""
         try:
             status, printed, errors = self._run(json.dumps(comparison).encode())
         except ValueError as error:  # it printed too much
@@ -114,7 +111,7 @@ class Judge:
 def judged(
     samples: Sequence[Sample], cases: Sequence[Case], judge: Judge, on_step: Callable[[str], None] = lambda _: None
 ) -> list[Sample]:
-    """The samples; those of reusing arms have the judge's score, or the reason why there is none."""
+    """Return the samples; those of reusing arms with the judge's score, or the reason for its absence."""
     prompts = {case.id: case.prompt for case in cases}
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
     done, timeouts = [], 0
@@ -142,7 +139,7 @@ class Scorer:
     """Perplexity of answers under another causal language model with its own tokenizer, in float32."""
 
     def __init__(self, model: str, device: str) -> None:
-        """Loads the model by path or hub id; raises ConfigurationError when that fails."""
+        """Load the model by path or hub id. Raises ConfigurationError if that fails."""
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
             self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
@@ -153,9 +150,9 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, prompt: str, answer: str) -> float | None:
-        """Perplexity of `answer` after the end of `prompt`; None for an answer without a token."""
+        """Return the perplexity of `answer` after the end of `prompt`; None for an answer without a token."""
         target = self._tokenizer.encode(answer, add_special_tokens=False)[: self._context // 2]
-        # The question stands at the end of a prompt; more of the prompt makes scoring slow and changes little.
+        # The question ends the prompt; more of the prompt makes scoring slow and changes little.
         before = self._tokenizer.encode(prompt)[-min(1_024, self._context - len(target)) :]
         if not (target and before):
             return None
@@ -167,7 +164,7 @@ class Scorer:
 def scored(
     samples: Sequence[Sample], cases: Sequence[Case], scorer: Scorer, on_step: Callable[[str], None] = lambda _: None
 ) -> list[Sample]:
-    """The samples with `scored_perplexity`; equal answers to one prompt are scored once."""
+    """Return the samples with `scored_perplexity`; equal answers to one prompt are scored once."""
     prompts = {case.id: case.prompt for case in cases}
     known: dict[tuple[str, str], float | None] = {}
     done = []

@@ -1,4 +1,4 @@
-"""Cases served under arms, as samples: timed, one prompt at a time; or in batches, without times."""
+"""Serve cases under arms as samples: timed, one prompt at a time; or in batches, without times."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[str], None]
 
-# Tokens that a request's last block and the next one may take beyond its own.
+# A request's last block and the next one may hold more tokens than its own.
 BLOCK_ROOM = 128
 WARM_UP_SALT = "warm-up"
 
 
 @dataclass(slots=True)
 class ArmServer:
-    """One arm's running engine. Each call waits until what it served can be found by the next."""
+    """One arm's running engine. When a call returns, the next one can find what it served."""
 
     arm: Arm
     engine: ArmEngine
@@ -40,7 +40,7 @@ class ArmServer:
     audit: AuditFile
 
     def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
-        """Serves all donors together, where the arm serves any; the numbers of their requests."""
+        """Serve all donors together if the arm serves any, and return their request numbers."""
         if not (self.arm.serves_donors and donors):
             return []
         outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salt)
@@ -50,7 +50,7 @@ class ArmServer:
     def answers(
         self, prompts: Sequence[list[int]], salts: Sequence[str | None], forced: Sequence[tuple[int, ...] | None]
     ) -> list[Answer]:
-        """Answers all prompts together, greedily or with the `forced` tokens. Raises SemBlendError."""
+        """Answer all prompts together, greedily or with the `forced` tokens. Raises SemBlendError."""
         outputs = self.engine.generate(prompts, [self.tokeniser.sampling(each) for each in forced], salts)
         self.engine.settle()
         found = []
@@ -74,8 +74,7 @@ class ArmServer:
         return found
 
     def reuse(self, asked: int) -> dict[int, Reuse]:
-        """The reuse of each request by its number, as far as the audit file was read; empty without a connector. Raises
-        SemBlendError when the audit log has fewer than `asked` requests."""
+        """Return the reuse of each request by its number; {} without a connector. Raises SemBlendError for too few."""
         if self.arm.variables is None:
             return {}
         ended = enumerate(ended_requests(self.audit.events, asked), start=1)
@@ -85,8 +84,7 @@ class ArmServer:
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """`max_tokens`: of an answer; `min_span`: the connector's, in tokens; `batch`: groups that are served together, and
-    most requests that run at once."""
+    """`max_tokens`: of an answer. `min_span`: in tokens. `batch`: groups served together, and most requests at once."""
 
     model: str
     max_tokens: int = 16
@@ -105,22 +103,19 @@ class _CaseServer:
         self.add(cases)
 
     def add(self, cases: Sequence[Case]) -> None:
-        """More cases, whose ids are new."""
+        """Add cases with new ids."""
         self._tokens |= zip([case.id for case in cases], self._tokeniser.tokenise_all(cases), strict=True)
         self._cases += cases
 
     @contextmanager
     def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:
-        """Opens the arm's engine; its audit log is read at the end."""
         with opened(self._engines, arm, settings) as (engine, audit):
             yield ArmServer(arm, engine, self._tokeniser, audit)
 
 
 class BatchServer(_CaseServer):
-    """Serves cases in batches under any arm: donors of many groups first, then their prompts together.
-
-    With `likelihoods`, answers carry theirs; a prompt whose answer was not the scored one is served again for it.
-    """
+    """Serve cases in batches under any arm: donors of many groups first, then their prompts together.
+    With `likelihoods`, it serves a prompt again if the answer was not the scored one."""
 
     def __init__(
         self, engines: Engines, cases: Sequence[Case], settings: ServingSettings, *, likelihoods: bool = False
@@ -136,7 +131,7 @@ class BatchServer(_CaseServer):
 
     @contextmanager
     def keeping(self, arm: Arm) -> Iterator[None]:
-        """Meanwhile one engine serves all that is asked under `arm`, if engines start quickly."""
+        """Keep one engine for all requests under `arm` meanwhile, if engines start quickly."""
         with ExitStack() as stack:
             self._kept = None if self._engines.starts_slowly else _KeptEngine(arm, stack)
             try:
@@ -145,7 +140,7 @@ class BatchServer(_CaseServer):
                 self._kept = None
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
-        """The answers to all cases, or to `cases`, compared with cold's, which is asked once. Raises SemBlendError."""
+        """Return the answers to `cases` (default: all) compared with cold's, asked once. Raises SemBlendError."""
         cases = self._cases if cases is None else cases
         if missing := [case for case in cases if case.id not in self._cold]:
             asked = self._cases if self._engines.starts_slowly and not self._cold else missing
@@ -155,14 +150,13 @@ class BatchServer(_CaseServer):
         return [sample_of(arm, case, answers[case.id], self._cold[case.id], layers) for case in cases]
 
     def cold(self, cases: Sequence[Case]) -> dict[str, Sample]:
-        """Cold's samples by case id."""
+        """Return cold's samples by case id."""
         return {sample.case_id: sample for sample in self.samples(COLD_ARM, cases)}
 
     def answers(
         self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
     ) -> dict[str, Answer]:
-        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each. One engine serves
-        them all, and ends with them unless it is kept. Raises SemBlendError."""
+        """Return the answers to `cases` (default: all) by id; `on_step` gets each id. Raises SemBlendError."""
         order = groups(self._cases if cases is None else cases)
         # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
@@ -181,7 +175,6 @@ class BatchServer(_CaseServer):
 
     @contextmanager
     def _running(self, arm: Arm, order: Sequence[list[Case]]) -> Iterator[ArmServer]:
-        """The arm's server; its audit file is read at the end."""
         kept, needed = self._kept, self._engine_settings(order)
         if kept is None or kept.arm != arm:
             with self._served(arm, needed) as server:
@@ -191,14 +184,13 @@ class BatchServer(_CaseServer):
         has_room = room and room.pool_tokens >= needed.pool_tokens and room.host_bytes >= needed.host_bytes
         if kept.server is None or not has_room:
             kept.stack.close()
-            # With room for every case that is known by now, it need not be opened again for the next ones.
+            # The engine gets room for every known case, so that later cases need no new one.
             kept.settings = self._engine_settings(groups(self._cases))
             kept.server = kept.stack.enter_context(self._served(arm, kept.settings))
         yield kept.server
         kept.server.audit.read()
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
-        """Each case's id and answer."""
         # A group's donors one after the other: each may itself be served from earlier ones.
         for donors in zip_longest(*(self._tokens[group[0].id].donors for group in chunk)):
             server.serve_donors([donor for donor in donors if donor is not None])
@@ -220,12 +212,12 @@ class BatchServer(_CaseServer):
 
     def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
         for case, answer in zip(cases, answers, strict=True):
-            # The first to be asked is cold; every arm's likelihood is that of the same tokens.
+            # Cold is asked first; every arm's likelihood is that of the same tokens.
             if case.id not in self._scored:
                 is_right = case.reference is not None and metrics.exact_match(answer.text, case.reference)
                 self._scored[case.id] = answer.tokens if is_right else self._tokens[case.id].forced or answer.tokens
         scored = [self._scored[case.id] for case in cases]
-        # A text's own tokens were forced already, and an answer that begins with the scored one need not be run again.
+        # A text's own tokens were forced already; an answer that begins with the scored one has its logits.
         missed = [
             index
             for index, (answer, target) in enumerate(zip(answers, scored, strict=True))
@@ -247,11 +239,10 @@ class BatchServer(_CaseServer):
         settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]
         room = max(settings.max_tokens, MAX_FORCED_TOKENS) + BLOCK_ROOM
         longest = room + max(len(text) for group in tokens for each in group for text in each.texts)
-        # A group's donors, and its prompts, which are kept too.
         kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
         return EngineSettings(
             model=settings.model,
-            # Twice: for running requests, and for the KV that a group's first prompt leaves to the next questions.
+            # Twice: for running requests, and for the KV of a group's first prompt, which the next questions find.
             pool_tokens=2 * min(settings.batch, len(order)) * longest,
             host_bytes=max(4 << 30, 2 * kept * settings.batch * self._engines.token_bytes),
             min_span=settings.min_span,
@@ -261,8 +252,6 @@ class BatchServer(_CaseServer):
 
 @dataclass(slots=True)
 class _KeptEngine:
-    """An arm's engine that stays open over calls, until `stack` is closed."""
-
     arm: Arm
     stack: ExitStack
     settings: EngineSettings | None = None
@@ -280,8 +269,7 @@ class Measured:
 
 @dataclass(slots=True)
 class _Round:
-    """One repeat: `donors` are request numbers by group and arm; `answers` by case and arm; `reuse`, from the audit
-    log, by arm and request."""
+    """One repeat: donors' request numbers by group and arm, answers by case and arm, reuse by arm and request."""
 
     donors: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
@@ -289,8 +277,8 @@ class _Round:
 
 
 class Measurement(_CaseServer):
-    """The timed run of all `arms`, cold, cold_again and exact_prefix among them: with their engines side by side where
-    they share weights, else one after the other. Every repeat has new engines."""
+    """The timed run of all `arms`, with cold, cold_again and exact_prefix. Every repeat opens new engines.
+    The engines run side by side if they share weights, else one after the other."""
 
     def __init__(
         self,
@@ -316,7 +304,7 @@ class Measurement(_CaseServer):
         return max((tokens.prompt for tokens in self._tokens.values()), key=len)
 
     def run(self, on_step: OnStep = lambda _: None) -> Measured:
-        """Serves everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
+        """Serve everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
         samples: list[Sample] = []
         events: list[dict[str, Any]] = []
         for repeat in range(self._repeats):
@@ -328,7 +316,7 @@ class Measurement(_CaseServer):
         return Measured(samples, counts, events)
 
     def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> list[dict[str, Any]]:
-        """Serves all cases under arms whose engines run together; their audit events."""
+        """Serve all cases under arms whose engines run together, and return their audit events."""
         with ExitStack() as stack:
             settings = self._engine_settings()
             servers = [stack.enter_context(self._served(arm, settings)) for arm in arms]
@@ -390,7 +378,7 @@ class Measurement(_CaseServer):
             for server in servers:
                 name = server.arm.name
                 ours = answers[name]
-                # An answer that begins with the scored text need not be run again.
+                # An answer that begins with the scored text has its logits already.
                 if ours.tokens[: len(target)] == target:
                     loss: float | None = metrics.loss(ours.logits, target)
                 else:
@@ -407,7 +395,7 @@ class Measurement(_CaseServer):
             }
             for arm in self._arms:
                 reuse, donors = found.reuse[arm.name], enumerate(found.donors[case.group, arm.name])
-                # Of donors that the arm computed exactly, as many tokens as the engine can hold of them.
+                # Only a donor that the arm computed exactly leaves an exact prefix, in whole units of the engine.
                 exact = [index for index, number in donors if number not in reuse or reuse[number].is_exact]
                 tokens = self._tokens[case.id]
                 shared = max((equal_start(tokens.donors[index], tokens.prompt) for index in exact), default=0)

@@ -1,4 +1,4 @@
-"""How close two answers or predictions are, and whether an arm's scores are non-inferior to cold's."""
+"""Measure how close two answers or predictions are, and whether an arm's scores are non-inferior to cold's."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ROUGE = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
 def normalised_words(text: str) -> list[str]:
-    """Words of `text` without case, punctuation and articles: SQuAD's evaluation script (Rajpurkar et al. 2016)."""
+    """Return words without case, punctuation and articles, as SQuAD's evaluation script (Rajpurkar et al. 2016)."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def exact_match(answer: str, reference: str) -> bool:
-    """True when both have the same normalised words."""
+    """Return whether both have the same normalised words."""
     return normalised_words(answer) == normalised_words(reference)
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over normalised words, 0..1 (SQuAD); two empty texts agree."""
+    """Return the harmonic mean of precision and recall over normalised words, 0..1 (SQuAD); 1 for two empty texts."""
     ours, theirs = normalised_words(answer), normalised_words(reference)
     if not ours or not theirs:
         return float(ours == theirs)
@@ -46,14 +46,14 @@ def token_f1(answer: str, reference: str) -> float:
 
 
 def closeness(answer: str, reference: str) -> tuple[float, float, float]:
-    """ROUGE-1 F1, ROUGE-L F1 (Lin 2004, google-research/rouge) and token F1, 0..1; equal texts agree without a word."""
+    """Return ROUGE-1 F1, ROUGE-L F1 (Lin 2004, google-research/rouge) and token F1, 0..1; equal texts have 1."""
     scores = None if answer == reference else _ROUGE.score(reference, answer)
     rouge = (1.0, 1.0) if scores is None else (float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure))
     return *rouge, token_f1(answer, reference)
 
 
 def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """Share of positions with the same token, 0..1; a position that only one of them has does not agree."""
+    """Return the share of positions with the same token, 0..1; one that only one of them has does not agree."""
     if not tokens and not reference:
         return 1.0
     equal = sum(ours == theirs for ours, theirs in zip(tokens, reference, strict=False))
@@ -61,32 +61,31 @@ def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
 
 
 def loss(logits: torch.Tensor, tokens: Sequence[int]) -> float:
-    """Mean negative log-likelihood of `tokens` in nats; row i of `logits` [n, vocabulary], n >= len(tokens), predicts
-    token i."""
+    """Return the mean negative log-likelihood of `tokens`, nats; row i of `logits` [n, vocabulary] predicts token i."""
     target = torch.as_tensor(tokens, dtype=torch.int64, device=logits.device)
     return float(torch.nn.functional.cross_entropy(logits[: len(target)].double(), target))
 
 
 def perplexity(nats: float) -> float:
-    """exp of a loss, at most e^700: beyond it a double overflows."""
+    """Return exp of a loss, at most e^700: a double overflows beyond it."""
     return math.exp(min(nats, 700.0))
 
 
 def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float:
-    """KL(reference || other) in nats between two rows of logits [vocabulary]; never below 0."""
+    """Return KL(reference || other) in nats between two rows of logits [vocabulary]; never below 0."""
     reference = torch.log_softmax(reference_logits.double(), dim=-1)
     other = torch.log_softmax(logits.double(), dim=-1)
     return max(0.0, float((reference.exp() * (reference - other)).sum()))
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Arithmetic mean of the values that are not None; None without any."""
+    """Return the mean of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def percentile(values: Iterable[float | None], share: float) -> float | None:
-    """Quantile `share`, by linear interpolation, of the values that are not None; None without any."""
+    """Return quantile `share`, linearly interpolated, of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
     return float(np.quantile(known, share)) if known else None
 
@@ -122,7 +121,6 @@ class NonInferiority:
         return math.inf if math.isinf(self.lower) else math.exp(-self.lower)
 
     def sentence(self) -> str:
-        """For a report: the difference, its bound and the sizes."""
         return (
             f"difference {self.difference:+.4f}, one-sided {CONFIDENCE:.0%} lower bound {self.lower:+.4f}; "
             f"{self.samples} prompts in {self.groups} groups"
@@ -132,14 +130,11 @@ class NonInferiority:
 def non_inferiority(
     differences: Sequence[float], groups: Sequence[Hashable], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> NonInferiority | None:
-    """Compares paired scores by a percentile bootstrap (Efron 1979); None without any.
-
-    `differences`: the arm's score minus cold's, by prompt; `groups`: the group of each prompt. Resamples whole groups,
-    since answers on the same documents are not independent. The mean is over prompts. Equal seeds give equal bounds.
-    """
+    """Compare paired scores, arm minus cold, by a percentile bootstrap (Efron 1979) from `seed`; None without any.
+    It resamples whole groups, since answers on the same documents are not independent. The mean is over prompts."""
     if not differences:
         return None
-    # A resample's mean needs the sum and the number of each group's values only.
+    # A resample's mean needs only the sum and the number of each group's values.
     sums, counts = _by_group(differences, groups)
     lower = -math.inf
     with warnings.catch_warnings():
@@ -165,7 +160,6 @@ def non_inferiority(
 def _by_group(
     differences: Sequence[float], groups: Sequence[Hashable]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The sum and the number of each group's values."""
     index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     members = [index[group] for group in groups]
     return np.bincount(members, weights=differences).astype(np.float64), np.bincount(members).astype(np.float64)
@@ -174,10 +168,8 @@ def _by_group(
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Mean difference of scores between 0 and 1, an arm's minus cold's, and one-sided bounds at `confidence` each.
-
-    The bounds hold however often they are read while prompts are added, and for any distribution of the scores. Without
-    any loss, about 400 groups bound it by 0.01.
-    """
+    The bounds hold for any distribution, and however often they are read while prompts are added.
+    Without any loss, about 400 groups bound it by 0.01."""
 
     difference: float
     lower: float
@@ -198,7 +190,6 @@ class Evidence:
         return self.upper < -self.margin
 
     def sentence(self) -> str:
-        """For a report: the difference, its bounds and the sizes."""
         return (
             f"difference {self.difference:+.4f}, between {self.lower:+.4f} and {self.upper:+.4f} (one-sided "
             f"{self.confidence:.1%} each); {self.samples} prompts in {self.groups} groups"
@@ -208,8 +199,8 @@ class Evidence:
 def evidence(
     differences: Sequence[float], groups: Sequence[Hashable], margin: float = MARGIN, confidence: float = CONFIDENCE
 ) -> Evidence | None:
-    """Bounds the mean of paired differences in [-1, 1] by betting (Waudby-Smith and Ramdas, JRSS B 2023); None without
-    any. A group's differences count as one, their mean, since answers on the same documents are not independent."""
+    """Bound the mean of paired differences in [-1, 1] by betting (Waudby-Smith and Ramdas, JRSS B 2023).
+    A group counts once, by its mean, since answers on the same documents are not independent. None without any."""
     if not differences:
         return None
     sums, counts = _by_group(differences, groups)
@@ -218,17 +209,15 @@ def evidence(
     return Evidence(float(means.mean()), lower, upper, len(differences), len(means), margin, confidence)
 
 
-# Shares of its wealth that a gambler stakes on every value, and the share of wealth that begins with each. Bold ones
-# grow quickest where nothing is lost, careful ones survive a loss.
+# Shares staked on every value, and wealth that begins with each. Bold ones grow quickest, careful ones survive a loss.
 _STAKES, _WEALTH = np.array([[0.9], [0.5], [0.2]]), np.array([0.5, 0.3, 0.2])
 
 
 def _betting_bound(values: npt.NDArray[np.float64], confidence: float) -> float:
     """The lower bound of the mean of `values` in [-1, 1].
-
-    A gambler bets that the mean is above a number. Where it is not, he ever becomes 1 / (1 - confidence) times richer
-    with a probability of at most 1 - confidence (Ville). The bound is the largest number that made him that rich.
-    """
+    A gambler bets that the mean is above a number. If it is not, the gambler ever becomes 1 / (1 - confidence) times
+    richer with a probability of at most 1 - confidence (Ville). The bound is the largest number that made the gambler
+    that rich."""
     gains, target, least = 1.0 + values, -math.log1p(-confidence), 1e-9
 
     def surplus(mean: float) -> float:

@@ -33,7 +33,7 @@ KV_DTYPES = (AUTO, FP8)
 
 
 def shipped_model() -> Path:
-    """The folder of the model that ships with the package; raises ConfigurationError where it is missing."""
+    """Return the folder of the model that ships with the package; raises ConfigurationError where it is missing."""
     folder = Path(str(files("validation") / "assets" / "model"))
     if not (folder / "config.json").is_file():
         raise ConfigurationError(f"The shipped model is missing from {folder}; name another with --model.")
@@ -41,19 +41,16 @@ def shipped_model() -> Path:
 
 
 def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
-    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named. `dtype` auto is float32 on a
-    CPU, where smaller types are slow, else the checkpoint's own. Raises ConfigurationError and UnsupportedModelError.
-    """
+    """Load `model`, or the shipped one, which runs on the CPU unless a device is named.
+    `dtype` auto is float32 on a CPU, where smaller types are slow, else the checkpoint's own. Raises ConfigurationError
+    and UnsupportedModelError."""
     place = resolve_device(device or ("cpu" if model is None else "auto"))
     disable_progress_bar()  # the run has one of its own
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
 def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
-    """The engines that the options --engine, --model, --device and --kv-dtype name; `dtype` as in `load`.
-
-    TensorRT-LLM and vLLM choose their device themselves. Raises ConfigurationError and UnsupportedModelError.
-    """
+    """Return the engines that the options name; vLLM and TensorRT-LLM choose their device. Raises as `load`."""
     if options.engine == EMBEDDED:
         return EmbeddedEngines(load(options.model, options.device, dtype), options.kv_dtype)
     model = str(options.model or shipped_model())
@@ -68,7 +65,7 @@ def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
 
 
 def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
-    """The device and the type of the weights; of an engine that loads them itself, as `dtype` asks for."""
+    """Return device and type of the weights; of an engine that loads them itself, as `dtype` asks for."""
     if isinstance(engines, EmbeddedEngines):
         return str(engines.runner.device), str(engines.runner.dtype)
     return str(_own_device()), _dtype(dtype, _own_device())
@@ -83,12 +80,12 @@ def _dtype(asked: str, device: torch.device) -> str:
 
 
 def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
-    """The Transformers model that the engines run, or one loaded beside engines that load their own weights."""
+    """Return the engines' Transformers model, or load one beside engines that load their own weights."""
     if isinstance(engines, EmbeddedEngines):
         return engines.runner.model
     place, name = resolve_device(device or "auto"), str(model or shipped_model())
     try:
-        # The name by which Transformers 4 and 5 both know it.
+        # Transformers 4 and 5 both know it by this name.
         loaded = AutoModelForCausalLM.from_pretrained(name, torch_dtype=resolve_dtype(_dtype(dtype, place)) or "auto")
     except Exception as error:  # safetensors, hub and torch each raise their own types
         raise ConfigurationError(f"model {name}: its weights cannot be read: {reason_of(error)}") from error
@@ -96,7 +93,7 @@ def transformers_model(engines: Engines, model: str | None, device: str | None, 
 
 
 def profile_of(model: str | None, asked: Path | None) -> Path | None:
-    """The reuse profile asked for, which must be a file, else the one in the model's folder; None without either."""
+    """Return the reuse profile asked for, which must be a file, else the model folder's; None without either."""
     if asked is not None and not asked.is_file():
         raise ConfigurationError(f"--profile {asked} is not a file; make one with `calibrate`.")
     beside = Path(model or shipped_model()) / PROFILE_NAME
@@ -104,7 +101,7 @@ def profile_of(model: str | None, asked: Path | None) -> Path | None:
 
 
 def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -> ArmChoices:
-    """What the arms need to know. `boundary` None stands for a third of the layers. Raises ConfigurationError."""
+    """Return what the arms need to know; `boundary` None is a third of the layers. Raises ConfigurationError."""
     layers = model.facts.num_layers
     if boundary is not None and not 1 <= boundary <= layers:
         text = f"--boundary is {boundary}; the model has {layers} layers, so 1 to {layers} is possible."
@@ -114,6 +111,5 @@ def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -
 
 
 def full_layers_of(profile: ReuseProfile) -> int:
-    """Lowest layers that the profile's policy computes for every token of an approximate plan, or for those that are
-    compared."""
+    """Return how many of the lowest layers the profile computes for every token, or for those it compares."""
     return max(profile.boundary, 0 if profile.check is None else profile.check.layer)

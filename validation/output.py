@@ -1,4 +1,4 @@
-"""What a run writes and shows: documents, tables, sentences and a progress bar."""
+"""Write and show documents, tables, sentences and a progress bar."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` in UTF-8 as `write_bytes` does."""
+    """Write `text` in UTF-8 as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def beside(path: Path, suffix: str) -> Path | None:
-    """The path with another suffix; None where `path` is a device or a pipe. Raises ConfigurationError where no file
-    can be written."""
+    """Return the path with another suffix; None for a device or pipe. Raises ConfigurationError if not writable."""
     check_writable(path)
     return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON; NaN and infinities, which JSON does not have, become null."""
+    """Write indented JSON; NaN and infinities, which JSON does not have, become null."""
     write_text(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -48,18 +47,18 @@ def _finite(value: Any) -> Any:
 
 
 def say(sentence: object) -> None:
-    """Shows one line on stdout at once."""
+    """Show one line on stdout at once."""
     sys.stdout.write(printable(sentence) + "\n")
     sys.stdout.flush()
 
 
 def complain(sentence: str) -> None:
-    """Shows one line on stderr."""
+    """Show one line on stderr."""
     sys.stderr.write(printable(f"validation: {sentence}") + "\n")
 
 
 def table_of(title: str, headings: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """A table with these columns; those in `right` are right-aligned, those in `whole` are not wrapped."""
+    """Return a table with these columns; those in `right` are right-aligned, those in `whole` are not wrapped."""
     table = Table(title=title, title_justify="left")
     for each in headings:
         table.add_column(each, justify="right" if each in right else "left", overflow="fold", no_wrap=each in whole)
@@ -67,7 +66,7 @@ def table_of(title: str, headings: Sequence[str], right: Collection[str] = (), w
 
 
 def show(tables: Iterable[Table], width: int = 140) -> None:
-    """Shows tables, `width` columns wide where stdout is no terminal."""
+    """Show tables, `width` columns wide where stdout is no terminal."""
     console = Console() if Console().is_terminal else Console(width=width)
     for table in tables:
         console.print(table)
@@ -81,7 +80,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[Advance]:
-    """Shows a transient progress bar of `steps` steps on stderr; gives the function that advances it."""
+    """Show a transient progress bar of `steps` steps on stderr; gives the function that advances it."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -96,6 +95,6 @@ def progress(title: str, steps: int) -> Iterator[Advance]:
 
 
 def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table; `headings` are separated by ` | `."""
+    """Return a table; `headings` are separated by ` | `."""
     head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])

@@ -28,7 +28,7 @@ _TOLD = {
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
-    """The prompt in pieces, each with its kind: `exact` from the engine's own prefix, `reused` from donors, else ""."""
+    """Return the prompt in pieces with their kinds: `exact` from the engine's prefix, `reused` from donors, else ""."""
     tokens = tokenizer.encode(prompt)
 
     def start(count: int) -> str:
@@ -47,7 +47,7 @@ def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]
 
 
 def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str, Any]:
-    """One arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as `marked` gives it."""
+    """One arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as in `marked`."""
     words = [] if sample.exact_match is None else ["right" if sample.exact_match else "wrong"]
     if sample.arm != COLD:
         words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
@@ -67,8 +67,7 @@ def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str
 
 
 def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
-    """Cases under cold, unchecked and checked: of each built-in workload one, if any one that they answer apart, and of
-    a user's prompts the first."""
+    """Return one case of each workload, at best one that the arms answer apart, and a user's first prompts."""
     by_case: dict[str, dict[str, Sample]] = {}
     for sample in report.samples:
         if sample.repeat == 0 and sample.arm in (COLD, POSITION_FIX, VERIFIED, report.policy):
@@ -90,7 +89,7 @@ def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict
 
 
 def page(report: Report, cases: Sequence[Case], tokenizer: Any) -> str:
-    """The page as HTML that loads nothing; all text of prompts, answers and settings is escaped."""
+    """Return HTML that loads nothing; all text of prompts, answers and settings is escaped."""
     template = (files("validation") / "assets" / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(report=report, examples=examples(report, cases, tokenizer))

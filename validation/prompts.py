@@ -1,4 +1,4 @@
-"""The prompt format of the shipped model, and the forms in which models are prompted: marks, instructions and words."""
+"""The prompt format of the shipped model, and the forms of prompts for others: marks, instructions and words."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SYSTEM_PROMPTS = tuple(WORDS["system prompts"].splitlines())
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One finished exchange: the documents shown in it, the question and the answer given."""
+    """One finished exchange; `documents` are shown in it."""
 
     question: str
     answer: str
     documents: tuple[str, ...] = ()
 
 
-# What models that were not trained on our marks are shown in their place.
+# These replace our marks for models that were not trained on them.
 _HEADINGS = {
     INSTRUCTION_MARK: "",
     DOCUMENT_MARK: "\n\n",
@@ -55,12 +55,9 @@ def _marked(mark: str, *parts: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """`rows`: least and most rows of a stock list that the model reads reliably.
-
-    `instructions` and `system_prompts` differ in length. `qualified`: how a heading and a question name a list of a
-    place ("name") in one of the `units` or on one of the `dates` ("word"). Without `has_marks`, the marks are replaced
-    by plain headings.
-    """
+    """How a model is prompted. `rows`: least and most rows of a stock list that the model reads reliably.
+    `qualified`: how a heading and a question name a place ("name") with one of the `units` or `dates` ("word").
+    Without `has_marks`, plain headings replace the marks."""
 
     name: str
     instructions: tuple[str, ...]
@@ -73,16 +70,13 @@ class PromptForm:
     has_marks: bool = True
 
     def render(self, instruction: str, documents: Sequence[str], question: str) -> str:
-        """A prompt of one instruction, documents in order and a question; the answer follows.
-
-        Raises ValueError, as the others here do, if a part holds one of the format's own marks.
-        """
+        """Return a prompt without its answer. All renderers raise ValueError for a part that holds a mark."""
         return self.render_conversation(instruction, (), question, documents)
 
     def render_conversation(
         self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
     ) -> str:
-        """A prompt of finished turns, `documents` and an open question."""
+        """Return a prompt of finished turns, `documents` and an open question."""
         parts = [_marked(INSTRUCTION_MARK, system)]
         for turn in (*turns, Turn(question, "", tuple(documents))):
             parts += [_marked(DOCUMENT_MARK, *turn.documents), _marked(QUESTION_MARK, turn.question)]
@@ -90,7 +84,7 @@ class PromptForm:
         return self._put("".join(parts[:-1]))
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
-        """A prompt of one instruction and documents, the last of which breaks off and is to be continued."""
+        """Return a prompt of one instruction and documents; the last breaks off and is to be continued."""
         return self._put(_marked(INSTRUCTION_MARK, instruction) + _marked(DOCUMENT_MARK, *pages))
 
     def _put(self, prompt: str) -> str:
@@ -136,10 +130,7 @@ FORMS = {form.name: form for form in (SHIPPED, YARDSTICK, PLAIN)}
 
 
 def form_for(tokenizer: Any, name: str | None = None) -> PromptForm:
-    """The form called `name`; without a name, the one whose marks `tokenizer` (of Transformers) knows, else PLAIN.
-
-    Raises ConfigurationError for an unknown name.
-    """
+    """Return the form `name`; without one, what `tokenizer` knows, else PLAIN. Raises ConfigurationError."""
     if name is not None:
         if name not in FORMS:
             raise ConfigurationError(f"The prompt form {name!r} is unknown; use {', '.join(FORMS)}.")

@@ -1,7 +1,4 @@
-"""`python -m validation quality`: many prompts of every family, served in batches under every arm, without times.
-
-`quality-plot` draws exact match on traps against what is computed, from the result rows of such runs.
-"""
+"""`python -m validation quality` serves every family in batches, without times; `quality-plot` draws its rows."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted
 
 
 def parse_quality(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a quality run; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of a quality run; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("quality", _DESCRIPTION)
     arguments.add(parser, *arguments.MODEL, "--profile")
     arms = f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
@@ -57,7 +54,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_quality(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
+    """Run and write all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
     for path in filter(None, (options.output, options.record and options.record / file_name)):
@@ -116,7 +113,7 @@ def _show(report: QualityReport, output: Path) -> bool:
 
 @dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
 class QualityReport:
-    """A run's findings. `kinds`: each family's, such as `harmless`. `vocabulary`: tokens that the model can give."""
+    """A run's findings. `kinds`: each family's, such as `harmless`. `vocabulary`: tokens the model can give."""
 
     model: str
     samples: Sequence[Sample]
@@ -137,7 +134,7 @@ class QualityReport:
         return lines_of(self.samples, self._cold, self.seed)
 
     def unknown(self) -> list[str]:
-        """Families that the model does not know cold: what an arm does to them decides nothing."""
+        """Return the families that the model does not know cold: there, an arm's answers decide nothing."""
         lines = lines_of(self._cold.values(), self._cold, is_bounded=False)
         return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
@@ -150,7 +147,7 @@ class QualityReport:
         return lines_of(by_kind, self._cold, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form with every sample."""
+        """Return JSON with every sample."""
         lines, kind_lines = (
             [{**asdict(line), "non_inferior": line.holds} for line in each] for each in (self.lines, self.kind_lines)
         )
@@ -172,7 +169,7 @@ class QualityReport:
 
 
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
-    """Rows of the figures that the run measured; in their names `suffix` comes before the family or the arm."""
+    """Return rows of the run's figures; in their names `suffix` comes before the family or the arm."""
     results = Results(measured=report.measured, is_shown=False)
     unknown, em = report.unknown(), "exact match"
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
@@ -185,7 +182,7 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
         elif line.arm == VERIFIED:
             _add_verified(results, line, score, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
-            # The header trap has to bite where nothing is checked nor computed again.
+            # The header trap has to bite if nothing is checked or computed again.
             goal = cold / 2 if (line.family, line.arm) == (HEADER_TRAP, POSITION_FIX) else None
             baseline = f"cold {cold:.3f}; {where}, {line.fires} fires"
             results.add(f"{line.arm}_em{suffix}_{line.family}", score, em, baseline, goal)
@@ -217,8 +214,7 @@ def _add_verified(results: Results, line: Line, score: float, suffix: str) -> No
 
 
 def _add_kind(results: Results, line: Line, suffix: str) -> None:
-    """A point of the plot, one arm over all families of a kind, and what verified does on harmless ones. Arms that
-    reuse nothing compute all."""
+    """Add one arm's point of the plot over a kind's families; an arm that reuses nothing computes all."""
     bound, name = line.exact_match_bound, f"{suffix}_{line.arm}"
     if bound is not None and line.exact_match is not None:
         where = f"{bound.difference:+.4f} from cold, one-sided 95 % lower bound {bound.lower:+.4f}; "
@@ -255,7 +251,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One arm: `exact_match`, 0 to 1, and `computed_share`, tokens times layers of all after the exact prefix."""
+    """One arm: `exact_match`, 0 to 1, and `computed_share` of tokens times layers after the exact prefix."""
 
     arm: str
     exact_match: float
@@ -263,7 +259,7 @@ class Point:
 
 
 def parse_quality_plot(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of `quality-plot`; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of `quality-plot`; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("quality-plot", _PLOT_DESCRIPTION)
     rows = "result rows as `quality --record` names them; panels have this order"
     parser.add_argument("rows", type=Path, nargs="+", metavar="quality_NAME.json", help=rows)
@@ -272,7 +268,7 @@ def parse_quality_plot(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
-    """Draws and writes the plot. Raises SemBlendError and OSError."""
+    """Draw and write the plot. Raises SemBlendError and OSError."""
     check_writable(options.plot)
     panels = {path.stem.removeprefix(FILE_STEM).lstrip("_") or path.stem: points_of(path) for path in options.rows}
     write_bytes(options.plot, draw(panels, "Exact match on traps"))
@@ -281,19 +277,19 @@ def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa
 
 
 def points_of(path: Path) -> list[Point]:
-    """The arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
+    """Return the arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
     suffix = path.stem.removeprefix(FILE_STEM)
     values = {row.name: row.value for row in scoreboard.rows_of(path)}
     start = f"trap_em{suffix}_"
     scores = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
     if not scores:
         raise ConfigurationError(f"{path} has no row {start}ARM; make the file with `quality --record`.")
-    # An arm that reuses nothing has no row of what it computes, which is all.
+    # An arm that reuses nothing has no row of what it computes: all.
     return [Point(arm, score, values.get(f"trap_computed_share{suffix}_{arm}", 1.0)) for arm, score in scores.items()]
 
 
 def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
-    """The range of exact match around cold's: as wide as the difference of a second cold run, or as the margin."""
+    """Return the range of exact match around cold's: as wide as the second cold run's difference, or the margin."""
     scores = {point.arm: point.exact_match for point in points}
     if (cold := scores.get(COLD)) is None:
         return None
@@ -302,9 +298,8 @@ def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
 
 
 def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
-    """Exact match against computed share, as a PNG: panels under their titles that share their axes, one point an arm
-    with its number beside it, the noise floor as a band."""
-    # Up to three stand in one row.
+    """Draw exact match against computed share as PNG: panels with the same axes, numbered arms, the noise floor."""
+    # Up to three panels share one row.
     columns = max(1, len(panels) if len(panels) < 4 else math.ceil(math.sqrt(len(panels))))
     rows = max(1, math.ceil(len(panels) / columns))
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows + 0.6), dpi=130, layout="constrained")

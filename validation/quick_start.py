@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the program, or prints it. Raises ConfigurationError where the extra `embedded` is missing."""
+    """Run the program, or print it. Raises ConfigurationError where the extra `embedded` is missing."""
     if arguments.source:
         # The lines of the function, without its first.
         sys.stdout.write(textwrap.dedent(inspect.getsource(_program).partition("\n")[2]))

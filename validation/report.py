@@ -1,4 +1,4 @@
-"""The report of a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
+"""Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ class GateBounds:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`value` must be at least `bound` where `better` is "higher", at most `bound` where it is "lower".
-
-    Where no sample has the figure, `value` is None: the gate is shown and does not fail.
-    """
+    """A bound on `value`. If `value` is None, no sample has the figure: the gate is shown and does not fail."""
 
     name: str
     value: float | None
@@ -88,7 +85,7 @@ class Gate:
 def gates_of(
     samples: Sequence[Sample], audit: AuditCounts, policy: str, bounds: GateBounds, exactness: Exactness | None
 ) -> list[Gate]:
-    """All gates of a run; `audit` is that of `policy`, `exactness` None where it was not measured."""
+    """Return all gates of a run; `audit` is that of `policy`, `exactness` is None if it was not measured."""
 
     def at_least(name: str, value: float | None, reads: str) -> Gate:
         return Gate(name, value, getattr(bounds, f"min_{name}"), "higher", reads)
@@ -120,36 +117,33 @@ def gates_of(
 
 
 def perplexity_ratio(samples: Sequence[Sample], arm: str) -> float | None:
-    """Geometric mean of the arm's perplexity over cold's, over cases in which reuse is expected."""
+    """Return the geometric mean of the arm's perplexity over cold's, over cases in which reuse is expected."""
     ratios = (s.perplexity_ratio for s in samples if s.arm == arm and s.may_reuse)
     found = mean(math.log(ratio) for ratio in ratios if ratio)
     return None if found is None else math.exp(found)
 
 
 def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
-    """Cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
+    """Return cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
     expected = [s for s in samples if s.may_reuse]
     cold, ours = exact_match(expected, COLD), exact_match(expected, arm)
     return None if cold is None or ours is None else cold - ours
 
 
 def exact_match(samples: Sequence[Sample], arm: str) -> float | None:
-    """The arm's share of right answers, of cases with a known one."""
+    """Return the arm's share of right answers, of cases with a known one."""
     return mean(s.exact_match for s in samples if s.arm == arm)
 
 
 def unrelated_fires(samples: Sequence[Sample]) -> int | None:
-    """Requests of unrelated prompts for which KV was placed, in all reusing arms; None without such prompts."""
+    """Count requests of unrelated prompts with placed KV, in all reusing arms; None without such prompts."""
     unrelated = [s for s in samples if is_reusing(s.arm) and s.expects == Expectation.NONE.value]
     return sum(sample.reused_tokens > 0 for sample in unrelated) if unrelated else None
 
 
 def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
-    """Share of requests that keep the exact prefix which their donors left in the engine; None without any.
-
-    A request keeps it when at least `expected_exact_tokens` are the engine's own. For exact repeats nothing may be
-    placed beside them, and answer and first distribution are those of the exact-prefix arm.
-    """
+    """Return the share of requests that keep the exact prefix which their donors left; None without any.
+    For an exact repeat no other KV may be placed, and answer and first distribution are the exact-prefix arm's."""
     exact = {(s.case_id, s.repeat): s for s in samples if s.arm == EXACT_PREFIX}
 
     def keeps(sample: Sample) -> bool:
@@ -168,7 +162,7 @@ FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
 MAX_EM_DROP = 0.02
 _COLUMNS = 80
-# What a first look calls an arm.
+# Names of arms for a first look.
 ARM_NAMES = {COLD_AGAIN: "cold again", EXACT_PREFIX: "prefix cache", POSITION_FIX: "unchecked", VERIFIED: "checked"}
 _HARMLESS = tuple(each.name for each in FAMILIES if each.kind is Kind.HARMLESS)
 _TEXTS = tuple(each.name for each in FAMILIES if each.is_text)
@@ -178,7 +172,7 @@ _MEANS = (
     *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
-# Figures of a summary by the table of the page that shows them.
+# Figures of a summary, by their table on the page.
 _TABLES = {
     "Speed: TTFT of timed prompts, tokens a prompt": (
         *("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires"),
@@ -191,10 +185,8 @@ _TABLES = {
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Figures of the given samples, TTFT and token counts of the timed ones; None where no sample has the figure.
-
-    `speedup` (cold's TTFT over the arm's) and `perplexity_ratio` are medians over cases, the scores are means.
-    """
+    """Return figures of the samples, TTFT and token counts of the timed ones; None where no sample has the figure.
+    `speedup` and `perplexity_ratio` are medians over cases, the scores are means."""
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
     return {
@@ -216,7 +208,7 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> di
 
 
 def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One line for each arm, workload and size, in the order in which they appear."""
+    """Return one line for each arm, workload and size, in the order in which they appear."""
     by_key: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
         by_key.setdefault((sample.arm, sample.workload, sample.size), []).append(sample)
@@ -225,12 +217,8 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ArmFigures:
-    """What an arm did where reuse is expected.
-
-    `timed`: samples without the trap's. `changed` says of each answer whether it is not cold's, without the trap and
-    texts that may go on in many ways; `trap_changed` says so of the trap, where `trap_wrong` answers are wrong, and
-    `trap_cold_wrong` of cold's.
-    """
+    """What an arm did where reuse is expected. `timed` and `changed` leave out the trap.
+    Changed answers are not cold's; `changed` also leaves out texts that may go on in many ways."""
 
     timed: list[Sample]
     changed: list[bool]
@@ -240,7 +228,7 @@ class ArmFigures:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], arm: str) -> ArmFigures | None:
-        """None where the arm has no such sample."""
+        """Return the arm's figures; None if it has no such sample."""
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
         trap = [(ours, other) for ours, other in pairs if ours.workload == HEADER_TRAP]
@@ -270,14 +258,13 @@ class ArmFigures:
         return "no time" if found is None else f"{found:.1f}x"
 
     def sentence(self) -> str:
-        """For the list of figures."""
         time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {self.speedup}"
         share = sum(s.reused_tokens for s in self.timed) / max(1, self.prompt_tokens)
         trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
         return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
     def verdict(self, checked: ArmFigures | None) -> str:
-        """Whether the trap catches this unchecked arm, and the checked one."""
+        """Say whether the trap catches this unchecked arm, and the checked one."""
         answers = len(self.trap_changed)
         right = answers - self.trap_cold_wrong
         # It bites when at least half of what cold answers right is wrong.
@@ -309,7 +296,7 @@ class Report:
         return [gate for gate in self.gates if not gate.holds]
 
     def headline(self) -> str:
-        """What the run shows, in one sentence with its figures."""
+        """Say in one sentence what the run shows, with its figures."""
         unchecked, checked = (ArmFigures.of(self.samples, arm) for arm in (POSITION_FIX, VERIFIED))
         parts = []
         if unchecked is not None:
@@ -326,7 +313,7 @@ class Report:
         return "; ".join(parts)
 
     def figures(self) -> list[tuple[str, str]]:
-        """A name and a sentence for cold, every other arm, and what must not happen."""
+        """Return a name and a sentence for cold, every other arm, and what must not happen."""
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
@@ -341,7 +328,7 @@ class Report:
         return [*found, ("controls", "; ".join(control))] if control else found
 
     def screen(self) -> list[str]:
-        """Headline, figures, and how many gates hold and what each read, as lines of a terminal of 80 columns."""
+        """Return headline, figures and what the gates read, as lines of a terminal of 80 columns."""
         lines = textwrap.wrap(self.headline(), _COLUMNS)
         for name, sentence in self.figures():
             lines += textwrap.wrap(f"{name:<13}{sentence}", _COLUMNS, subsequent_indent=" " * 13)
@@ -351,7 +338,7 @@ class Report:
         return [*lines, *textwrap.wrap(gates, _COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form. `num_samples` to `audit` are named as the SemBlend package's validation names them."""
+        """Return JSON; the SemBlend package's validation uses the names `num_samples` to `audit` too."""
         reusing = [s for s in self.samples if s.arm == self.policy and s.may_reuse]
         audit = self.audit[self.policy]
         return {
@@ -375,7 +362,7 @@ class Report:
         }
 
     def grids(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Tables of every arm, workload and size, and the noise floor, in words: title, headings and rows."""
+        """Return tables of every arm, workload and size, and the noise floor: title, headings and rows, in words."""
         keys, lines = ["workload", "size", "arm"], [*summaries(self.samples), self._noise_floor()]
         found = []
         for title, names in _TABLES.items():
@@ -394,10 +381,8 @@ def _cell(value: float | None) -> str:
 def end_to_end_rows(
     samples: Sequence[Sample], exactness: Exactness | None, device: str, measured: Measured, engine: str = ""
 ) -> list[Row]:
-    """Rows of the built-in cases under position_fix and verified, as far as they were measured.
-
-    Names begin with `engine`, such as `vllm_`, and but for the wrapper's exactness the kind of device, `cpu` or `gpu`.
-    """
+    """Return the measured rows of the built-in cases under position_fix and verified.
+    Names begin with `engine`, such as `vllm_`, and all but the wrapper's exactness go on with `cpu` or `gpu`."""
     kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     results = Results(measured=measured, is_shown=False)
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
@@ -416,7 +401,7 @@ def end_to_end_rows(
     trap = [s for s in samples if s.workload == HEADER_TRAP]
     cold, ours = exact_match(trap, COLD), exact_match(trap, POSITION_FIX)
     if cold is not None and ours is not None:
-        # Reuse without a check has to fail on the trap; otherwise the trap shows nothing.
+        # If reuse without a check does not fail on the trap, the trap shows nothing.
         baseline = f"cold: {cold:.3f}; the trap has to bite"
         results.add(f"{kind}_trap_position_fix_em", ours, "exact match", baseline, cold / 2)
     if (fires := unrelated_fires(samples)) is not None:

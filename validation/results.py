@@ -39,21 +39,18 @@ class Measured:
 
     @classmethod
     def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
-        """For a run that ends now; `device` and `name` as in `describe`."""
+        """Describe a run that ends now; `device` and `name` as in `describe`."""
         return cls(command, describe(device, name), versions(), today())
 
     def sentence(self) -> str:
-        """Command, date and machine as a page shows them."""
+        """Say command, date and machine for a page."""
         return f"`{self.command}`, {self.date}, machine {self.machine['name']}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `goal` is None if it has none; `holds` says whether the value meets it.
-
-    `baseline` says what the value is measured against. Raises ValueError or TypeError for wrong fields: rows are also
-    read from files.
-    """
+    """One figure, with what it is measured against (`baseline`), and its goal if it has one.
+    Raises ValueError or TypeError for wrong fields: rows are also read from files."""
 
     name: str
     value: float
@@ -95,16 +92,14 @@ def row(
     baseline: str,
     measured: Measured,
 ) -> Row:
-    """Makes a row; `holds` follows from value, goal and direction. Raises ValueError for a value that is not finite."""
+    """Make a row; `holds` follows from value, goal and direction. Raises ValueError for a value that is not finite."""
     value, goal = float(value), None if goal is None else float(goal)
     return Row(name, value, unit, goal, better, _holds(value, goal, better), baseline, **asdict(measured))
 
 
 class Results:
     """The rows of one run, by default of this program with `arguments` (None: its own) on `device`.
-
-    Rows of a `dry` run have no goals, and are written only if a folder is given. `is_shown` False shows nothing.
-    """
+    Rows of a `dry` run have no goals, and are written only if a folder is given."""
 
     def __init__(
         self,
@@ -122,10 +117,8 @@ class Results:
     def add(
         self, name: str, value: float, unit: str, baseline: str, goal: float | None = None, better: Better = "lower"
     ) -> None:
-        """Adds a figure and shows it at once, so that a run that is cut short has shown what it measured.
-
-        Raises ValueError when the value is not finite.
-        """
+        """Add a figure. Raises ValueError when the value is not finite.
+        It shows the figure at once, so that a run that is cut short has shown what it measured."""
         goal = None if self.dry else goal
         added = row(name, value, unit, goal=goal, better=better, baseline=baseline, measured=self.measured)
         self.rows.append(added)
@@ -133,8 +126,7 @@ class Results:
             say(_line(added))
 
     def write(self, folder: Path | None, name: str, default: Path | None = None) -> None:
-        """Shows all rows with their baselines, and writes `name.json` to `folder`, or to `default` unless it is a dry
-        run; nowhere when that is None. An earlier run's file is replaced."""
+        """Show all rows with baselines; write `name.json` to `folder`, else to `default` unless the run is dry."""
         for each in self.rows:
             say(f"{_line(each)}\n    {each.baseline}")
         target = folder or (None if self.dry else default)
@@ -144,31 +136,31 @@ class Results:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows of one run to `path`, replacing what an earlier run left there."""
+    """Write the rows of one run to `path`, replacing what an earlier run left there."""
     text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
 
 
 def say(line: str) -> None:
-    """Shows one line at once."""
+    """Show one line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def command(arguments: Sequence[str] | None = None) -> str:
-    """The command line of this run as a reader can repeat it; `arguments` take the place of the program's own."""
+    """Return this run's command line for a reader to repeat; `arguments` replace the program's own."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     program = sys.argv[0] if module is None else f"-m {module.name.removesuffix('.__main__')}"
     return f"python {program} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
 
 
 def today() -> str:
-    """The date of a row: UTC, ISO 8601."""
+    """Return the date of a row: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
 
 
 def versions() -> dict[str, str]:
-    """Python, CUDA and the distributions that decide a figure, as far as they are installed."""
+    """Return the versions of Python, CUDA and the installed distributions that decide a figure."""
     found = {"python": platform.python_version()}
     if torch.version.cuda is not None:
         found["cuda"] = str(torch.version.cuda)
@@ -179,10 +171,8 @@ def versions() -> dict[str, str]:
 
 
 def describe(device: str | None = None, name: str | None = None) -> dict[str, Any]:
-    """The machine as a row shows it: with the card where `device` is one, by default where torch sees one.
-
-    `name` is the folder of its results, by default `cpu-2core`, or the card's such as `nvidia-h200`.
-    """
+    """Return the machine as a row shows it: with the card if `device` is one, by default if torch sees one.
+    `name` is the folder of its results, by default `cpu-2core`, or the card's such as `nvidia-h200`."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     card = torch.cuda.get_device_properties(device) if device.startswith("cuda") else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

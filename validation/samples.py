@@ -1,5 +1,4 @@
-"""Answers, and where their prompts' KV came from; samples, which compare an answer with cold's; lines, which sum up all
-samples of one family and arm."""
+"""Answers and where their KV came from; samples, which compare them with cold's; lines, which sum up samples."""
 
 from __future__ import annotations
 
@@ -21,13 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Where a prompt's tokens came from, in tokens, and how the request ended for the connector.
-
-    `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` after it: compared
-    with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
-    largest deviation of a token that was compared and is reused. `generation`: the highest of the plan's donors.
-    `spans`: where its runs begin in the prompt, and their lengths.
-    """
+    """Where a prompt's tokens came from, and how the request ended for the connector.
+    `cached`: in the engine's own exact prefix. `offered`: in the plan's spans, which are `reused` or `recomputed`.
+    `sampled`, then `checked`: compared with the donor's KV. `largest_kept`: largest deviation of those that are reused.
+    `generation`: highest of the plan's donors. `spans`: (start, length) in the prompt."""
 
     cached: int = 0
     offered: int = 0
@@ -43,12 +39,12 @@ class Reuse:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the KV is a cold run's: nothing was placed, or a check has rejected all of it."""
+        """Whether the KV is a cold run's: no donor KV was placed, or a check rejected all of it."""
         return not self.reused and bool(self.checked or self.sampled or not self.offered)
 
     @classmethod
     def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
-        """From the audit events `request_settled` and, of a plan that was carried out, `plan_dispatched`."""
+        """Read the audit events `request_settled` and, if a plan was carried out, `plan_dispatched`."""
         return cls(
             cached=event["exact_prefix_tokens"],
             offered=event["offered_tokens"],
@@ -66,12 +62,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to one prompt.
-
-    `tokens` and `text`: the greedy answer, or the likeliest token at each position of a forced answer. `logits`
-    [tokens, vocabulary] gave `tokens`. `loss`: mean negative log-likelihood of a forced answer, nats a token.
-    `likelihood`: see Sample. `ttft_s`: seconds to the first token, None where it is not known.
-    """
+    """A greedy answer, or the likeliest token at each position of a forced answer, from `logits` [tokens, vocabulary].
+    `loss`: mean negative log-likelihood of a forced answer, nats a token. `likelihood`: see Sample."""
 
     request_id: int
     prompt_tokens: int
@@ -84,32 +76,28 @@ class Answer:
     likelihood: float | None = None
 
     def with_first_row(self) -> Answer:
-        """The answer with the logits of its first token only, on the host."""
+        """Return the answer with the logits of its first token only, on the host."""
         return replace(self, logits=self.logits[:1].float().cpu().clone())
 
 
 def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> bool:
-    """Whether a model knows a family, by the means of its cold answers; what reuse does to others shows nothing.
-
-    It gives half of the right answers; a text's `loss`, in nats a token, is below a blind guess's among `vocabulary`.
-    """
+    """Return whether a model knows a family, by its cold answers; on others, reuse shows nothing.
+    It gives half of the right answers, or a text's `loss`, in nats a token, is below a blind guess's."""
     return exact_match >= 0.5 if exact_match is not None else loss is None or loss < math.log(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
-
-    Token counts, `generation` and `spans` are as in `Reuse`. `computed_share`: tokens times layers that were computed,
-    of those after the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
-    0 on with a donor that this arm computed exactly, in whole units of the engine, and that the arm exact_prefix
-    reuses. `exact_match`: only where one answer is right. `follows_donor`: the answer is the wrong one of the
-    donors' text. Scores `*_cold` compare with cold's answer, `*_reference` with the reference. `loss` (nats a
-    token) and `perplexity` are of the reference, in a timed run without one of cold's answer; `perplexity_ratio` is
-    over cold's. `first_token_kl`: nats from cold's distribution. `speedup`: cold's TTFT over this arm's, of timed
-    cases; times are in seconds. `likelihood`, 0 to 1, where it was asked for: the probability of the right answer,
-    in the tokens in which cold gave it; where many texts are right, of the reference by token (geometric mean).
-    """
+    """One arm's answer to one case, compared with cold's; None if the case does not define the figure.
+    Token counts, `generation` and `spans` are as in `Reuse`; times are in seconds.
+    `computed_share`: tokens times layers that were computed, of those after the engine's own exact prefix.
+    `expected_exact_tokens`: shared from position 0 on with a donor that this arm computed exactly. They are whole units
+    of the engine, and the arm exact_prefix reuses them. `exact_match`: only if one answer is right.
+    `follows_donor`: the answer is the wrong one of the donors' text. `*_cold`: against cold's answer.
+    `loss` (nats a token) and `perplexity`: of the reference, in a timed run without one of cold's answer.
+    `perplexity_ratio`: over cold's. `first_token_kl`: nats from cold's distribution. `speedup`: cold's TTFT over ours.
+    `likelihood`, 0 to 1, if asked for: probability of the right answer in the tokens in which cold gave it.
+    If many texts are right, it is that of the reference by token (geometric mean)."""
 
     case_id: str
     workload: str
@@ -168,7 +156,7 @@ _REUSE_TOKENS = ("offered", "sampled", "checked", "reused", "recomputed")
 def sample_of(
     arm: Arm, case: Case, ours: Answer, cold: Answer, num_layers: int, repeat: int = 0, expected_exact_tokens: int = 0
 ) -> Sample:
-    """One arm's answer beside cold's; `num_layers` are the model's, for the rest see Sample."""
+    """Return one arm's answer beside cold's, as a Sample; `num_layers` are the model's."""
     reuse, reference = ours.reuse, case.reference
     # After a sample only tokens that were compared ran in the lowest layers.
     run_below = min(reuse.reused, reuse.sampled + reuse.checked) if reuse.sampled else reuse.reused
@@ -217,12 +205,9 @@ def sample_of(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One family under one arm: means over samples, and sums of tokens.
-
-    `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share
-    of answers that are the donors' wrong one. The bounds compare with cold: exact match minus cold's, and cold's loss
-    minus the arm's. `reused_share`: reused over offered tokens. `largest_kept` and `generation`: the maxima.
-    """
+    """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept` and `generation`.
+    `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses.
+    Bounds: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: of offered tokens."""
 
     family: str
     arm: str
@@ -249,7 +234,7 @@ class Line:
 
     @property
     def bounds(self) -> list[NonInferiority]:
-        """The comparisons with cold that there are."""
+        """The comparisons with cold that exist."""
         return [bound for bound in (self.exact_match_bound, self.loss_bound) if bound is not None]
 
     @property
@@ -261,7 +246,7 @@ class Line:
 def lines_of(
     samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0, *, is_bounded: bool = True
 ) -> list[Line]:
-    """One line for each family and arm, in the order in which they appear; `cold` by case id, the rest as `line_of`."""
+    """Return one line for each family and arm, in order of appearance; `cold` by case id, the rest as `line_of`."""
     by_key: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         by_key.setdefault((sample.workload, sample.arm), []).append(sample)
@@ -277,7 +262,7 @@ def line_of(
     *,
     is_bounded: bool = True,
 ) -> Line:
-    """One line of the given samples, of which there is at least one; without what needs bounds unless `is_bounded`."""
+    """Return one line of at least one sample; without what needs bounds unless `is_bounded`."""
 
     def bound(score: Callable[[Sample], float | None]) -> NonInferiority | None:
         scores = [(score(sample), score(cold[sample.case_id]), sample.group) for sample in samples if is_bounded]

@@ -1,10 +1,9 @@
-"""All result rows in the terminal, and the tables that pages make from them.
+"""Show all result rows in the terminal, and make the tables of pages from them.
 
-On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a
-row's name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the
-values stand side by side: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A
-heading that is given again continues its column.
-"""
+A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
+name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
+form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
+that is given again continues its column."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!
 
 
 def read_rows(root: Path) -> dict[str, list[Row]]:
-    """Rows of all JSON files under `root`, by `machine/file` without the extension, sorted.
-
-    Raises ConfigurationError as `rows_of` does, and when a machine has two rows of one name.
-    """
+    """Read all JSON files under `root`, sorted, by `machine/file` without the extension.
+    Raises ConfigurationError as `rows_of`, and if a machine has two rows of one name."""
     if not root.is_dir():
         raise ConfigurationError(f"{root} is not a folder of results; give one with --results.")
     found: dict[str, list[Row]] = {}
@@ -50,7 +47,7 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Rows of one file. Raises ConfigurationError when it does not hold rows, or they contradict themselves."""
+    """Read one file. Raises ConfigurationError if it does not hold rows, or they contradict themselves."""
     try:
         rows = [Row(**fields) for fields in json.loads(read_input(path))]
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -61,11 +58,11 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def terminal_table(rows: dict[str, list[Row]]) -> Table:
-    """One line a row, by machine and file."""
+    """Return a table of all rows, by machine and file."""
     headings = ("row", "value", "unit", "goal", "holds", "against", "where", "date")
     table = output.table_of("Results", headings, ("value", "goal"), ("row",))
     for place, each in ((place, each) for place, found in rows.items() for each in found):
-        # A Text is no markup.
+        # rich reads no markup in a Text.
         unit, baseline, where, date = (Text(printable(cell)) for cell in (each.unit, each.baseline, place, each.date))
         holds = "yes" if each.holds else "[bold red]no[/]"
         table.add_row(each.name, figure(each.value), unit, goal_of(each), holds, baseline, where, date)
@@ -73,18 +70,15 @@ def terminal_table(rows: dict[str, list[Row]]) -> Table:
 
 
 def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
-    """Returns the document with every results table made from the rows. Raises ConfigurationError for a marker that is
-    not closed or a pattern that no row matches."""
+    """Return the page with new results tables. Raises ConfigurationError for an open marker or as `markdown_table`."""
     if text.count("<!-- results:") != len(_BLOCK.findall(text)):
         raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
     return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
 
 
 def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
-    """The Markdown table of the rows that match the blank-separated patterns, in their order.
-
-    Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous.
-    """
+    """Return the Markdown table of the rows that match the patterns, in their order.
+    Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
     if "=" in patterns:
         return _column_table(patterns.split(), rows)
     chosen: dict[tuple[str, str], Row] = {}
@@ -107,7 +101,7 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
 
 
 def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
-    """A line for each name that the columns' stars stand for; values that miss their goal are bold."""
+    """A line for each name that the patterns' stars match; values that miss their goal are bold."""
     cells: dict[str, dict[str, str]] = {}
     for heading, _, pattern in (column.partition("=") for column in columns):
         for line, each in _starred(pattern, rows).items():
@@ -119,7 +113,7 @@ def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
 
 
 def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
-    """The rows that match, by what the pattern's one `*` stands for."""
+    """The rows that match, by the text that the pattern's one `*` matches."""
     before, star, after = pattern.partition("*")
     if not star or "*" in after:
         raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")
@@ -138,12 +132,12 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
 
 
 def goal_of(row: Row) -> str:
-    """The goal with its direction, `-` for a row without one."""
+    """Return the goal with its direction, `-` for a row without one."""
     return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
 
 
 def figure(value: float) -> str:
-    """Four significant digits, large integers whole."""
+    """Return four significant digits; large integers whole."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

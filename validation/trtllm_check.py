@@ -43,8 +43,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts with their right answers. `targets` hold the documents of `donors` at other places, and are asked
-    twice."""
+    """Prompts with their right answers. `targets` move the documents of `donors`, and are asked twice."""
 
     donors: tuple[Question, ...]
     targets: tuple[Question, ...]
@@ -54,19 +53,19 @@ class Workload:
         return [each.text for each in (*self.donors, *self.targets, *self.targets)]
 
     def twice(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Of one result a prompt, those of the targets, asked first and asked again."""
+        """Return the targets' results, asked first and asked again, of one result a prompt."""
         start, count = len(self.donors), len(self.targets)
         return results[start : start + count], results[start + count : start + 2 * count]
 
     def right(self, served: Served) -> float:
-        """The share of targets that are answered right when they are asked first."""
+        """Return the share of targets that are answered right when they are asked first."""
         pairs = zip(self.twice(served.texts)[0], self.targets, strict=True)
         right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
         return sum(right) / max(1, len(right))
 
 
 def workload(groups: int, rows: int) -> Workload:
-    """Stock lists, four a prompt, under one instruction as donors and reversed under another as targets."""
+    """Return stock lists, four a prompt: as donors, and reversed under another instruction as targets."""
     rng = random.Random(0)
     lists = [[stock_list(rng, rows=rows) for _ in range(4)] for _ in range(groups)]
     long = "Read the lists, then give the number that is asked for, and nothing else."
@@ -75,10 +74,7 @@ def workload(groups: int, rows: int) -> Workload:
 
 
 def crowd(rounds: int, beginnings: int, rows: int) -> tuple[tuple[str, ...], ...]:
-    """Rounds of prompts that are asked at once: two of each of the `beginnings`, next to each other.
-
-    Prompts of one beginning share instruction and lists, and neighbouring beginnings share a list.
-    """
+    """Return rounds of prompts to ask at once: two of each beginning. Neighbouring beginnings share a list."""
     rng = random.Random(1)
     lists = [stock_list(rng, rows=rows) for _ in range(beginnings + 1)]
     pairs = [[lists[index], lists[index + 1]] for index in range(beginnings)]
@@ -92,21 +88,20 @@ def _asked(rng: random.Random, instruction: str, lists: list[Document]) -> Quest
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one engine answered to the workload's prompts, and the audit events of its connector."""
+    """One engine's answers to the workload's prompts, and the audit events of its connector."""
 
     tokens: Answers
     texts: tuple[str, ...]
     events: tuple[dict[str, Any], ...]
 
     def ended_requests(self) -> list[dict[str, Any]]:
-        """How every request ended, in the order in which they were asked."""
         return ended_requests(self.events)
 
 
 def serve(
     model: str, dtype: str, prompts: Sequence[str], connector: str | None, variables: Mapping[str, str]
 ) -> Served:
-    """Serves one prompt after the other. The audit log is read when the engine has ended. Raises SemBlendError."""
+    """Serve one prompt after the other, then read the audit log. Raises SemBlendError."""
     with tempfile.TemporaryDirectory() as folder:
         audit = Path(folder) / "audit.jsonl"
         with open_llm(model, connector, {**variables, "SEMBLEND_AUDIT_PATH": str(audit)}, dtype=dtype) as llm:
@@ -116,17 +111,14 @@ def serve(
 
 
 def greedy(max_tokens: int = MAX_TOKENS, **options: Any) -> Any:
-    """TensorRT-LLM's SamplingParams for greedy answers."""
+    """Return TensorRT-LLM's SamplingParams for greedy answers."""
     return trtllm_api().SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """Answers of the stock engine, one prompt at a time (`cold`) and a round at once, and those of the small pool with
-    our connector, empty where a request failed.
-
-    `cancelled` and `failed` say how those two requests ended. A count of free blocks is None where it was not steady.
-    """
+    """Answers of the stock engine, one by one and `at_once`; those of our connector in a small pool, () after an error.
+    `cancelled` and `failed` say how those requests ended. Free blocks are None if the count was not steady."""
 
     cold: Answers
     at_once: Answers
@@ -139,13 +131,13 @@ class Crowded:
 
 
 def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crowded:
-    """Serves the rounds cold and crowded. Raises SemBlendError when an engine does not start."""
+    """Serve the rounds cold and crowded. Raises SemBlendError when an engine does not start."""
     with open_llm(model, None, {}, dtype=dtype, cache={"enable_block_reuse": False}) as llm:
         outputs = [output for prompts in rounds for each in prompts for output in llm.generate([each], greedy())]
         cold = tuple(tuple(output.outputs[0].token_ids) for output in outputs)
         longest = max(len(output.prompt_token_ids) for output in outputs)
         at_once = tuple(answer for each in rounds for answer in _answers([_ask(llm, prompt) for prompt in each]))
-    # Beside a prompt and its answer: tokens that the engine adds, and the cancelled request.
+    # 128 more for tokens that the engine adds, and for the cancelled request.
     room = longest + MAX_TOKENS + 128
     with tempfile.TemporaryDirectory() as folder:
         audit = Path(folder) / "audit.jsonl"
@@ -155,7 +147,7 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
             WRAPPER,
             variables,
             dtype=dtype,
-            cache={"max_tokens": 4 * room},  # a round asks four times as many requests
+            cache={"max_tokens": 4 * room},  # a quarter of what a round needs
             max_seq_len=room,
             max_batch_size=max(map(len, rounds)),
             enable_iter_perf_stats=True,
@@ -167,7 +159,7 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
-    """The answers, and how the cancelled and the failing request ended. Both are asked in the middle of round two."""
+    """The answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
@@ -179,7 +171,7 @@ def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit
         handles += [_ask(llm, prompt) for prompt in prompts[half:]]
         if broken is not None:
             try:
-                next(iter(doomed))  # it has begun to generate
+                next(iter(doomed))  # it generates now
                 doomed.abort()
                 cancelled = _end(doomed)
             except Exception as error:
@@ -191,7 +183,7 @@ def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit
 
 
 def _ask(llm: Any, prompt: str | list[int]) -> Any:
-    """A running request, or the error with which the engine refused it."""
+    """Start a request; the error if the engine refused it."""
     try:
         return llm.generate_async(prompt, greedy())
     except Exception as error:
@@ -204,7 +196,7 @@ def _answers(handles: Sequence[Any]) -> Answers:
 
 
 def _end(handle: Any) -> str:
-    """Waits for a request; its finish reason or its error."""
+    """Wait for a request; its finish reason or its error."""
     if isinstance(handle, Exception):
         return f"error: {handle}"
     try:
@@ -214,7 +206,7 @@ def _end(handle: Any) -> str:
 
 
 def _free_blocks(llm: Any) -> int | None:
-    """Blocks that no request holds, those kept for reuse included; None when the count does not become steady."""
+    """Blocks that no request holds, with those kept for reuse; None if the count does not become steady."""
     seen: list[int] = []
     for _ in range(20):
         llm.generate(["Hello."], greedy(1))  # statistics come with iterations only
@@ -241,12 +233,12 @@ class Finding:
 
 
 def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
-    """What the answers and audit logs of the four engines without a profile show."""
+    """Judge the answers and audit logs of the four engines without a profile."""
     first, second = asked.twice(served[STOCK].tokens)
     floor = _share_equal(first, second)
     shares = {arm: _share_equal(served[STOCK].tokens, served[arm].tokens) for arm in (EXACT, RECOMPUTED)}
     equal = f"answers equal to the stock engine's: {shares}; to its own, asked twice: {floor:.3f}"
-    # Under exact reuse, and where every layer is computed again, answers are the stock engine's.
+    # With exact reuse, and with every layer computed again, answers are the stock engine's.
     exactness = Finding("exactness", all(share >= floor - _SLACK for share in shares.values()), equal)
     right = {arm: asked.right(served[arm]) for arm in (STOCK, REUSED)}
     drop = f"share of right answers {right}; a drop of {_MAX_EM_DROP} is allowed"
@@ -255,7 +247,7 @@ def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
 
 
 def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
-    """What is reused under the profile is as often right as cold, and the engine takes the profile."""
+    """Check that reuse under the profile is right as often as cold, and that the engine takes the profile."""
     right = {"stock": asked.right(stock), "verified": asked.right(verified)}
     ended = verified.ended_requests()
     refused = sorted({str(event["reason"]) for event in ended if "profile" in str(event["reason"])})
@@ -266,7 +258,7 @@ def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
 
 
 def judge_crowd(crowded: Crowded) -> list[Finding]:
-    """Requests served at once are answered as one at a time, all of them end, and every block is free again."""
+    """Check that requests served at once get the same answers, that all end, and that all blocks are free again."""
     floor, share = (_share_equal(crowded.cold, each) for each in (crowded.at_once, crowded.answers))
     saved = sum(event["event"] == "donor_registered" and not event.get("error") for event in crowded.events)
     loaded = sum(event["reused_tokens"] for event in ended_requests(crowded.events))
@@ -280,7 +272,7 @@ def judge_crowd(crowded: Crowded) -> list[Finding]:
     blocks = f"free blocks before {crowded.free_before}, after {crowded.free_after}"
     is_back = crowded.free_before is not None and crowded.free_after == crowded.free_before
     is_ended = crowded.cancelled == "cancelled" and crowded.failed.startswith("error")
-    # Where nothing was saved and loaded, equal answers show nothing.
+    # If nothing was saved and loaded, equal answers show nothing.
     return [
         Finding("concurrency", share >= floor - _SLACK and saved > 0 and loaded > 0, seen),
         Finding("endings", is_ended and all(crowded.answers), endings),
@@ -289,7 +281,7 @@ def judge_crowd(crowded: Crowded) -> list[Finding]:
 
 
 def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
-    """Every prompt is answered, and every connector has seen every request."""
+    """The engines answer every prompt, and every connector sees every request."""
     prompts = len(asked.prompts)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
     unseen = [arm for arm, each in served.items() if arm != STOCK and len(each.ended_requests()) < prompts]
@@ -300,7 +292,7 @@ def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
-    """Text at other places was offered: the wrapper is attached to the decoder, and its self-check has passed."""
+    """The connector offers text from other places: the wrapper is attached, and its self-check has passed."""
     offered, segmented = {}, {}
     for arm in (RECOMPUTED, REUSED):
         first, _ = asked.twice(served[arm].ended_requests())
@@ -312,7 +304,7 @@ def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
-    """A prompt that was served approximately and is asked again finds only its exact part in the engine."""
+    """A prompt that was served approximately finds only its exact part in the engine when it is asked again."""
     grown = []
     for arm in (RECOMPUTED, REUSED):
         plans = [event for event in served[arm].events if event["event"] == "plan_dispatched"]
@@ -329,7 +321,7 @@ def _share_equal(first: Sequence[Any], second: Sequence[Any]) -> float:
     return sum(bool(one == other) for one, other in zip(first, second, strict=True)) / max(1, len(first))
 
 
-# So few prompts show that a calibration runs here, and little about the model.
+# These few prompts show that a calibration runs here, and little about the model.
 _SMALL_CALIBRATION = (
     *("--families", "reordered,header_trap", "--groups", "14", "--budget", "28", "--screening-groups", "8"),
     *("--margin", "0.3", "--tokens", "896", "--max-tries", "6"),
@@ -400,9 +392,9 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
 
 
 def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock: Served) -> Iterator[Finding]:
-    """Confirms the profile, or makes one; then what is served under it. Raises SemBlendError and OSError."""
+    """Confirm the profile, or make one; then serve with it. Raises SemBlendError and OSError."""
     try:
-        # Here: they need more than an environment with TensorRT-LLM and the connector may have.
+        # An environment with TensorRT-LLM and the connector may lack what these need.
         from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
     except ModuleNotFoundError as error:
         yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")

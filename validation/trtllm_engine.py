@@ -1,7 +1,6 @@
-"""TensorRT-LLM as the engine of an arm, through public arguments of its LLM API. Untested on a real TensorRT-LLM.
+"""TensorRT-LLM as the engine of an arm, through its public LLM API. Untested on a real TensorRT-LLM.
 
-It imports nothing that an environment with TensorRT-LLM and the connector lacks.
-"""
+It imports nothing that an environment with TensorRT-LLM and the connector lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ QUIET_SECONDS = 0.25
 
 
 def trtllm_api() -> Any:
-    """The module `tensorrt_llm`. Raises ConfigurationError where it cannot be imported."""
+    """Import `tensorrt_llm`. Raises ConfigurationError if that fails."""
     try:
         return import_module("tensorrt_llm")
     except (ImportError, OSError, RuntimeError) as error:
@@ -47,17 +46,15 @@ def open_llm(
     cache: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An LLM that can execute plans: eager, over the V1 cache manager, with chunked prefill.
-
-    `connector` is the module of our classes, None without them, and `variables` are their settings, SEMBLEND_*.
-    `cache` are fields of its KvCacheConfig, `options` further arguments. Raises SemBlendError when it does not start.
-    """
+    """Open an LLM that can execute plans: eager, over the V1 cache manager, with chunked prefill.
+    `connector`: the module of our classes. `variables`: their settings, SEMBLEND_*. `cache`: fields of KvCacheConfig.
+    Raises SemBlendError when it does not start."""
     # `tensorrt_llm.llmapi` itself has KvCacheConfig only.
     api = import_module("tensorrt_llm.llmapi.llm_args")
     fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, **(cache or {})}
     if "use_kv_cache_manager_v2" in api.KvCacheConfig.model_fields:
         fields["use_kv_cache_manager_v2"] = False  # V1 is not main's default
-    # Answers are compared here, so that a slow first look-up may not time out.
+    # The answers are compared, so a slow first look-up must not time out.
     variables = {"SEMBLEND_LOOKUP_DEADLINE_MS": "10000", **variables}
     try:
         # The workers inherit only variables whose names begin with TRTLLM.
@@ -75,7 +72,7 @@ def open_llm(
 
 
 def wait_for_quiet(audit_path: Path) -> None:
-    """Waits until another process's audit log has not grown for QUIET_SECONDS, for 20 s at most."""
+    """Wait until another process's audit log has not grown for QUIET_SECONDS, for 20 s at most."""
     size, since = -1, time.monotonic()
     deadline = since + 20.0
     while (now := time.monotonic()) < deadline and now - since <= QUIET_SECONDS:
@@ -86,8 +83,8 @@ def wait_for_quiet(audit_path: Path) -> None:
 
 
 class TrtllmEngines:
-    """Engines of TensorRT-LLM over one model, a folder or a hub id, one after the other. Raises ConfigurationError if
-    tensorrt_llm or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved."""
+    """Engines of TensorRT-LLM over one model, a folder or a hub id, one after the other.
+    Raises ConfigurationError without tensorrt_llm or a readable model, UnsupportedModelError if its KV cannot move."""
 
     starts_slowly = True
     prefix_unit = 1
@@ -101,12 +98,12 @@ class TrtllmEngines:
         self.token_bytes = token_bytes(self.facts, torch.float32)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        """The arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
+        """Return the arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
         connector = None if arm.variables is None else WRAPPER
         options: dict[str, Any] = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
         arguments = import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
         if "gather_generation_logits" in getattr(arguments, "model_fields", ()):
-            options["gather_generation_logits"] = True  # older versions give logits only where this is asked for
+            options["gather_generation_logits"] = True  # older versions give logits only with this
         llm = open_llm(
             self._model,
             connector,
@@ -120,8 +117,7 @@ class TrtllmEngines:
 
 
 class TrtllmEngine:
-    """One engine at work; `llm` is TensorRT-LLM's, `audit_path` its connector's log, None without one. Its API cannot
-    force tokens, so each token of a forced answer is a request whose prompt ends with the tokens before it."""
+    """One engine. Its API cannot force tokens: each is a request whose prompt ends with the tokens before it."""
 
     def __init__(self, llm: Any, audit_path: Path | None) -> None:
         self._llm, self._audit_path = llm, audit_path
@@ -130,7 +126,7 @@ class TrtllmEngine:
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> list[RequestOutput]:
-        """Answers all prompts together; the outputs have no text and no times. Raises SemBlendError."""
+        """Answer all prompts together; the outputs have no text and no times. Raises SemBlendError."""
         asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         found = []
         for each, output in zip(asked, self._ask(asked), strict=True):
@@ -139,7 +135,7 @@ class TrtllmEngine:
             if len(forced) > 1:
                 longer = [[*each.prompt, *forced[:count]] for count in range(1, len(forced))]
                 outputs += self._ask(asked_of(self._asked + 1, longer, each.params, each.salt))
-            # float32 [tokens, vocabulary], None where none were asked for; of a forced answer, one row a request.
+            # float32 [tokens, vocabulary], or None if not asked for; each request of a forced answer gives one row.
             logits = [one.outputs[0].generation_logits for one in outputs]
             rows = [one.reshape(-1, one.shape[-1])[: 1 if forced else None] for one in logits if one is not None]
             stacked = torch.cat(rows).float().cpu() if rows else None
@@ -157,7 +153,7 @@ class TrtllmEngine:
             raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
 
     def settle(self) -> None:
-        """Waits until every save has ended, as far as the audit log shows."""
+        """Wait until every save has ended, as far as the audit log shows."""
         if self._audit_path is not None:
             wait_for_quiet(self._audit_path)
 

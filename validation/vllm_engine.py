@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from validation.arms import Arm
     from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
 
-# What KVTransferConfig takes, but for the settings of a connector.
+# Arguments of KVTransferConfig but for the connector's settings.
 TRANSFER = {
     "kv_connector": "SemBlendConnector",
     "kv_connector_module_path": "engine_wrapper.vllm",
@@ -35,9 +35,8 @@ TRANSFER = {
 
 
 class VllmEngines:
-    """Engines of vLLM over one model, a folder or a hub id, one after the other; `dtype` and `kv_dtype` are the dtype
-    and kv_cache_dtype of vLLM. Raises ConfigurationError where vllm or the model cannot be read, UnsupportedModelError
-    for one whose KV cannot be moved."""
+    """Engines of vLLM over one model, a folder or a hub id, one after the other; dtypes are vLLM's.
+    Raises ConfigurationError if vllm or the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
 
     starts_slowly = True
     notes: tuple[str, ...] = (
@@ -54,27 +53,27 @@ class VllmEngines:
             raise ConfigurationError(
                 "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
             )
-        # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
+        # Logits are read and answers forced in this process, through the V1 runner, which holds the step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
         self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
-        self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
+        self.facts = model_facts(model, None, True)  # vLLM gives the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
         self.token_bytes = token_bytes(self.facts, torch.float32)
-        # Tokens of a block; on a card vLLM 0.25.1 gives layers with a window the shorter ones, and all are to be alike.
+        # Tokens of a block. On a card vLLM 0.25.1 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        """The arm's engine with our connector. Raises SemBlendError when it does not start."""
+        """Return the arm's engine with our connector. Raises SemBlendError when it does not start."""
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         options: dict[str, Any] = {"language_model_only": True} if self.facts.takes_images else {}
         if any(self.facts.windows) or self.facts.chunk:
-            # As vLLM does with a connector, and the blocks are counted for one group of layers.
+            # As vLLM does with a connector; the blocks are counted for one group of layers.
             options["disable_hybrid_kv_cache_manager"] = True
         blocks = max(settings.pool_tokens, self.facts.max_positions) // self.prefix_unit + 2
         if torch.cuda.is_available():
-            # Or vLLM asks for nearly all of the card, which others may use as well.
+            # By default vLLM asks for nearly all of the card, which others may use as well.
             options["kv_cache_memory_bytes"] = blocks * self.prefix_unit * self.token_bytes
             options["gpu_memory_utilization"] = 0.1  # what has to be free when an engine starts
         if arm.chunk_tokens is not None:
@@ -102,7 +101,7 @@ class VllmEngines:
 
 @dataclass(slots=True)
 class _Reading:
-    """An answer under way; `rows` of logits are float32 [vocabulary] each, `first_token` is in seconds from `began`."""
+    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
 
     forced: tuple[int, ...]
     rows: list[torch.Tensor] = field(default_factory=list)
@@ -111,8 +110,7 @@ class _Reading:
 
 
 class VllmEngine:
-    """One engine at work. Logits are read where the model gives them to the sampler; an answer is forced by leaving the
-    sampler one token to choose."""
+    """One engine. It reads logits before the sampler does; to force an answer, it leaves the sampler one token."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -127,7 +125,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> list[RequestOutput]:
-        """Answers all prompts together; the outputs have no text. Raises SemBlendError."""
+        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
         asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         found = []
         for each, output in zip(asked, self._ask(asked), strict=True):
@@ -139,11 +137,11 @@ class VllmEngine:
         return found
 
     def settle(self) -> None:
-        """Waits until what has ended is saved. Raises SemBlendError."""
+        """Wait until what has ended is saved. Raises SemBlendError."""
         settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
 
     def shutdown(self) -> None:
-        """Ends the engine and gives its memory back; another one may be opened then."""
+        """End the engine and free its memory; another one may be opened then."""
         vars(self._model).pop("compute_logits", None)
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._core, self._runner, self._model, self._compute
@@ -170,14 +168,14 @@ class VllmEngine:
         return [ended[name] for name in names]
 
     def _logits(self, *arguments: Any, **options: Any) -> Any:
-        """The model's own, [requests of the step, vocabulary], of which those that the sampler uses are kept."""
+        """The model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""
         logits = self._compute(*arguments, **options)
         for row, name in enumerate(self._runner.input_batch.req_ids):
-            # vLLM adds a mark of its own to the ids that it is given.
+            # vLLM adds its own mark to our ids.
             reading, request = self._readings.get(name.partition("-")[0]), self._core.scheduler.requests[name]
             if reading is None or request.num_computed_tokens < request.num_tokens:
-                continue  # of a part of the prompt nothing is sampled
-            del reading.rows[request.num_output_tokens :]  # of a step that had to be computed again
+                continue  # vLLM samples nothing after a part of the prompt
+            del reading.rows[request.num_output_tokens :]  # rows of a step that vLLM computes again
             reading.rows.append(logits[row].float().cpu().clone())
             if len(reading.rows) <= len(reading.forced):
                 token = reading.forced[len(reading.rows) - 1]
@@ -188,10 +186,10 @@ class VllmEngine:
 
 
 def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
-    """Waits until what has ended in an engine's core is saved. Raises SemBlendError."""
+    """Wait until what has ended in an engine's core is saved. Raises SemBlendError."""
     # A save begins in one step and is reported in a later one, so short requests are served.
     for _ in range(1_000):
-        if not core.scheduler.requests:  # those that have ended are there until they are saved
+        if not core.scheduler.requests:  # it holds ended requests until they are saved
             return
         ask_shortly()
     raise SemBlendError("saves have not ended after 1000 steps")
