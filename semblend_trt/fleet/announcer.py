@@ -1,4 +1,4 @@
-"""What an engine tells the fleet of its donors, on the serving path: a few dictionary steps, and never an exception."""
+"""Announces an engine's donors to the fleet, on the serving path: a few dictionary steps, and never an exception."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger.addFilter(OnceAMinute(by_values=False))
 _P = ParamSpec("_P")
 
 _LARGEST_ID = (1 << 53) - 1
-# Donors of an earlier process that one request announces at most.
+# Most donors of an earlier process that one request announces.
 _FOUND_AT_ONCE = 16
 
 
 def worker_id_of(setting: int | None, host_name: str | None = None) -> int:
-    """The worker id: the setting, else the number after the last hyphen of the host's name, else 0."""
+    """Return the worker id: the setting, else the number after the last hyphen of the host's name, else 0."""
     if setting is not None:
         return setting
     host_name = socket.gethostname() if host_name is None else host_name
@@ -48,12 +48,12 @@ def worker_id_of(setting: int | None, host_name: str | None = None) -> int:
 
 @functools.lru_cache(maxsize=1)
 def generation_of(process: int) -> int:  # noqa: ARG001 - a forked child has a generation of its own
-    """A process's generation: microseconds since 1970 at the first call. A restarted process has a higher one."""
+    """Return a process's generation: microseconds since 1970 at the first call, so that a restart raises it."""
     return time.time_ns() // 1000
 
 
 def _guarded(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Logs what the method raises: events must never fail serving."""
+    """Log what the method raises: events must never fail serving."""
 
     @functools.wraps(method)
     def call(*args: _P.args, **keywords: _P.kwargs) -> None:
@@ -67,10 +67,8 @@ def _guarded(method: Callable[_P, None]) -> Callable[_P, None]:
 
 class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
-
     A donor that an earlier process saved is announced after a request names its namespace. `close` calls `leave` once.
-    All methods but `close` and `embedded` belong to the scheduler's thread.
-    """
+    All methods but `close` and `embedded` belong to the scheduler's thread."""
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         self._publisher, self._leave = publisher, leave
@@ -102,7 +100,7 @@ class DonorAnnouncer(DonorObserver):
 
     @_guarded
     def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
-        """A held donor has this vector (float32 [dim], never changed). Any thread may call this."""
+        """Give a held donor its vector (float32 [dim], never changed). Any thread may call this."""
         if self._publisher.embeddings:
             self._change(donor_id, "embedding", vector)
 
@@ -124,7 +122,7 @@ class DonorAnnouncer(DonorObserver):
             self._intended.clear()
             self._found.clear()
             self._leave()
-            # Where the publisher has ended, it has said already that all donors are gone.
+            # A publisher that has ended has announced already that all donors are gone.
             for donor_id in list(self._own):
                 self._withdraw(donor_id)
 
@@ -134,7 +132,7 @@ class DonorAnnouncer(DonorObserver):
         self._publisher.changed(donor_id)
 
     def _change(self, donor_id: str, field: str, value: Any) -> None:
-        """Sets a field of a donor, whether it is announced already or only found."""
+        """Set a field of a donor, whether it is announced already or only found."""
         held = self._publisher.donors.get(donor_id)
         if held is not None:
             setattr(held, field, value)
@@ -150,15 +148,13 @@ class DonorAnnouncer(DonorObserver):
 
 
 _lock = threading.Lock()
-# By its settings, each publisher and the number of its engines.
+# Each publisher and the number of its engines, by settings.
 _publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
 def announcer_for(settings: Settings) -> DonorAnnouncer | None:
-    """What announces an engine's donors; None without a server, or where it cannot be made. Never raises.
-
-    Engines of a process with equal settings share one EventPublisher.
-    """
+    """Return what announces an engine's donors. Never raise: return None without a server, or after an error. Engines
+    of a process with equal settings share one EventPublisher."""
     try:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
@@ -185,7 +181,6 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
 
 
 def _leave(key: tuple[Any, ...]) -> None:
-    """Closes the publisher after its last engine."""
     with _lock:
         publisher, users = _publishers.pop(key)
         if users > 1:

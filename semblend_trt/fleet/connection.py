@@ -1,7 +1,6 @@
 """Connections to NATS: a publisher's, which knows what has arrived, and a directory's, which reconnects by itself.
 
-A publisher's connection ends when it is lost. The publisher then opens another one and resyncs.
-"""
+A publisher's connection ends when it is lost. The publisher then opens another one and resyncs."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
-# A server that has not answered after so many seconds counts as lost.
+# Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS = 3600
 STREAM_BYTES = 256 << 20
@@ -48,11 +47,9 @@ class ConnectionLostError(SemBlendError):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Where events are sent, and the credentials. The representation shows no secret.
-
-    With `per_worker` each worker's events go to a subject of its own, `subject` with the worker id appended, and
-    readers accept a worker's events from its own subject only. The server's permissions then decide who may send them.
-    """
+    """Where events are sent, and the credentials.
+    The representation shows no secret. With `per_worker` each worker has its own subject: `subject` with the worker id
+    appended. Readers accept a worker's events from it only, so the server's permissions decide who may send them."""
 
     servers: tuple[str, ...] = field(repr=False)
     subject: str
@@ -66,7 +63,7 @@ class ConnectionOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> ConnectionOptions | None:
-        """The options that the settings ask for; None when no events are sent."""
+        """Return the options that the settings ask for; None when no events are sent."""
         if settings.nats_url is None:
             return None
         servers = (each.strip() for each in settings.nats_url.get_secret_value().split(","))
@@ -84,11 +81,11 @@ class ConnectionOptions:
 
     @property
     def subjects(self) -> str:
-        """The subject of all workers' events; with `per_worker` it includes requests for a resync."""
+        """Return the subject of all workers' events; with `per_worker` it includes requests for a resync."""
         return f"{self.subject}.*" if self.per_worker else self.subject
 
     def client_arguments(self) -> dict[str, Any]:
-        """Arguments of `nats.connect` for a single attempt. Raises OSError for TLS files that cannot be read."""
+        """Return arguments of `nats.connect` for one attempt. Raise OSError for TLS files that cannot be read."""
         arguments: dict[str, Any] = {
             "servers": list(self.servers),
             "allow_reconnect": False,
@@ -110,7 +107,7 @@ class ConnectionOptions:
 
 
 async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
-    """A `nats` client after one attempt. Raises ConfigurationError without nats-py (extra nats), and its exceptions."""
+    """Return a `nats` client after one attempt. Raise its exceptions, and ConfigurationError without nats-py."""
     try:
         import nats
     except ImportError as error:
@@ -119,7 +116,7 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
     has_warned = False
 
     async def erred(error: Exception) -> None:
-        """Logs a missing permission once: it ends no connection and shows nowhere else."""
+        """Log a missing permission once: it ends no connection and shows nowhere else."""
         nonlocal has_warned
         if not has_warned and "permissions violation" in str(error).lower():
             has_warned = True
@@ -134,18 +131,15 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
 
 
 async def flush(client: Any) -> None:
-    """Waits until the server has taken all that the client was asked to send. Raises what the client raises, after
-    ANSWER_SECONDS for each of two answers.
-
-    nats-py 2.16 sends a flush's ping before what still waits to be written, so only a second answer comes after it.
-    """
+    """Wait until the server has taken all that the client was asked to send.
+    Raise what the client raises, after ANSWER_SECONDS for each of two answers. nats-py 2.16 sends a flush's ping before
+    what still waits to be written, so only a second answer comes after it."""
     for _ in range(2):
         await client.flush(timeout=ANSWER_SECONDS)
 
 
 async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes, str | None], Awaitable[None]]) -> None:
-    """Subscribes `take` to events; it gets each message, and the worker id in its subject (None where all share
-    one)."""
+    """Subscribe `take` to events; it gets each message and the worker id in its subject (None in a shared one)."""
 
     async def read(message: Any) -> None:
         sender = message.subject.rpartition(".")[2] if options.per_worker else None
@@ -156,16 +150,13 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
 
 
 async def pause(failures: int) -> None:
-    """Waits before another attempt; at random, so that not all workers come back to a server at once."""
+    """Wait before another attempt; at random, so that not all workers come back to a server at once."""
     seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)
     await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
 
 
 class Connection:
-    """Sends one emitter's messages. Made with `open`; all methods belong to its event loop.
-
-    `is_asked`: a reader has asked for a resync.
-    """
+    """Sends one emitter's messages; made with `open`, in one event loop. `is_asked`: a reader asked for a resync."""
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
         self._emitter, self._stream = emitter, options.stream
@@ -177,7 +168,7 @@ class Connection:
 
     @classmethod
     async def open(cls, options: ConnectionOptions, emitter: Emitter) -> Connection:
-        """Connects. One attempt; raises what the client raises."""
+        """Connect in one attempt; raise what the client raises."""
         connection = cls(options, emitter)
         name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
         connection._client = client = await connect_client(options, closed_cb=connection._closed, name=name)
@@ -192,11 +183,8 @@ class Connection:
         return connection
 
     async def send(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Sends in order and waits until the server has all messages; returns those that are too large for it.
-
-        Raises ConnectionLostError, or what the client raises, when messages may be lost; the connection cannot be used
-        again.
-        """
+        """Send in order and wait until the server has all messages; return those that are too large for it.
+        When messages may be lost, raise ConnectionLostError or the client's exception; send no more after that."""
         fit = [notice for notice in notices if len(notice.payload) <= self._client.max_payload]
         if self._jetstream is None:
             for notice in fit:
@@ -211,13 +199,13 @@ class Connection:
         return [notice for notice in notices if len(notice.payload) > self._client.max_payload]
 
     async def close(self) -> None:
-        """Ends the connection. Never raises, and waits ANSWER_SECONDS at most."""
+        """End the connection. Never raise, and wait ANSWER_SECONDS at most."""
         self.is_lost = True
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._client.close(), ANSWER_SECONDS)
 
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Publishes to the stream; returns the messages without acknowledgement. The stream stores each id once."""
+        """Publish to the stream, which stores each id once; return the messages without acknowledgement."""
         acks = self._acks = []
         sender = f"{self._emitter.worker_id}.{self._emitter.dp_rank}.{self._emitter.generation}"
         for notice in notices:
@@ -267,7 +255,7 @@ async def _provide_stream(jetstream: Any, name: str, subjects: str) -> None:
 
 
 def is_meant(request: bytes, emitter: Emitter) -> bool:
-    """Whether a request for a resync is for this emitter: it is empty, or JSON that names its worker (and rank)."""
+    """Return whether a resync request is for this emitter: empty, or JSON that names its worker (and rank)."""
     try:
         wanted = json.loads(request or b"{}") if len(request) <= MAX_REQUEST_BYTES else None
     except (ValueError, RecursionError):
@@ -277,10 +265,8 @@ def is_meant(request: bytes, emitter: Emitter) -> bool:
 
 
 class DirectoryReader:
-    """Reads `options.subjects` into `directory` from `start` to `stop`, in the event loop that calls them.
-
-    It reconnects for ever, and no message makes it raise. After each message other tasks of the loop have their turn.
-    """
+    """Reads `options.subjects` into `directory` from `start` to `stop`, in their event loop.
+    Reconnects for ever. No message makes it raise, and after each message other tasks of the loop have their turn."""
 
     def __init__(self, options: ConnectionOptions, directory: Directory) -> None:
         self._options, self._directory = options, directory
@@ -288,11 +274,11 @@ class DirectoryReader:
         self.connections = self.failures = 0
 
     async def start(self) -> None:
-        """Starts to read; returns before there is a connection."""
+        """Start to read; return before there is a connection."""
         self._task = asyncio.create_task(self._run(), name="semblend-directory")
 
     async def stop(self) -> None:
-        """Stops reading; the directory keeps its workers until they expire."""
+        """Stop reading; the directory keeps its workers until they expire."""
         # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives as the awaited task ends.
         while self._task is not None and not self._task.done():
             self._task.cancel()
@@ -315,7 +301,7 @@ class DirectoryReader:
             await pause(failures)
 
     async def _follow(self) -> None:
-        """Reads over one connection until it is lost. Raises when it cannot be made."""
+        """Read over one connection until it is lost. Raise when it cannot be made."""
         lost, resync = asyncio.Event(), self._options.subject + RESYNC_SUFFIX
 
         async def closed() -> None:

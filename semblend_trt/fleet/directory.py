@@ -1,10 +1,9 @@
 """Directory: how much of a prompt each worker of the fleet holds, according to the workers' events.
 
-All input is checked, bounded and counted; a wrong or forged event can misplace requests for a while and nothing else.
-Only this reader's clocks are used. A worker is forgotten after HEARTBEATS_MISSED intervals without an accepted event,
-or after as many heartbeats in its name that were not accepted. Any generation is accepted then, so that a forgery
-misleads a reader for those heartbeats at most.
-"""
+The directory checks, bounds and counts all input. A wrong or forged event can only misplace requests for a while. Only
+the reader's own clocks count. The directory forgets a worker after HEARTBEATS_MISSED intervals without an accepted
+event, or after that number of rejected heartbeats in its name. It then accepts any generation, so a forgery misleads it
+no longer than that."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ if TYPE_CHECKING:
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
 MAX_NAMESPACES = 16384
-# Seconds between two requests for a worker's resync, at least.
+# Least seconds between two requests for a worker's resync.
 RESYNC_SECONDS = 10.0
 # Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
 _MAX_MET = 8
 # The seconds between two heartbeats until a worker states them, and the bounds of what it may state.
 FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
-# Heartbeats missed, or not accepted, after which a worker is forgotten.
+# Heartbeats missed, or rejected, after which the directory forgets a worker.
 HEARTBEATS_MISSED = 3
 # A generation is a time in microseconds. One further ahead of this reader's clock replaces no other.
 MOST_AHEAD_US = 86_400_000_000
@@ -86,11 +85,8 @@ class KnownNamespaces:
         return len(self._by_key) >= MAX_NAMESPACES
 
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
-        """Adds a donor to the namespace with these `values`.
-
-        Raises NamespaceError for bad values, for a tenant key that does not match the salt, and for too many
-        namespaces.
-        """
+        """Add a donor to the namespace with these `values`. Raise NamespaceError for bad values, for a tenant key that
+        does not match the salt, and for too many namespaces."""
         key, salt = _key_and_salt(msgspec.msgpack.encode(values))
         known = self._by_key.get(key)
         if known is None:
@@ -102,7 +98,7 @@ class KnownNamespaces:
         return known
 
     def leave(self, known: KnownNamespace) -> None:
-        """Removes a donor; a namespace without donors is forgotten."""
+        """Remove a donor; forget a namespace without donors."""
         known.donors -= 1
         if not known.donors:
             del self._by_key[known.key]
@@ -111,17 +107,15 @@ class KnownNamespaces:
                 del self._by_salt[known.salt]
 
     def met_by(self, salt: str | None) -> list[KnownNamespace]:
-        """The namespaces that a request with this raw salt may reuse from, at most _MAX_MET, most donors first.
-
-        Raises NamespaceError for a salt that no request may have.
-        """
+        """Return the namespaces that a request with this raw salt may reuse from: most donors first, at most _MAX_MET.
+        Raise NamespaceError for a salt that no request may have."""
         met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
         return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
 
 
 @functools.lru_cache(maxsize=1024)
 def _key_and_salt(spelling: bytes) -> tuple[str, str]:
-    """Key and salt of a namespace in MessagePack. Donors that state it in the same words and order share one entry."""
+    """Return key and salt of a namespace in MessagePack. Donors with the same bytes share one cache entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
@@ -132,7 +126,7 @@ def _key_and_salt(spelling: bytes) -> tuple[str, str]:
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
 class FollowedDonor(msgspec.Struct, gc=False):
-    """A donor as it was announced, its `donor_digest`, and its posting in the index of its namespace, if it has one."""
+    """A donor as it was announced, its `donor_digest`, and its posting in the index of its namespace."""
 
     tier: str
     tokens: int
@@ -145,12 +139,9 @@ class FollowedDonor(msgspec.Struct, gc=False):
 @dataclass(slots=True, eq=False)
 class FollowedWorker:
     """A worker: its number in the indexes, its last event, its donors by id and the XOR of their `donor_digest`.
-
-    `is_synced`: no event was missed since its last reset. `is_partial`: donors were left out for lack of room, so
-    heartbeats are compared only when there is room again. `is_unplaced`: donors were left out because there were too
-    many namespaces. `unheeded` counts heartbeats not accepted since the last accepted event,
-    `events` accepted events by kind, and `compared` heartbeats compared with the known donors.
-    """
+    `is_synced`: no event was missed since its last reset. `is_partial`: some donors found no room, so heartbeats are
+    compared only when there is room again. `is_unplaced`: there were too many namespaces for some donors. `unheeded`
+    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors."""
 
     number: int
     generation: int = 0
@@ -170,11 +161,9 @@ class FollowedWorker:
 
 
 class FairLock:
-    """A lock for a `with` statement, which a thread that waits gets before one that asks again at once.
-
-    `threading.Lock` goes to a thread that runs, so a thread that takes it in a loop would keep waiting ones out. Here
-    the thread that waits holds the turn meanwhile, so that no other thread can ask.
-    """
+    """A lock that a waiting thread gets before one that asks again at once.
+    `threading.Lock` goes to a running thread, so a thread that takes it in a loop would keep others out. Here the
+    waiting thread holds the turn, so that no other thread can ask."""
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
@@ -188,10 +177,10 @@ class FairLock:
 
 
 class Verdict(str, Enum):
-    """How an event relates to the events before it. `is_to_apply`: it is new, and to be applied."""
+    """How an event relates to the events before it. `is_to_apply`: the directory applies it."""
 
     RESET = "reset"  # forget the worker's donors; all of them are registered again
-    NEXT = "next"  # the next event, and none was missed since the reset: apply it
+    NEXT = "next"  # the next event, and no event was missed since the reset: apply it
     UNSYNCED = "unsynced"  # the next event, but one was missed earlier: apply it
     GAP = "gap"  # events just before it were missed: apply it and ask for a resync
     DUPLICATE = "duplicate"  # seen already, or too late: ignore it
@@ -210,12 +199,10 @@ _MEANING = {
 
 
 class Directory:
-    """Takes messages with `observe` and answers with `holders`. Thread safe; only `holders` raises.
-
-    `clock` (seconds, monotonic) times expiry and requests for a resync. Where `accepted` is given, only these workers
-    are followed. `counts` counts messages by verdict and problem; `on_problem` gets the name of each problem and a
-    sentence.
-    """
+    """Takes messages with `observe` and answers with `holders`.
+    Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. Where `accepted`
+    is given, only these workers are followed. `counts` counts messages by verdict and problem; `on_problem` gets each
+    problem's name and a sentence."""
 
     def __init__(
         self,
@@ -239,10 +226,7 @@ class Directory:
         warm_up()
 
     def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
-        """Takes one message and returns its verdict; None when it is not an event.
-
-        Where `sender` is given, events of other workers are refused.
-        """
+        """Take one message and return its verdict, None for no event. Refuse workers other than a given `sender`."""
         try:
             event = decode(payload)
         except EventError as error:
@@ -271,30 +255,26 @@ class Directory:
         return verdict
 
     def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
-        """The workers that hold text of a prompt (integers [n]), the largest share first.
-
-        A worker's `tokens` are estimated over all its donors of one namespace: text that two of them hold counts once.
-        Only donors with the same `tenant_salt` (raw; None is no salt) are searched. Raises ValueError for bad tokens,
-        NamespaceError for a bad salt.
-        """
+        """Return the workers that hold text of a prompt (integers [n]), the largest share first.
+        `tokens` are estimated over all donors of a worker in one namespace: text that two of them hold counts once.
+        Donors must have the same raw `tenant_salt`. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
         prompts = self._fingerprints(token_ids, tenant_salt)
         return self._holders_of(prompts) if prompts else ()
 
     def workers(self) -> dict[Worker, FollowedWorker]:
-        """The workers that are followed, by id and rank. For reading only; they go on changing."""
+        """Return the followed workers by id and rank. For reading only: they go on changing."""
         with self._lock:
             self._expire(self._clock())
             return dict(sorted(self._workers.items()))
 
     def donors_of(self, worker: Worker) -> dict[str, str]:
-        """Tier by donor id of the known donors; empty for a worker that is not followed."""
+        """Return tier by donor id of the known donors; empty for a worker that is not followed."""
         with self._lock:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
     def resyncs_due(self) -> tuple[Worker, ...]:
-        """The workers to ask for a resync now; each is returned once per RESYNC_SECONDS at most, or once per
-        heartbeat interval where that is shorter."""
+        """Return the workers to ask for a resync, each once per RESYNC_SECONDS or (shorter) heartbeat interval."""
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -306,7 +286,7 @@ class Directory:
                     due.append(worker)
             return tuple(due)
 
-    # Apart, so that a benchmark can time each.
+    # Two methods, so that a benchmark can time each.
 
     def _fingerprints(
         self, token_ids: npt.ArrayLike, salt: str | None
@@ -327,7 +307,7 @@ class Directory:
         held = [Holder(who, count) for who, count in zip(workers, tokens, strict=True) if count and who is not None]
         return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
 
-    # -- all below with the lock held ------------------------------------------------------------------------------
+    # -- callers hold the lock -------------------------------------------------------------------------------------
 
     def _problem(self, reason: str, sentence: str, event: Event | None = None) -> None:
         self.counts[reason] += 1
@@ -367,10 +347,7 @@ class Directory:
         return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
 
     def _is_given_up(self, event: Event, worker: Worker) -> bool:
-        """Counts a heartbeat that was not accepted; True when there were so many that the worker is forgotten.
-
-        So a live worker's own heartbeats undo what another process said in its name.
-        """
+        """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""
         followed = self._workers.get(worker)
         if followed is None or not isinstance(event.data, ProviderHeartbeat):
             return False
@@ -441,7 +418,7 @@ class Directory:
             followed.digest ^= donor.digest
         elif data.segments is None:
             self._drop(followed, data.donor_id)
-        else:  # which part is left cannot be read from the sketch
+        else:  # the sketch does not say which part is left
             self._take_back(donor)
 
     def _compare(self, event: Event, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
@@ -466,7 +443,6 @@ class Directory:
             self._donors -= 1
 
     def _take_back(self, donor: FollowedDonor) -> None:
-        """Removes a donor from the index and from its namespace."""
         self._leave_index(donor)
         if donor.namespace is not None:
             self._namespaces.leave(donor.namespace)
@@ -480,7 +456,7 @@ class Directory:
             donor.posting = None
 
     def _clear(self, worker: Worker, followed: FollowedWorker) -> None:
-        """Removes all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
+        """Remove all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
         for donor in followed.donors.values():
             if donor.namespace is not None:
                 self._namespaces.leave(donor.namespace)
@@ -492,7 +468,7 @@ class Directory:
         followed.donors, followed.digest = {}, 0
 
     def _tidy(self) -> None:
-        """Does a small part of the work that `_clear` postponed."""
+        """Do a small part of the work that `_clear` postponed."""
         for _ in range(_REMOVED_AT_ONCE):
             number, donors = self._cleared[0]
             if not donors:
@@ -510,7 +486,6 @@ class Directory:
         return number
 
     def _expire(self, now: float) -> None:
-        """Forgets silent workers; checks every _LOOK_SECONDS."""
         if now < self._expire_at:
             return
         self._expire_at = now + _LOOK_SECONDS

@@ -1,8 +1,7 @@
 """EventPublisher: sends events of this worker's donors to NATS, on a thread and an event loop of its own.
 
 The serving path only appends to a bounded queue. After a full queue or a lost server the publisher resyncs: it sends a
-reset and registers every held donor again.
-"""
+reset and registers every held donor again."""
 
 from __future__ import annotations
 
@@ -50,28 +49,26 @@ logger.addFilter(OnceAMinute(by_values=False))
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")
-# Of each count: the name in Prometheus, the documentation, the label and the label's values.
+# Of each count: the name in Prometheus, the documentation, the label and its values.
 _SERIES = {
     "sent": ("semblend_events", "Donor events sent.", "kind", KIND_NAMES),
     "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
     "resyncs": ("semblend_event_resyncs", "Resyncs: times all donors were registered again.", "reason", RESYNC_REASONS),
     "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
 }
-# Donors are sketched in groups of at least so many tokens, which stay in the processor's cache meanwhile.
+# Least tokens of a group of donors that is sketched together; a group stays in the processor's cache.
 GROUP_TOKENS = 16384
 MAX_CHANGES = 65536
 BATCH = 512
-# Seconds between two looks at the queue. To wake the thread for each change would cost the serving path more.
+# Seconds between two looks at the queue. Waking the thread for each change would cost the serving path more.
 TICK_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
 
 
 class EventCounters:
-    """Counts of one publisher, also in Prometheus where prometheus_client is installed. Raises nothing.
-
-    `sent` counts events by kind, once the server has answered after them. `dropped` counts by reason the changes
-    without an event of their own; a resync makes up for them. `resyncs` are counted by reason, `connections` by result.
-    """
+    """Counts of one publisher, also in Prometheus where prometheus_client is installed.
+    Raises nothing. `sent` counts events by kind, once the server has answered after them. `dropped` counts changes
+    without an event of their own, by reason; a resync makes up for them."""
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
         self.sent: Counter[str] = Counter()
@@ -81,7 +78,7 @@ class EventCounters:
         self._series = _series_in(registry) if enabled else {}
 
     def count(self, what: str, label: str, count: int = 1) -> None:
-        """Adds to the counter `what` (sent, dropped, resyncs or connections) under `label`."""
+        """Add to the counter `what` (sent, dropped, resyncs or connections) under `label`."""
         if count:
             getattr(self, what)[label] += count
             with suppress(Exception):  # there may be no series; and after a fork no folder for their files
@@ -90,7 +87,7 @@ class EventCounters:
 
 @functools.lru_cache(maxsize=8)
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
-    """The series in a registry, made once for all publishers; empty where they cannot be made."""
+    """Return the series in a registry, made once for all publishers; empty where they cannot be made."""
     try:
         from prometheus_client import REGISTRY
         from prometheus_client import Counter as Series
@@ -111,12 +108,10 @@ def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A donor as the serving path left it. `tokens` are int32 [n], and None once the donor is sketched.
-
-    `namespace` is None until a request names it; only then is the donor published. `salted_key` is the sketch key of a
-    request with a salt, empty for one without. `tier` may change, and `embedding` (float32 [dim]) may come later.
-    `is_unfit` marks a donor that cannot be announced.
-    """
+    """A donor as the serving path left it.
+    `tokens` are int32 [n], and None once the donor is sketched. The donor is published only after a request names its
+    `namespace`. `salted_key` is the sketch key of a request with a salt, else empty. `embedding` is float32 [dim]. An
+    `is_unfit` donor cannot be announced."""
 
     namespace: CacheNamespace | None
     salted_key: bytes
@@ -130,7 +125,7 @@ class Held:
 
 
 class _Announced(NamedTuple):
-    """What readers know of a donor id: which donor it was, its embedding and tier, and its part of the state digest."""
+    """What readers know of a donor id; `digest` is its part of the state digest."""
 
     held: Held
     embedding: npt.NDArray[np.float32] | None
@@ -139,10 +134,8 @@ class _Announced(NamedTuple):
 
 
 class Outbox:
-    """Turns changes of donors into messages. The serving path writes `donors`, and appends their ids to `changes`.
-
-    Each step of a dict or deque is atomic under the interpreter's lock, so that no other lock is needed.
-    """
+    """Turns changes of donors into messages. The serving path writes `donors`, and appends their ids to `changes`. Each
+    step of a dict or deque is atomic under the interpreter's lock, so no other lock is needed."""
 
     def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
         self._writer, self._counters = writer, counters
@@ -153,28 +146,28 @@ class Outbox:
         self.changes: deque[str] = deque()
 
     def __len__(self) -> int:
-        """Donors that may differ from what was announced."""
+        """Return the number of donors that may differ from what was announced."""
         return len(self._waiting) + len(self.changes) + self._reset_due
 
     def absorb(self, limit: int) -> int:
-        """Sketches up to `limit` changed donors, which frees their tokens; returns how many changes there were."""
+        """Sketch up to `limit` changed donors, which frees their tokens; return the number of changes."""
         changed = [self.changes.popleft() for _ in range(min(limit, len(self.changes)))]
         self._waiting.extend(changed)
         self.sketch(self.donors.get(donor_id) for donor_id in changed)
         return len(changed)
 
     def forget_changes(self) -> int:
-        """Drops the changes that wait, since a resync will cover them; returns their number."""
+        """Drop the waiting changes, since a resync will cover them; return their number."""
         count = len(self._waiting)
         self._waiting.clear()
         return count
 
     def resync(self) -> None:
-        """The next message is a reset, and a registration of every donor follows."""
+        """Make the next message a reset, and register every donor after it."""
         self._reset_due = True
 
     def take(self, limit: int) -> list[Notice]:
-        """The next messages, at most `limit`; readers count as having received them."""
+        """Return the next messages, at most `limit`; readers count as having received them."""
         taken: list[Notice] = []
         if self._reset_due and limit > 0:
             self._reset_due = False
@@ -189,20 +182,20 @@ class Outbox:
         return taken
 
     def heartbeat(self, interval_seconds: float) -> Notice:
-        """A sign of life with the number and digest of the announced donors."""
+        """Return a sign of life with the number and digest of the announced donors."""
         digest = functools.reduce(operator.xor, (known.digest for known in self._announced.values()), 0)
         payload = self._writer.heartbeat(interval_seconds, len(self._announced), digest)
         return self._notice("provider_heartbeat", payload)
 
     def purge(self) -> Notice:
-        """The last message: no donor is held any more."""
+        """Return the last message: the worker holds no donor any more."""
         return self._notice("donors_purged", self._writer.purged())
 
     def _notice(self, kind: str, payload: bytes) -> Notice:
         return Notice(kind, self._writer.last_id, payload)
 
     def _change_of(self, donor_id: str) -> Notice | None:
-        """The message that brings readers up to date on a donor; None when they are."""
+        """Return the message that brings readers up to date on a donor; None when they are."""
         held, known = self.donors.get(donor_id), self._announced.get(donor_id)
         if held is None or held.is_unfit:
             if self._announced.pop(donor_id, None) is None:
@@ -236,7 +229,7 @@ class Outbox:
         return self._notice("donor_registered", payload)
 
     def sketch(self, donors: Iterable[Held | None]) -> None:
-        """Sketches those donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
+        """Sketch the donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
         group: list[Held] = []
         size = 0
         for held in donors:
@@ -251,7 +244,7 @@ class Outbox:
             self._sketch_group(group)
 
     def _sketch_group(self, donors: list[Held]) -> None:
-        """Sketches donors together. A donor that fails is left out and counted; the others are not affected."""
+        """Sketch donors together; leave out and count one that fails, without effect on the others."""
         try:
             _sketch_together(donors)
         except Exception:
@@ -265,7 +258,6 @@ class Outbox:
 
 
 def _sketch_together(donors: list[Held]) -> None:
-    """Makes the donors' sketches and digests, and lets their tokens go."""
     texts, keys = [], []
     for held in donors:
         assert held.tokens is not None
@@ -283,15 +275,13 @@ def _sketch_together(donors: list[Held]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _open_key(namespace_key: str) -> bytes:
-    """The sketch key of a namespace's requests without a salt. Keys with a salt are secrets and are not cached."""
+    """Return the sketch key without a salt. Keys with a salt are secrets and are not cached."""
     return sketch_key(namespace_key, None)
 
 
 class EventPublisher:
     """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises.
-
-    Raises ConfigurationError without the extra nats.
-    """
+    Raises ConfigurationError without the extra nats."""
 
     def __init__(
         self,
@@ -322,7 +312,7 @@ class EventPublisher:
     # -- the serving path ------------------------------------------------------------------------------------------
 
     def changed(self, donor_id: str) -> None:
-        """Notes that a donor was added to `donors`, changed or removed."""
+        """Note that a donor was added to `donors`, changed or removed."""
         if len(self._changes) < MAX_CHANGES:
             self._changes.append(donor_id)
         else:
@@ -331,13 +321,13 @@ class EventPublisher:
     # -- other threads ---------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float) -> bool:
-        """Waits until all changes have reached the server; False when they have not after `timeout` seconds."""
+        """Wait until all changes have reached the server; return False after `timeout` seconds."""
         sent = threading.Event()
         self._loop.call_soon_threadsafe(self._flushing.append, sent)
         return sent.wait(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Announces that all donors are gone and ends the thread; waits `timeout` seconds at most."""
+        """Announce that all donors are gone and end the thread; wait `timeout` seconds at most."""
         self._is_stopping = True
         self._thread.join(timeout)
 
@@ -373,7 +363,7 @@ class EventPublisher:
         await asyncio.sleep(0)
 
     async def _turn(self) -> bool:
-        """Sends one batch; True when there is more to do at once."""
+        """Send one batch; return whether there is more to do at once."""
         if self._overflowed:
             lost, self._overflowed = self._overflowed, 0
             self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
@@ -424,7 +414,6 @@ class EventPublisher:
         self.counters.count("resyncs", reason)
 
     async def _connect(self) -> None:
-        """Tries to connect until it succeeds."""
         for failures in itertools.count():
             try:
                 self._connection = await Connection.open(self._options, self._emitter)
@@ -440,7 +429,7 @@ class EventPublisher:
         self._resync("connected")
 
     async def _lose(self, in_flight: int) -> None:
-        """Closes the connection; `in_flight` events may not have arrived and count as dropped."""
+        """Close the connection; `in_flight` events may not have arrived and count as dropped."""
         self.counters.count("dropped", "disconnected", in_flight)
         connection, self._connection = self._connection, None
         self._outbox.resync()

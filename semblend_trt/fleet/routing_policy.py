@@ -1,8 +1,7 @@
 """Routing policies: which replica a request is sent to. `POLICIES` names them.
 
-Load and reuse are both counted in tokens of prefill: `Replica.load` is what a replica still has to compute, and a
-prompt costs it the tokens that it does not hold.
-"""
+Load and reuse are both tokens of prefill. `Replica.load` is what a replica still has to compute, and a prompt costs it
+the tokens that it does not hold."""
 
 from __future__ import annotations
 
@@ -56,10 +55,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingRequest:
-    """A request to place: its prompt (integers [n]) and its holders, from `Directory.holders`.
-
-    `tenant_salt` separates what is remembered of one tenant's prompts from the others'.
-    """
+    """A request to place: its prompt (integers [n]), its `Directory.holders`, and the salt that keeps tenants apart."""
 
     token_ids: npt.ArrayLike
     session_id: str | None = None
@@ -76,7 +72,7 @@ class Choice:
 
 
 class RoutingPolicy:
-    """Chooses the healthy replica of greatest worth; of equals the one that was chosen longest ago. Thread safe."""
+    """Chooses the healthy replica of greatest worth; of equals the one chosen longest ago. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,13 +80,13 @@ class RoutingPolicy:
         self._choices = 0
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Replica]) -> Choice:
-        """The replica to send `request` to; it counts as sent. Raises NoReplicaError when none is healthy."""
+        """Return the replica to send `request` to; it counts as sent. Raise NoReplicaError when all are unhealthy."""
         raise NotImplementedError
 
     def _best(
         self, replicas: Sequence[Replica], held: dict[Worker, int], worth: Callable[[Replica, int], tuple[float, ...]]
     ) -> Choice:
-        """Chooses by `worth`, which gets a replica and how many of the prompt's tokens it holds."""
+        """Choose by `worth`, which gets a replica and the number of the prompt's tokens that it holds."""
         healthy = [replica for replica in replicas if replica.is_healthy]
         if not healthy:
             raise NoReplicaError(f"none of {len(replicas)} replicas is healthy")
@@ -121,10 +117,7 @@ class LeastLoaded(RoutingPolicy):
 
 class ExactPrefix(RoutingPolicy):
     """The replica that was sent the longest prefix of this prompt before; of equals the one with the least load.
-
-    It remembers the last MAX_BLOCKS blocks of BLOCK_TOKENS tokens that it sent to each worker, and knows nothing of
-    what replicas have evicted since.
-    """
+    It remembers the last MAX_BLOCKS blocks of BLOCK_TOKENS tokens per worker, and cannot see evictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +139,7 @@ class ExactPrefix(RoutingPolicy):
         choice = self._best(replicas, known, lambda replica, held: (held, -replica.load))
         with self._lock:
             blocks = self._sent[choice.worker]
-            # The first block is noted last, so that it is forgotten last: without it the others are of no use.
+            # The first block is noted last and forgotten last: without it the others are of no use.
             for block in reversed(prefix[:MAX_BLOCKS]):
                 blocks[block] = None
                 blocks.move_to_end(block)
@@ -158,13 +151,12 @@ class ExactPrefix(RoutingPolicy):
 class SpanOverlap(RoutingPolicy):
     """The replica that would start to answer first, by its load and the tokens that it does not hold.
 
-    A replica that holds r of a prompt's n tokens and has l tokens to compute has prefilled the prompt after l + n - r
-    tokens. n is the same for all, so the largest r - `load_weight` x l wins. With a weight below one, requests stay
-    longer with a replica that holds their text but has a queue. Of equals, the session's last replica is taken.
-    """
+    A replica that holds r of a prompt's n tokens and has l tokens to compute has prefilled it after l + n - r tokens. n
+    is the same for all, so the largest r - `load_weight` x l wins. A weight below one keeps requests longer with a
+    replica that holds their text but has a queue. Of equals, the session's last replica is taken."""
 
     def __init__(self, load_weight: float = 1.0) -> None:
-        """Raises ValueError for a weight that is not positive."""
+        """Raise ValueError for a weight that is not positive."""
         super().__init__()
         if not load_weight > 0:
             raise ValueError(f"a load weight of {load_weight}; it must be above 0")

@@ -1,10 +1,9 @@
 """Sketch: a sample of a donor's anchors, from which a router estimates how much of a prompt the donor holds.
 
-Two texts that share a run have the same anchors in it (discovery/fingerprint.py). A sample that depends on the anchor
-alone is therefore the same in both: level L keeps the anchors whose keyed hash begins with L zero bits, one in 2**L.
-The share of a prompt's anchors of that level that are in the sketch estimates the share of its tokens that the donor
-holds. Neither side can be computed without the key, which depends on the tenant's raw salt.
-"""
+Two texts that share a run have the same anchors in it (discovery/fingerprint.py). Level L keeps the anchors whose keyed
+hash begins with L zero bits, one in 2**L, so both samples agree in the run. The estimate is the share of a prompt's
+anchors of that level that are in the sketch. The key depends on the tenant's raw salt; without it neither side can be
+computed."""
 
 from __future__ import annotations
 
@@ -45,10 +44,8 @@ MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
 
 
 def keyed(hashes: _Hashes, low: _Hashes | np.uint64, high: _Hashes | np.uint64) -> _Hashes:
-    """SipHash-2-4 (Aumasson and Bernstein 2012) of each of `hashes` (uint64 [n]): uint64 [n].
-
-    `low` and `high` are the halves of the key, one for all or one for each (uint64 [n]).
-    """
+    """Return SipHash-2-4 (Aumasson and Bernstein 2012) of each of `hashes` (uint64 [n]): uint64 [n].
+    `low` and `high` are the halves of the key, one for all or one for each (uint64 [n])."""
     a, b, c, d, turned = (np.empty(len(hashes), dtype=np.uint64) for _ in range(5))
     for state, half, start in zip((a, b, c, d), (low, high, low, high), _START, strict=True):
         np.bitwise_xor(half, start, out=state)
@@ -64,7 +61,7 @@ def keyed(hashes: _Hashes, low: _Hashes | np.uint64, high: _Hashes | np.uint64) 
 
 
 def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds: int) -> None:
-    """`rounds` SipRounds of the states, in place; `turned` is overwritten."""
+    """Do `rounds` SipRounds of the states, in place; overwrite `turned`."""
 
     def turn(state: _Hashes, bits: int) -> None:
         np.left_shift(state, np.uint64(bits), out=turned)
@@ -91,9 +88,7 @@ def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
     """A donor's anchors of `level`: the low 32 bits of their keyed hashes, uint32 [n], in the donor's order.
-
-    `anchors` is the number of all the donor's anchors.
-    """
+    `anchors` counts the donor's anchors of all levels."""
 
     level: int
     anchors: int
@@ -101,10 +96,7 @@ class Sketch:
 
     @classmethod
     def of(cls, values: _Hashes, most: int) -> Sketch:
-        """Sketches the text whose anchors have the keyed hashes `values` (uint64 [n]).
-
-        The level is the lowest at which at most `most` hashes begin with that many zero bits.
-        """
+        """Sketch anchors of keyed hashes `values` (uint64 [n]) at the lowest level that leaves at most `most`."""
         level, kept = 0, values
         if len(values) > most:
             zeros = _leading_zeros(values)
@@ -114,13 +106,13 @@ class Sketch:
         return cls(level, len(values), kept.astype("<u4"))
 
     def to_bytes(self) -> bytes:
-        """`SK`, version and level (a byte each), numbers of entries and anchors (u32), entries (u32); little-endian."""
+        """Write `SK`, version and level (u8), numbers of entries and anchors (u32), entries (u32); little-endian."""
         header = _HEADER.pack(_MAGIC, _VERSION, self.level, len(self.entries), self.anchors)
         return header + self.entries.astype("<u4", copy=False).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Sketch:
-        """Reads `to_bytes`'s form. Raises ValueError for anything else."""
+        """Read `to_bytes`'s form. Raise ValueError for anything else."""
         if not _HEADER.size <= len(data) <= MAX_SKETCH_BYTES:
             raise ValueError(f"a sketch has {_HEADER.size}..{MAX_SKETCH_BYTES} bytes, not {len(data)}")
         magic, version, level, count, anchors = _HEADER.unpack_from(data)
@@ -133,11 +125,9 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptFingerprints:
-    """A prompt's anchors under one key, in the prompt's order.
-
-    `entries` uint32 [n] are the low 32 bits of the hashes, `levels` uint8 [n] the highest level of each, and `eligible`
-    int64 [MAX_LEVEL + 1] the number of anchors of each level. `tokens` is the prompt's length.
-    """
+    """A prompt's anchors under one key, in the prompt's order; `tokens` is the prompt's length.
+    `entries` (uint32 [n]) are the hashes' low 32 bits, `levels` (uint8 [n]) the highest level of each. `eligible`
+    (int64 [MAX_LEVEL + 1]) counts the anchors of each level."""
 
     entries: npt.NDArray[np.uint32]
     levels: npt.NDArray[np.uint8]
@@ -146,21 +136,16 @@ class PromptFingerprints:
 
 
 def sketch_key(namespace_key: str, salt: str | None) -> bytes:
-    """The 16 bytes under which a namespace's anchors are hashed: BLAKE2b of `CacheNamespace.key` and the raw salt.
-
-    An empty salt differs from none. A salted tenant's key cannot be computed without the salt.
-    """
+    """Return the 16 bytes that key a namespace's anchors: BLAKE2b of `CacheNamespace.key` and the raw salt.
+    An empty salt differs from None. A salted tenant's key cannot be computed without the salt."""
     secret = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     message = namespace_key.encode("utf-8") + b"\0" + secret
     return hashlib.blake2b(message, digest_size=KEY_BYTES, person=b"semblend-sketch1").digest()
 
 
 def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
-    """Sketches `tokens` (integers [n]) under `key`: the lowest level that leaves at most `max_entries` entries.
-
-    Texts below GUARANTEED_RUN tokens have none. Raises ValueError for bad tokens, a key that is not KEY_BYTES long, or
-    `max_entries` outside 1..MAX_ENTRIES.
-    """
+    """Sketch `tokens` (integers [n]) under `key`, at the lowest level that leaves at most `max_entries` entries.
+    Texts below GUARANTEED_RUN tokens have no entries. Raise ValueError for bad tokens, key or `max_entries`."""
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"a sketch of {max_entries} entries; 1..{MAX_ENTRIES} fit")
     text = as_token_array(tokens)
@@ -170,11 +155,8 @@ def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTR
 def sketches_of(
     tokens: TokenArray, ends: npt.NDArray[np.int64], keys: Sequence[bytes], max_entries: int = DEFAULT_ENTRIES
 ) -> list[bytes]:
-    """`sketch_of`, as bytes, for several texts in a row in `tokens` (from `as_token_array`).
-
-    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises ValueError for a key that is
-    not KEY_BYTES long.
-    """
+    """Return `sketch_of`, as bytes, for several texts in a row in `tokens` (from `as_token_array`).
+    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raise ValueError for a bad key."""
     anchors = fingerprint(tokens, ends=ends[:-1])
     stops = np.searchsorted(anchors.positions, ends)
     counts = np.diff(stops, prepend=0)
@@ -184,7 +166,7 @@ def sketches_of(
 
 
 def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:
-    """A prompt's fingerprints (integers [n]) under each of `keys`. Raises ValueError for bad tokens."""
+    """Return a prompt's fingerprints (integers [n]) under each of `keys`. Raise ValueError for bad tokens."""
     prompt = as_token_array(tokens)
     hashes = fingerprint(prompt).hashes
     found = []
@@ -203,7 +185,7 @@ def _halves(key: bytes) -> tuple[int, int]:
 
 
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-    """Zero bits at the start of each value, at most MAX_LEVEL: uint8 [n]."""
+    """Count the zero bits at the start of each value, MAX_LEVEL at most."""
     levels = np.zeros(len(values), dtype=np.uint8)
     rest = values.copy()
     for step in (32, 16, 8, 4, 2, 1):

@@ -1,9 +1,8 @@
 """An index from a prompt's fingerprints to the workers that hold its text, made of donors' sketches.
 
 A hash table maps each entry of a sketch to the set of its holders. Workers hold whole texts, so most entries of a text
-share one set, which a search reads once. All is compiled and lies in a few arrays, so that a change takes microseconds
-and no interpreter's lock.
-"""
+share one set, which a search reads once. Compiled code on a few arrays makes a change in microseconds, without the
+interpreter's lock."""
 
 from __future__ import annotations
 
@@ -36,17 +35,16 @@ _MOST_FILLED, _FEWEST_SLOTS, _FEWEST_SETS = 0.5, 1 << 10, 1 << 6
 _WORKER_SHIFT, _LEVEL_SHIFT, _LEVEL, _DONORS = 26, 20, 63, (1 << 20) - 1
 # The empty set's number. Number 0 ends a list.
 _EMPTY = 1
-# A set's columns: where its holders are in the pool, how many, how many entries have it, a hash of the holders, and the
-# next set of the same bucket, or the next that is unused. The others are for one change: how many entries leave the
-# set, and for which one.
+# A set's columns: its start and length in the pool, its entries' number, a hash of its holders, and the next set of its
+# bucket, or the next unused one. For one change: the number of entries that leave, and the set that they go to.
 _START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
-# The state's fields: slots that are taken, the end of the pool's used part, the first unused set, unused sets.
+# The state's fields: taken slots, the end of the pool's used part, the first unused set, the number of unused sets.
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
 
-# Of no interest to the garbage collector, like what holds it.
+# Not for the garbage collector, like the donor that holds it.
 class Posting(msgspec.Struct, gc=False):
-    """A donor in an index: its worker's number, its sketch's level and entries, uint32 [n], ascending."""
+    """A donor in an index: its worker's number, its sketch's level and entries (uint32 [n], ascending)."""
 
     worker: int
     level: int
@@ -54,13 +52,12 @@ class Posting(msgspec.Struct, gc=False):
 
 
 class SketchIndex:
-    """The sketches of one namespace. The caller numbers the workers. Not thread safe.
+    """The sketches of one namespace, whose workers the caller numbers. Not thread safe.
 
-    The estimate for a worker covers all its donors: an entry of the prompt that several of them hold counts once. A
-    donor of level L shows one in 2**L anchors, and each counts as 2**L. The standard deviation is about
-    sqrt(share * (1 - share) / eligible[L]). Text shared in runs below GUARANTEED_RUN tokens is not seen.
-    An entry takes 16 to 32 bytes, and each different set of holders 64 to 128 bytes and 8 to 16 per holder.
-    """
+    Where several donors of a worker hold an entry of the prompt, it counts once. A donor of level L shows one in 2**L
+    anchors, and each counts as 2**L. The standard deviation is about sqrt(share * (1 - share) / eligible[L]). Text
+    shared in runs below GUARANTEED_RUN tokens is not seen. An entry takes 16 to 32 bytes. Each set of holders takes 64
+    to 128 bytes, and 8 to 16 per holder."""
 
     def __init__(self) -> None:
         # Odd and secret, so that a forger cannot choose entries that collide.
@@ -73,7 +70,7 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        """Adds a donor."""
+        """Add a donor."""
         entries = sketch.entries.copy()
         entries.sort()
         posting = Posting(worker, sketch.level, entries)
@@ -82,12 +79,12 @@ class SketchIndex:
         return posting
 
     def remove(self, posting: Posting) -> None:
-        """Removes a donor that was added."""
+        """Remove a donor that was added."""
         self._donors_of_level[posting.level] -= 1
         self._change(posting, -1)
 
     def search(self, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
-        """The share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
+        """Return the share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
         # A sketch has no entries below its level.
         lowest = min((level for level, donors in self._donors_of_level.items() if donors), default=0)
         question = prompt.entries, prompt.levels, prompt.eligible, lowest
@@ -124,7 +121,7 @@ class SketchIndex:
 
 @functools.cache
 def warm_up() -> None:
-    """Compiles the index's code, or loads it from disk, so that no event and no lookup waits for that."""
+    """Compile the index's code, or load it from disk, so that no event and no lookup waits for that."""
     index, tokens, key = SketchIndex(), np.arange(64), bytes(KEY_BYTES)
     index.add(0, sketch_of(tokens, key))
     index.search(1, *fingerprints_of(tokens, [key]))
@@ -132,7 +129,7 @@ def warm_up() -> None:
 
 @inner
 def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint64:
-    """The slot of an entry, or the free slot for it, by linear probing. `hashing` is a factor and a shift."""
+    """Return the slot of an entry, or the free slot for it, by linear probing. `hashing` is a factor and a shift."""
     at, mask = value * hashing[0] >> hashing[1], np.uint64(len(table) - 1)
     while table[at] != _FREE and table[at] >> _ENTRY_SHIFT != value:
         at = at + _ONE & mask
@@ -141,7 +138,7 @@ def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint6
 
 @inner
 def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
-    """Frees a slot. Later entries move up, so that none comes after a free slot that a probe for it meets."""
+    """Free a slot. Later entries move up, so that no probe meets a free slot before its entry."""
     at, mask = slot, np.uint64(len(table) - 1)
     while table[at] != _FREE:
         at = at + _ONE & mask
@@ -154,7 +151,7 @@ def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
 
 @entry
 def _rehash(before: _Unsigned, table: _Unsigned, hashing: _Unsigned) -> None:
-    """Enters all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
+    """Enter all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
     for slot in before:
         if slot != _FREE:
             table[_slot_of(table, hashing, slot >> _ENTRY_SHIFT)] = slot
@@ -162,7 +159,7 @@ def _rehash(before: _Unsigned, table: _Unsigned, hashing: _Unsigned) -> None:
 
 @entry
 def _repack(before: _Integers, pool: _Integers, sets: _Integers, buckets: _Integers, state: _Integers) -> None:
-    """Copies the holders of the sets that are used to another pool, and lists the sets again."""
+    """Copy the holders of the used sets to another pool, and list the sets again."""
     state[_END] = state[_UNUSED] = state[_LEFT] = 0
     for number in range(len(sets) - 1, _EMPTY, -1):
         row = sets[number]
@@ -190,11 +187,8 @@ def _change(
     holder: int,
     step: int,
 ) -> int:
-    """Adds `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
-
-    Returns 0. Where the table has no room, it returns -1; where the sets have none, the number of holders that they may
-    take. No set is changed then.
-    """
+    """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
+    Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
@@ -220,7 +214,7 @@ def _change(
         if successor == _EMPTY:
             slots[gone] = value
             gone += 1
-    for value in slots[:gone]:  # what is freed moves others
+    for value in slots[:gone]:  # freeing one moves others
         _free(table, hashing, _slot_of(table, hashing, value))
     state[_TAKEN] -= gone
     return 0
@@ -236,10 +230,8 @@ def _find(
     slots: _Unsigned,
     left: _Integers,
 ) -> tuple[int, int, int]:
-    """Writes the slot of each different entry and each of their sets. A new entry gets a slot with the empty set.
-
-    Returns how many slots and sets these are, and the holders of all those sets with one more each.
-    """
+    """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
+    Return the numbers of slots and sets, and the holders of all those sets with one more each."""
     taken = count = room = 0
     for each in range(len(entries)):
         if each and entries[each] == entries[each - 1]:
@@ -270,7 +262,7 @@ def _successor(
     holder: int,
     step: int,
 ) -> int:
-    """The number of the set that has `step` more donors of `holder` than set `number`. It is made if there is none."""
+    """Return the set that has `step` more donors of `holder` than set `number`; make it where it is missing."""
     at, stop = sets[number, _START], sets[number, _START] + sets[number, _LENGTH]
     begin = end = state[_END]
     while at < stop and pool[at] < holder:
@@ -312,7 +304,7 @@ def _successor(
 
 @inner
 def _forget(sets: _Integers, buckets: _Integers, state: _Integers, number: int) -> None:
-    """Takes a set out of its bucket and to those that are unused."""
+    """Move a set from its bucket to the unused sets."""
     bucket = sets[number, _HASH] & (len(buckets) - 1)
     before = buckets[bucket]
     if before == number:
@@ -337,8 +329,8 @@ def _search(
     lowest: int,
     workers: int,
 ) -> npt.NDArray[np.float64]:
-    """`SketchIndex.search`, without the entries of a level below `lowest`."""
-    # The set and the level of each entry that is held, as set << 6 | level.
+    """Do `SketchIndex.search` without the entries of a level below `lowest`."""
+    # The set and the level of each held entry, as set << 6 | level.
     found, count = np.empty(len(entries), dtype=np.int64), 0
     for each in range(len(entries)):
         if levels[each] >= lowest:

@@ -1,8 +1,7 @@
 """Traces: one JSON line for each request that a router placed. Eviction policies can be replayed on them.
 
-The fields are those of the SemanticKV system's traces, so that traces of both systems can be read. Tenants, sessions
-and contents are written as keyed hashes; text is left out unless the configuration asks for it.
-"""
+The fields are those of the SemanticKV system's traces, so that readers can read both. Tenants, sessions and contents
+are keyed hashes; text is left out unless the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BLOCKS = 1 << 17
 MAX_TOKENS = 1 << 28
-# Bytes of bodies that may wait to be written; further lines are dropped and counted.
+# Most bytes of bodies that wait to be written; the log drops and counts further lines.
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_SECONDS = 5.0
 
@@ -62,7 +61,7 @@ class BlockKind(str, Enum):
     OTHER = "other"
 
 
-# Of the roles whose every word has one kind. The SemanticKV system writes some of these names for kinds.
+# Roles whose every word has one kind. The SemanticKV system writes some of these names for kinds.
 _BY_ROLE = {
     **dict.fromkeys(("system", "developer"), BlockKind.SYSTEM_PROMPT),
     "assistant": BlockKind.ASSISTANT_HISTORY,
@@ -89,12 +88,12 @@ _TEMPLATE = re.compile(
     r"\b(?:Answer (?:in|with|only)|Respond (?:in|with|only)|in the following format|Do not |You must |Use only)"
 )
 _RETRIEVED = re.compile(r"^\s*(?:Document|Passage|Source|Context|Title|\[\d+\])\b[^\n]{0,80}", re.IGNORECASE)
-# A user's own words are short; a longer paragraph was put there from somewhere else.
+# A user's own words are short; a longer paragraph comes from elsewhere.
 _LONG_PARAGRAPH = 400
 
 
 def kind_of(text: str) -> BlockKind:
-    """The kind with most of the characters in `text`, the first of them by the order of `BlockKind`."""
+    """Return the kind with most of the characters in `text`; of equals the first of `BlockKind`."""
     counts = Counter[BlockKind]()
     turns = list(_TURN.finditer(text))
     starts = [turn.start() for turn in turns] + [len(text)]
@@ -110,7 +109,7 @@ def kind_of(text: str) -> BlockKind:
 
 
 def _count(counts: Counter[BlockKind], text: str, *, is_turn: bool) -> None:
-    """Counts the characters of each kind in a user's turn, or in text without turns."""
+    """Count the characters of each kind in a user's turn, or in text without turns."""
     counts[BlockKind.CODE] += sum(map(len, _FENCE.findall(text)))
     for paragraph in map(str.strip, re.split(r"\n\s*\n", _FENCE.sub("\n\n", text))):
         counts[_kind_of_paragraph(paragraph, is_turn=is_turn)] += len(paragraph)
@@ -138,11 +137,7 @@ class _Part(BaseModel):
 
 
 class TraceBlock(_Part):
-    """A block of a prompt. Blocks with equal `content_hash` hold the same tokens of the same tenant.
-
-    `position` is the position of its first token in the prompt. `text` is present only where the configuration asks for
-    it.
-    """
+    """A block of a prompt from token `position` on. Equal `content_hash`: the same tokens of the same tenant."""
 
     block_id: Label | None = None
     content_hash: Label | None = None
@@ -154,17 +149,14 @@ class TraceBlock(_Part):
 
     @property
     def kind(self) -> BlockKind:
-        """The block's kind; OTHER for an unknown name."""
+        """Return the block's kind; OTHER for an unknown name."""
         return _BY_NAME.get(self.semantic_type.lower(), BlockKind.OTHER)
 
 
 class TraceLine(_Part):
     """One request: its blocks in the prompt's order, and what was observed of its answer.
-
-    `timestamp_ms` is the request's arrival, since 1970. `observed_ttft_ms` is present for streamed answers only, since
-    the first byte of others comes with the last. Where the replica reports them, `observed_prefix_hit_tokens` came from
-    its exact prefix cache, and it computed `observed_prefill_tokens`.
-    """
+    `timestamp_ms` is the arrival, since 1970. `observed_ttft_ms` is for streamed answers only: others come in one
+    piece. `observed_prefix_hit_tokens` came from the replica's prefix cache; it computed `observed_prefill_tokens`."""
 
     request_id: Label
     timestamp_ms: Milliseconds
@@ -179,7 +171,7 @@ class TraceLine(_Part):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The line without its newline; unknown values are left out."""
+        """Return the line without its newline; leave out unknown values."""
         return self.model_dump_json(exclude_none=True)
 
 
@@ -187,7 +179,7 @@ class Hasher:
     """Keyed hashes of 32 hex digits: equal for equal contents of one tenant, and useless without the key."""
 
     def __init__(self, secret: bytes) -> None:
-        """The key is derived from the router's secret, and reveals nothing of the salts derived from it."""
+        """Derive the key from the router's secret; it reveals nothing of the salts derived from it."""
         self._key = hashlib.blake2b(key=secret[:64], person=b"semblend-trace1", digest_size=32).digest()
 
     def of_text(self, tenant: str | None, text: str) -> str:
@@ -209,10 +201,7 @@ class Hasher:
 @dataclass(frozen=True, slots=True)
 class BlockMaker:
     """Cuts prompts into blocks of at most `block_tokens` tokens; no block crosses the end of a paragraph.
-
-    Each paragraph is tokenised alone, without what a chat template adds. A prompt of token ids is one paragraph of
-    unknown kind.
-    """
+    Each paragraph is tokenised alone, without a chat template. A prompt of token ids is one paragraph."""
 
     prompts: PromptReader
     hasher: Hasher
@@ -220,7 +209,7 @@ class BlockMaker:
     keep_text: bool
 
     def blocks(self, body: Mapping[str, Any], tenant: str | None) -> list[TraceBlock]:
-        """The first MAX_BLOCKS blocks of a body's prompt. Raises PromptError."""
+        """Return the first MAX_BLOCKS blocks of a body's prompt. Raise PromptError."""
         return list(islice(self._blocks(body, tenant), MAX_BLOCKS))
 
     def _blocks(self, body: Mapping[str, Any], tenant: str | None) -> Iterator[TraceBlock]:
@@ -240,7 +229,7 @@ class BlockMaker:
     def _text(self, token_ids: list[int]) -> str | None:
         try:
             return self.prompts.text(token_ids)
-        except Exception:  # ids outside of the vocabulary may have none
+        except Exception:  # ids outside of the vocabulary may have no text
             return None
 
     def _paragraphs(self, body: Mapping[str, Any]) -> Iterator[tuple[BlockKind, list[int]]]:
@@ -269,8 +258,8 @@ class ServedRequest:
 
 
 class TraceLog:
-    """Writes a line per request, on a thread of its own. `note` and `close` belong to one event loop, `prompts` to the
-    thread. Raises ConfigurationError when the file cannot be opened."""
+    """Writes a line per request, on its own thread, which alone uses `prompts`.
+    One event loop calls `note` and `close`. Raises ConfigurationError when the file cannot be opened."""
 
     def __init__(
         self, config: TelemetryConfig, hasher: Hasher, prompts: PromptReader, counters: RouterCounters
@@ -288,7 +277,7 @@ class TraceLog:
         self._thread = Background("semblend-trace")
 
     def note(self, served: ServedRequest) -> None:
-        """Queues a line. Never waits."""
+        """Queue a line, without waiting."""
         with self._lock:
             is_full = self._waiting_bytes + served.body_bytes > MAX_WAITING_BYTES
             if not is_full:
@@ -299,7 +288,7 @@ class TraceLog:
             self._thread.submit(lambda: self._write(served))
 
     def close(self) -> None:
-        """Writes the waiting lines, for CLOSE_SECONDS at most."""
+        """Write the waiting lines, for CLOSE_SECONDS at most."""
         self._thread.close(CLOSE_SECONDS)
         self._file.close()
 
@@ -333,7 +322,7 @@ class TraceLog:
         }
         try:
             blocks = self._maker.blocks(served.body, caller.tenant)
-        except Exception:  # a prompt that cannot be read has none
+        except Exception:  # a prompt that cannot be read has no blocks
             blocks = []
         return TraceLine(
             request_id=served.request_id,
@@ -358,7 +347,7 @@ class _TraceFile(RotatingFileHandler):
 
 
 def usage_in(tail: bytes) -> dict[str, Any]:
-    """The usage in an answer or at the end of a stream; empty where there is none."""
+    """Return the usage in an answer or at the end of a stream; empty where it is missing."""
     lines = [line.removeprefix(b"data:") for line in tail.splitlines() if b'"usage"' in line]
     for text in (tail, *reversed(lines)):
         try:
@@ -372,7 +361,7 @@ def usage_in(tail: bytes) -> dict[str, Any]:
 
 
 def receipt_in(tail: bytes) -> dict[str, Any]:
-    """The receipt in the usage of an answer; empty where there is none."""
+    """Return the receipt in the usage of an answer; empty where it is missing."""
     receipt = usage_in(tail).get(RECEIPT)
     return receipt if isinstance(receipt, dict) else {}
 

@@ -1,8 +1,7 @@
 """Writes this worker's own events, in schema version 1.
 
 Messages are JSON, or MessagePack where the settings say so; a reader (events.py) tells them apart by the first byte.
-The bytes of `provider_metadata` are binary in MessagePack, and in JSON a list of integers.
-"""
+The bytes of `provider_metadata` are binary in MessagePack, and in JSON a list of integers."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ KIND_NAMES = (
 MAX_MESSAGE_BYTES = 65536
 MAX_NAMESPACE_BYTES = 16384
 MAX_EMBEDDING = 4096
-# Each byte as a number and a comma, padded to one width (JSON ignores blanks): one look-up writes a list, several times
-# as fast as json.dumps.
+# Each byte as a padded number and a comma (JSON ignores blanks): one look-up is several times as fast as json.dumps.
 _BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 
@@ -67,20 +65,15 @@ class Emitter:
 
 
 def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
-    """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
-
-    `key` is empty for requests without a salt. With a salt it is their sketch key, so that no other tenant can test a
-    guess.
-    """
+    """Return BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
+    `key` is the sketch key of requests with a salt, so that no other tenant can test a guess; else empty."""
     wide = tokens.astype("<i8", copy=False)
     return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
 
 
 def donor_digest(donor_id: str, tier: str) -> int:
-    """One donor's hash: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, read as a little-endian number.
-
-    The XOR over a worker's donors is the `state_digest` of its heartbeats.
-    """
+    """Return BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, read as a little-endian number.
+    The XOR over a worker's donors is the `state_digest` of its heartbeats."""
     text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -103,7 +96,7 @@ class EventWriter:
         self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
 
     def reset(self) -> bytes:
-        """Writes provider_generation_reset."""
+        """Write provider_generation_reset."""
         return self._message({"kind": "provider_generation_reset", "generation": self.emitter.generation})
 
     def registered(
@@ -116,10 +109,8 @@ class EventWriter:
         sketch: bytes,
         embedding: npt.NDArray[np.float32] | None = None,
     ) -> bytes:
-        """Writes donor_registered; `sketch` as `Sketch.to_bytes`, `embedding` float32 [dim].
-
-        Raises EventError (oversize) for a namespace or an embedding that is too large; no event id is used then.
-        """
+        """Write donor_registered; `sketch` as `Sketch.to_bytes`, `embedding` float32 [dim].
+        Raise EventError (oversize) for too large a namespace or embedding; no event id is used then."""
         metadata = sketch
         if self._is_json:
             numbers = _BYTES_IN_JSON.take(np.frombuffer(sketch, dtype=np.uint8)).tobytes()
@@ -148,19 +139,19 @@ class EventWriter:
         )
 
     def evicted(self, donor_id: str) -> bytes:
-        """Writes donor_evicted for a whole donor."""
+        """Write donor_evicted for a whole donor."""
         return self._of_donor("donor_evicted", donor_id=donor_id)
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
-        """Writes donor_relocated."""
+        """Write donor_relocated."""
         return self._of_donor("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
 
     def purged(self) -> bytes:
-        """Writes donors_purged for all donors of this emitter."""
+        """Write donors_purged for all donors of this emitter."""
         return self._of_donor("donors_purged", scope={"kind": "all"})
 
     def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
-        """Writes provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
+        """Write provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
         fields = {"interval_seconds": interval_seconds, "donor_count": donor_count, "state_digest": digest}
         return self._of_donor("provider_heartbeat", **fields)
 

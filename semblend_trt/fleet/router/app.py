@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The bytes per token that are assumed for a text that could not be read.
+# Assumed bytes per token of a text that could not be read.
 BYTES_PER_TOKEN = 4
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 SALT_FIELD = "cache_salt"
-# By which vLLM tells the tokens of an answer.
+# Makes vLLM return the tokens of an answer.
 TOKENS_FIELD = "return_token_ids"
-# Seconds that a cold run of the sample waits for its replica to have nothing under way.
+# Seconds that a cold run of the sample waits for its replica to be idle.
 AUDIT_SECONDS = 60.0
-# Seconds that an idle connection to a replica is kept.
+# Seconds that the router keeps an idle connection to a replica.
 IDLE_SECONDS = 2.0
 # Connections that the separate address for /health and /metrics accepts.
 STATUS_CONNECTIONS = 16
@@ -73,11 +73,9 @@ class ReadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ColdCheck:
-    """How an answer is compared with a cold run: `payload` is that run's body, None where two runs need not agree.
-
-    One of the sample is compared later and told to nobody. `strips_tokens`: the replica is asked for the answer's
-    tokens, which the client has not asked for.
-    """
+    """How to compare an answer with a cold run: `payload` is that run's body, None where two runs may differ.
+    Of the sample (`is_sample`), only counters and log get the result. `strips_tokens`: only the router asked for the
+    answer's tokens."""
 
     payload: bytes | None
     is_sample: bool
@@ -85,7 +83,7 @@ class ColdCheck:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], caller: Caller, runs: ColdRuns) -> ColdCheck | None:
-        """None for a request whose answer is not compared."""
+        """Return the check of a request's answer; None where the answer is not compared."""
         if not caller.verifies:
             return cls(cold_body(body), True, False) if runs.draws() else None
         is_whole = not body.get("stream")
@@ -95,8 +93,7 @@ class ColdCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placer:
-    """Reads prompts and chooses replicas. An unreadable prompt is placed by load alone and counted; one that is too
-    long is refused."""
+    """Reads prompts and chooses replicas. Counts unreadable prompts, places them by load; refuses too long ones."""
 
     prompts: ReadingThreads
     directory: Directory | None
@@ -106,10 +103,8 @@ class Placer:
     least_loaded: RoutingPolicy = field(default_factory=LeastLoaded)
 
     async def read(self, body: Mapping[str, Any], body_bytes: int, caller: Caller) -> ReadPrompt:
-        """Reads the prompt of a body of `body_bytes` bytes and looks its holders up among the caller's own donors.
-
-        Raises RequestRefusedError, 400 prompt_too_long.
-        """
+        """Read the prompt of a body and look up its holders among the caller's own donors.
+        Raise RequestRefusedError, 400 prompt_too_long."""
         reading = self.prompts.read(body_bytes, lambda reader: self._read(reader, body, caller.salt))
         reason = "unread_prompt"
         try:
@@ -126,7 +121,7 @@ class Placer:
         return ReadPrompt(None, body_bytes // BYTES_PER_TOKEN)
 
     def choose(self, prompt: ReadPrompt, caller: Caller, replicas: Sequence[Replica]) -> Choice:
-        """Raises NoReplicaError when none of `replicas` is healthy."""
+        """Choose a replica. Raise NoReplicaError when all are unhealthy."""
         if prompt.token_ids is None:
             return self.least_loaded.choose(RoutingRequest(()), replicas)
         request = RoutingRequest(prompt.token_ids, caller.session, prompt.holders, caller.salt)
@@ -146,11 +141,9 @@ class Placer:
 
 class Router:
     """One router; `app()` may be served once.
-
-    `nats` says where donor events are read. Without it requests are placed by load, or by the prompts sent before.
-    `tokenizer` is the replicas' Transformers tokenizer. Of the requests with reuse the share `audit_sample` is compared
-    with cold runs. Raises ConfigurationError.
-    """
+    Raises ConfigurationError. Without `nats`, where donor events are read, requests are placed by load or earlier
+    prompts. `tokenizer` is the replicas' Transformers tokenizer. The share `audit_sample` of requests with reuse is
+    compared with cold runs."""
 
     def __init__(
         self,
@@ -186,7 +179,7 @@ class Router:
         self._forwarder: Forwarder
 
     def app(self) -> web.Application:
-        """The routes. Background tasks start and end with the application."""
+        """Return the application; background tasks start and end with it."""
         app = web.Application(middlewares=[refusing(self.counters.refused)])
         for path in COMPLETIONS:
             app.router.add_post(path, self._complete)
@@ -199,7 +192,7 @@ class Router:
         return app
 
     def connections(self) -> Connections:
-        """The bounded connections that `app()` is served with."""
+        """Return the bounded connections that `app()` is served with."""
         return Connections(self._bounds, self.counters.dropped)
 
     def _add_status(self, app: web.Application) -> None:
@@ -207,7 +200,7 @@ class Router:
         app.router.add_get("/metrics", self._metrics)
 
     async def _telling(self, _: web.Application) -> AsyncIterator[None]:
-        """Serves /health and /metrics at their own address, which is written to standard error."""
+        """Serve /health and /metrics at their own address, which is written to standard error."""
         status = self._config.status
         assert status is not None
         assert status.host is not None
@@ -290,8 +283,7 @@ class Router:
         observed: Observed,
         metadata: dict[str, Any],
     ) -> tuple[web.StreamResponse, Worker]:
-        """Sends the request, its payload and id to one replica after another until one answers; `metadata` is for the
-        trace."""
+        """Try one replica after another until one answers; add to the trace's `metadata`."""
         tried: set[Worker] = set()
         problem = "no replica is healthy"
         for attempt in range(1, self._config.attempts + 1):
@@ -329,7 +321,7 @@ class Router:
         raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
 
     async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> Said:
-        """What the replica answers without reuse; one of the sample waits until the replica has nothing else to do."""
+        """Return the replica's answer without reuse; a run of the sample waits until the replica is idle."""
         assert check.payload is not None
         if check.is_sample:
             await self._replicas.idle(worker, AUDIT_SECONDS)
@@ -343,7 +335,7 @@ class Router:
         observed: Observed,
         run_cold: RunCold | None,
     ) -> web.StreamResponse:
-        """The answer with the result of its cold run in the receipt; one of the sample is compared later."""
+        """Return the answer with its cold run's result in the receipt; an answer of the sample is compared later."""
         receipt = receipt_in(observed.tail)
         try:
             if check.is_sample:

@@ -1,8 +1,6 @@
 """Cold runs: requests that are computed a second time without reuse, and their answers compared with the first.
 
-The embedded engine's server and the router compare the answers that a request's header asks to compare, and those of a
-sample.
-"""
+The embedded engine's server and the router compare answers where a request's header asks, and those of a sample."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ from semblend_trt.policy import COLD
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    # What one run said: the tokens, or the text where no tokens are told, of each choice.
+    # What one run said: the tokens of each choice, or its text where the answer has no tokens.
     Said = Sequence[Sequence[int] | str]
     RunCold = Callable[[], Awaitable[Said]]
 
 logger = logging.getLogger(__name__)
 
 VERIFY_HEADER = "X-SemBlend-Verify"
-# Requests of the sample whose cold run waits or runs; further ones are skipped.
+# Most cold runs of the sample that wait or run; further ones are skipped.
 MAX_WAITING = 8
 
 
 def compared(first: Said, cold: Said) -> dict[str, Any]:
-    """The receipt's `verified`: whether both runs said the same, else where the first other choice begins to differ."""
+    """Return the receipt's `verified`: whether both runs said the same, else where the first other choice differs."""
     what = "text" if any(isinstance(said, str) for said in (*first, *cold)) else "tokens"
     for one, other in zip(first, cold, strict=False):
         if one != other:
@@ -43,11 +41,8 @@ def compared(first: Said, cold: Said) -> dict[str, Any]:
 
 
 def cold_body(body: Mapping[str, Any]) -> bytes | None:
-    """The body of a request's cold run, with a salt that no other request has. None where two runs need not agree.
-
-    They agree when the request is greedy, or its random numbers are those of a seed. The API's default temperature is
-    1.
-    """
+    """Return the body of a request's cold run, with a salt that no other request has; None where two runs may differ.
+    Greedy requests and those with a seed agree. The API's default temperature is 1."""
     if body.get("temperature") != 0 and body.get("top_k") != 1 and body.get("seed") is None:
         return None
     asked = body.get("kv_transfer_params")
@@ -58,10 +53,8 @@ def cold_body(body: Mapping[str, Any]) -> bytes | None:
 
 
 def said_in(answer: bytes) -> list[Sequence[int] | str]:
-    """What each choice of an answer, whole or streamed, says: its tokens where they are told, else its text.
-
-    Raises ValueError for what is no answer of the OpenAI API.
-    """
+    """Return what each choice of an answer, whole or streamed, says: its tokens if it has them, else its text.
+    Raise ValueError for what is no answer of the OpenAI API."""
     parts = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")] or [answer]
     tokens: dict[int, list[int]] = {}
     texts: dict[int, list[str]] = {}
@@ -78,7 +71,7 @@ def said_in(answer: bytes) -> list[Sequence[int] | str]:
 
 
 def _texts_of(choice: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The reasoning, text and calls of a choice, or of a part of one. The ids of calls are random, and left out."""
+    """Return the reasoning, text and calls of a choice or a part of one, without the calls' random ids."""
     said = choice.get("message") or choice.get("delta") or {}
     calls = [call.get("function") or {} for call in said.get("tool_calls") or ()]
     return (
@@ -89,11 +82,9 @@ def _texts_of(choice: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 class ColdRuns:
-    """Compares answers with cold runs, and draws a `share` of the requests for it. Belongs to one event loop.
-
-    `count` gets the result of each comparison, one of COLD_RUN_RESULTS. Runs of the sample go one at a time, at most
-    MAX_WAITING wait for their turn, and no request waits for them.
-    """
+    """Compares answers with cold runs, and draws a `share` of the requests for it.
+    Belongs to one event loop. `count` gets each result, one of COLD_RUN_RESULTS. Runs of the sample go one at a time.
+    At most MAX_WAITING wait for their turn, and no request waits for them."""
 
     def __init__(self, share: float, count: Callable[[str], None]) -> None:
         self._share, self._count = share, count
@@ -101,11 +92,11 @@ class ColdRuns:
         self._sample: set[asyncio.Task[Any]] = set()
 
     def draws(self) -> bool:
-        """Whether the next request is one of the sample."""
+        """Return whether the next request is one of the sample."""
         return random.random() < self._share
 
     async def verdict(self, first: Said, run_cold: RunCold | None) -> dict[str, Any]:
-        """The receipt's `verified`; without `run_cold` two runs need not agree. Raises nothing but a cancellation."""
+        """Return the receipt's `verified`; without `run_cold` two runs may differ. Raise nothing but a cancellation."""
         told: dict[str, Any]
         try:
             if run_cold is None:
@@ -113,7 +104,7 @@ class ColdRuns:
             else:
                 told = compared(first, await run_cold())
         except asyncio.TimeoutError:
-            told = {"result": "skipped"}  # nothing was idle for long enough
+            told = {"result": "skipped"}  # the replica was never idle for long enough
         except SemBlendError as error:
             told = {"result": "failed", "reason": str(error)}
         except Exception:
@@ -123,7 +114,7 @@ class ColdRuns:
         return told
 
     def later(self, first: Said, run_cold: RunCold | None) -> None:
-        """Compares an answer of the sample when its turn comes. Never waits."""
+        """Compare an answer of the sample when its turn comes, without waiting."""
         if len(self._sample) >= MAX_WAITING:
             self._count("skipped")
             return
@@ -132,7 +123,7 @@ class ColdRuns:
         task.add_done_callback(self._sample.discard)
 
     async def close(self) -> None:
-        """Gives the waiting and running ones up."""
+        """Cancel the waiting and running comparisons."""
         for task in self._sample:
             task.cancel()
         await asyncio.gather(*self._sample, return_exceptions=True)

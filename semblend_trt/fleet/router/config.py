@@ -1,8 +1,7 @@
 """RouterConfig: the router's TOML file, validated, and the callers that it knows.
 
-Secrets are in environment variables that the file names. The API key says who a caller is, and each tenant has a salt
-that separates its KV from the others'.
-"""
+Secrets are in environment variables that the file names. The API key says who a caller is. Each tenant has a salt that
+separates its KV from the others'."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ class _Key(_Table):
     env: VariableName | None = None
 
     def digest(self, environment: Mapping[str, str]) -> str:
-        """SHA-256 of the key, in hex. Raises ConfigurationError when its variable is not set."""
+        """Return SHA-256 of the key, in hex. Raise ConfigurationError when its variable is not set."""
         return self.sha256 or hashlib.sha256(_variable(environment, self.env or "")).hexdigest()
 
 
@@ -147,11 +146,8 @@ class TelemetryConfig(_Table):
 
 class RouterConfig(_Table):
     """The whole file.
-
     `model` is the folder or hub id of the replicas' tokenizer, `name` the model's name in requests. `nats_url`,
-    `nats_subject` and `audit_sample` override the variables of these names. `load_weight` is for policy span_overlap.
-    Prompts of more than `max_prompt_tokens` tokens are refused.
-    """
+    `nats_subject` and `audit_sample` override the variables of these names. `load_weight` is span_overlap's."""
 
     host: Host = "127.0.0.1"
     port: Port = 8080
@@ -198,15 +194,15 @@ class RouterConfig(_Table):
         return self
 
     def bounds(self) -> ServerBounds:
-        """The bounds of clients."""
+        """Return the bounds of clients."""
         return ServerBounds(**self.model_dump(include=set(ServerBounds.__slots__)))
 
     def routing_policy(self) -> RoutingPolicy:
-        """A new policy as the file says."""
+        """Make the policy that the file names."""
         return SpanOverlap(self.load_weight) if self.policy == "span_overlap" else POLICIES[self.policy]()
 
     def secret(self, environment: Mapping[str, str]) -> bytes | None:
-        """The secret; None where no variable is named. Raises ConfigurationError when it is not set or too short."""
+        """Return the secret; None without a variable. Raise ConfigurationError when it is not set or too short."""
         if self.secret_env is None:
             return None
         secret = _variable(environment, self.secret_env)
@@ -218,7 +214,7 @@ class RouterConfig(_Table):
 
 
 def load_config(path: str | Path) -> RouterConfig:
-    """Reads a file. Raises ConfigurationError with one sentence that names the file, the field and the mistake."""
+    """Read a file. Raise ConfigurationError with one sentence that names the file, the field and the mistake."""
     try:
         with open_input(path) as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
@@ -256,8 +252,8 @@ def _variable(environment: Mapping[str, str], name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants. `verifies`: it asks
-    for its answer to be compared with a cold run, and may."""
+    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants. `verifies`: the caller
+    asks for a comparison with a cold run, and may."""
 
     tenant: str | None = None
     salt: str | None = field(default=None, repr=False)
@@ -266,10 +262,8 @@ class Caller:
 
 
 class Tenants:
-    """The tenants of the configuration. Without keys there, all callers are served, without a tenant.
-
-    Raises ConfigurationError when a variable that the configuration names is not set.
-    """
+    """The tenants of the configuration. Without keys there, all callers are served, without a tenant. Raises
+    ConfigurationError when a variable that the configuration names is not set."""
 
     def __init__(self, config: RouterConfig, environment: Mapping[str, str]) -> None:
         self._secret = config.secret(environment)
@@ -282,12 +276,9 @@ class Tenants:
                 self._verifying.add(digest)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """The caller, by Authorization, X-Tenant-ID, X-Session-ID and X-SemBlend-Verify.
-
-        A request may name a tenant of its key, and must name one where the key has several.
-        Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden and verify_forbidden, 400 tenant_missing,
-        bad_session and bad_verify.
-        """
+        """Return the caller, by Authorization, X-Tenant-ID, X-Session-ID and X-SemBlend-Verify.
+        A request may name a tenant of its key, and must where the key has several. Raise RequestRefusedError: 401
+        unknown_key, 403 tenant_forbidden and verify_forbidden, 400 tenant_missing, bad_session and bad_verify."""
         session, named, asked = map(headers.get, (SESSION_HEADER, TENANT_HEADER, VERIFY_HEADER))
         if session is not None and not (1 <= len(session) <= MAX_SESSION and session.isprintable()):
             message = f"{SESSION_HEADER} has 1 to {MAX_SESSION} printable characters"
@@ -324,7 +315,7 @@ class Tenants:
 
 
 class Shares:
-    """Bounds the requests that each tenant has under way, by number and by bytes of their bodies."""
+    """Bounds the number of requests that each tenant has under way, and the bytes of their bodies."""
 
     def __init__(self, requests: int, size: int) -> None:
         self._most_requests, self._most_bytes = requests, size
@@ -333,10 +324,8 @@ class Shares:
 
     @contextmanager
     def taking(self, tenant: str | None, size: int) -> Iterator[None]:
-        """Counts a request with a body of `size` bytes for the tenant until the block ends.
-
-        Raises RequestRefusedError, 429 tenant_busy, when that exceeds the tenant's share.
-        """
+        """Count a request with a body of `size` bytes for the tenant until the block ends.
+        Raise RequestRefusedError, 429 tenant_busy, when that exceeds the tenant's share."""
         load, held = "", self._bytes[tenant]
         if self._requests[tenant] >= self._most_requests:
             load = f"{self._most_requests} requests"
@@ -355,7 +344,7 @@ class Shares:
 
 
 def key_digest(headers: Mapping[str, str]) -> str:
-    """SHA-256 of a request's API key, in hex; empty without a key. The key may be any bytes."""
+    """Return SHA-256 of a request's API key, in hex; empty without a key. The key may be any bytes."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         return ""
@@ -363,5 +352,5 @@ def key_digest(headers: Mapping[str, str]) -> str:
 
 
 def unknown_key() -> RequestRefusedError:
-    """The refusal of a caller without a known key."""
+    """Return the refusal of a caller without a known key."""
     return RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")

@@ -59,8 +59,7 @@ class RouterCounters:
         self.first_byte_seconds = self._histogram("first_byte_seconds", first)
 
     def _counter(self, name: str, text: str, *labels: str, **values: tuple[str, ...]) -> Counter:
-        """A counter with these labels. Where a label's `values` are known, the series exist from the start, so that a 0
-        differs from a missing series."""
+        """Make a counter. With known `values` its series exist from the start: a 0 differs from a missing series."""
         series = Counter(f"semblend_router_{name}", text, [*labels, *values], registry=self.registry)
         for value in itertools.chain(*values.values()):
             series.labels(value)

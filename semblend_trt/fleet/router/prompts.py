@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Bodies of at most so many bytes are read on the thread for short ones.
+# Most bytes of a body that is read on the thread for short ones.
 SHORT_BODY_BYTES = 32 << 10
 
 
@@ -24,10 +24,8 @@ class PromptTooLongError(PromptError):
 
 
 class PromptReader:
-    """Reads prompts with a Transformers `tokenizer`. Not thread safe, since tokenizers are not.
-
-    A text with more characters than `max_tokens` times the longest token of the vocabulary is refused unread.
-    """
+    """Reads prompts with a Transformers `tokenizer`. Not thread safe, since tokenizers are not. Refuses unread a text
+    of more characters than `max_tokens` times the vocabulary's longest token."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
@@ -36,7 +34,7 @@ class PromptReader:
             self._max_characters = max_tokens * max(map(len, tokenizer.get_vocab()))
 
     def completion(self, body: Mapping[str, Any]) -> list[int]:
-        """Token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raises PromptError."""
+        """Return token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raise PromptError."""
         refuse_other_prompts(body)
         prompt = completion_prompt(body)
         if isinstance(prompt, str):
@@ -50,12 +48,12 @@ class PromptReader:
         return prompt
 
     def chat(self, body: Mapping[str, Any]) -> list[int]:
-        """Token ids of `messages`, by the tokenizer's template. Raises PromptError."""
+        """Return token ids of `messages`, by the tokenizer's template. Raise PromptError."""
         text, special = render_chat(body, self._tokenizer)
         return self.token_ids(text, special=special)
 
     def texts(self, body: Mapping[str, Any]) -> list[tuple[str | None, str]]:
-        """Role and text of each message; or None and the prompt, where it is a text. Raises PromptError."""
+        """Return role and text of each message; or None and the prompt, where it is a text. Raise PromptError."""
         if "messages" not in body:
             prompt = completion_prompt(body)
             return [(None, prompt)] if isinstance(prompt, str) else []
@@ -65,7 +63,7 @@ class PromptReader:
         return str(self._tokenizer.decode(token_ids))
 
     def token_ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of a part of a prompt; `special`: with those that the tokenizer adds. Raises PromptError."""
+        """Return token ids of a part of a prompt; `special`: with those that the tokenizer adds. Raise PromptError."""
         if len(text) > self._max_characters:
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, more than the {self._max_characters} that this model's "
@@ -78,8 +76,8 @@ class PromptReader:
 
 
 class ReadingThreads:
-    """Reads prompts outside of the event loop; each thread has its own copy of `tokenizer`. Short prompts have a
-    thread of their own, so as not to wait for long ones."""
+    """Reads prompts outside of the event loop; each thread has its own copy of `tokenizer`.
+    Short prompts have a thread of their own, so as not to wait for long ones."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._threads = {
@@ -88,7 +86,7 @@ class ReadingThreads:
         }
 
     async def read(self, size: int, reading: Callable[[PromptReader], _T]) -> _T:
-        """The result of `reading` for a body of `size` bytes, with the thread's reader."""
+        """Return the result of `reading` for a body of `size` bytes, with the thread's reader."""
         thread, reader = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
         return await asyncio.get_running_loop().run_in_executor(thread, reading, reader)
 
@@ -98,7 +96,7 @@ class ReadingThreads:
 
 
 def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
-    """The prompt of a completion. Raises PromptError."""
+    """Return the prompt of a completion. Raise PromptError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt

@@ -1,4 +1,4 @@
-"""The replicas behind a router: their health and load, and how requests are forwarded to them."""
+"""A router's replicas: their health and load, and how requests are forwarded to them."""
 
 from __future__ import annotations
 
@@ -64,17 +64,14 @@ class Taken:
     tokens: int
 
     def answered(self) -> None:
-        """The prompt is computed, so it is no load any more; the request may go on."""
+        """Take the computed prompt off the load; the request may go on."""
         self.state.load -= self.tokens
         self.tokens = 0
 
 
 class ReplicaSet:
-    """The replicas and their health. Belongs to one event loop.
-
-    A replica is healthy when its last /health was 200 and no request found it dead since. `start` checks all replicas,
-    and again every `health_seconds` until `stop`.
-    """
+    """The replicas and their health. Belongs to one event loop. A replica is healthy when its last /health was 200 and
+    no request found it dead since. From `start` to `stop`, all replicas are checked every `health_seconds`."""
 
     def __init__(self, config: RouterConfig, session: aiohttp.ClientSession) -> None:
         states = (ReplicaState((each.worker_id, each.dp_rank), each.url) for each in config.replicas)
@@ -93,26 +90,26 @@ class ReplicaSet:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def check(self) -> None:
-        """Checks the health of every replica."""
+        """Check the health of every replica."""
         await asyncio.gather(*(self._check(state) for state in self.states.values()))
 
     async def is_well(self, worker: Worker) -> bool:
-        """Checks the health of one replica."""
+        """Check and return the health of one replica."""
         await self._check(self.states[worker])
         return self.states[worker].is_healthy
 
     def seen(self, excluded: Collection[Worker] = ()) -> list[Replica]:
-        """The replicas for a policy; those `excluded` appear unhealthy."""
+        """Return the replicas for a policy; those `excluded` appear unhealthy."""
         states = self.states.values()
         return [Replica(each.worker, each.load, each.is_healthy and each.worker not in excluded) for each in states]
 
     def found_dead(self, worker: Worker) -> None:
-        """A request could not reach the replica: it is unhealthy until the next check."""
+        """Mark a replica that a request could not reach as unhealthy, until the next check."""
         self._set(self.states[worker], healthy=False)
 
     @contextmanager
     def taking(self, worker: Worker, tokens: int) -> Iterator[Taken]:
-        """Counts a request with `tokens` to compute for the replica until the block ends."""
+        """Count a request with `tokens` to compute for the replica until the block ends."""
         state = self.states[worker]
         taken = Taken(state, tokens)
         state.load += tokens
@@ -127,7 +124,7 @@ class ReplicaSet:
                 state.idle.set()
 
     async def idle(self, worker: Worker, seconds: float) -> None:
-        """Waits until the replica has no request under way. Raises asyncio.TimeoutError."""
+        """Wait until the replica has no request under way. Raise asyncio.TimeoutError."""
         state = self.states[worker]
 
         async def wait() -> None:
@@ -167,10 +164,8 @@ class ReplicaFailedError(SemBlendError):
 @dataclass(slots=True)
 class Observed:
     """Observations of an answer: HTTP status, seconds since the request, and the last bytes.
-
-    `began` is on the clock of `time.perf_counter`. `broken` is the reason why a stream broke off. `kept` is all of a
-    stream that is to be compared, None for any other and for one that is too long.
-    """
+    `began` is on `time.perf_counter`'s clock. `broken`: why a stream broke off. `kept`: all of a stream to compare,
+    None for others and for one that is too long."""
 
     began: float
     status: int = 500
@@ -182,11 +177,9 @@ class Observed:
 
 
 class Forwarder:
-    """Forwards requests with `session`.
-
-    Answers are bounded by `config`: seconds to the first event or the header (`first_byte_seconds`), seconds between
-    events or for the rest of the answer (`silence_seconds`), and bytes of an answer that is not streamed.
-    """
+    """Forwards requests with `session`, within the bounds of `config`.
+    `first_byte_seconds` ends with the first event or the header. `silence_seconds` bounds the time between events, or
+    for the rest of the answer. `max_answer_bytes` bounds an answer that is not streamed."""
 
     def __init__(self, session: aiohttp.ClientSession, config: RouterConfig) -> None:
         self._session, self._config = session, config
@@ -194,10 +187,8 @@ class Forwarder:
     async def forward(
         self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed, *, verifies: bool
     ) -> web.StreamResponse:
-        """Answers `request` with the replica's answer; where the caller `verifies`, the replica is asked to compare it.
-
-        Raises ReplicaFailedError when none of it was forwarded yet.
-        """
+        """Answer `request` with the replica's answer; where the caller `verifies`, ask the replica to compare it.
+        Raise ReplicaFailedError when nothing was forwarded yet."""
         headers = {**_HEADERS, "X-Request-ID": request_id, **({VERIFY_HEADER: "cold"} if verifies else {})}
         name, bounds = worker_name(taken.state.worker), self._config
         deadline = time.perf_counter() + bounds.first_byte_seconds
@@ -224,7 +215,7 @@ class Forwarder:
             observed.seconds = time.perf_counter() - observed.began
 
     async def ask(self, path: str, payload: bytes, taken: Taken) -> bytes:
-        """A replica's whole answer of status 200. Raises ReplicaFailedError for any other."""
+        """Return a replica's whole answer of status 200. Raise ReplicaFailedError for any other."""
         name, bounds = worker_name(taken.state.worker), self._config
         sending = self._session.post(taken.state.url + path, data=payload, headers=_HEADERS, allow_redirects=False)
         async with await _in_time(name, sending, bounds.first_byte_seconds) as answer:
@@ -246,8 +237,7 @@ class Forwarder:
 
 
 def with_receipt(body: bytes) -> bytes:
-    """An answer with its receipt in the usage. vLLM lets no connector write there, and carries it in the answer's
-    `kv_transfer_params`."""
+    """Move the receipt of vLLM's answer from `kv_transfer_params`, where a connector may write, into the usage."""
     if VLLM_RECEIPT.encode() not in body:
         return body
     try:
@@ -257,7 +247,7 @@ def with_receipt(body: bytes) -> bytes:
         answer["kv_transfer_params"] = carried or None
         return json.dumps(answer).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return body  # a text that speaks of receipts, and holds none
+        return body  # a text that speaks of receipts, and holds no receipt
 
 
 class _Events:
@@ -268,7 +258,7 @@ class _Events:
         self._unfinished = b""
 
     async def next(self, seconds: float | None = None) -> bytes:
-        """The next events, or the rest at the end; empty after the end. Raises ReplicaFailedError."""
+        """Return the next events, or the rest at the end; empty after the end. Raise ReplicaFailedError."""
         return await _in_time(self._name, self._next(), self._silence_seconds if seconds is None else seconds)
 
     async def _next(self) -> bytes:
@@ -287,7 +277,7 @@ class _Events:
 async def _streamed(
     request: web.Request, status: int, first: bytes, events: _Events, headers: dict[str, str], observed: Observed
 ) -> web.StreamResponse:
-    """Forwards a stream. When the replica breaks off, the last event is an error; a client that leaves ends it."""
+    """Forward a stream. When the replica breaks off, the last event is an error; a client that leaves ends it."""
     response = web.StreamResponse(status=status, headers=headers | {"Cache-Control": "no-cache"})
     try:
         await response.prepare(request)
@@ -314,7 +304,6 @@ async def _streamed(
 
 
 async def _in_time(name: str, answering: Awaitable[_T], seconds: float) -> _T:
-    """A replica's answer. Raises ReplicaFailedError when it fails or takes too long."""
     try:
         return await asyncio.wait_for(answering, seconds)
     except asyncio.TimeoutError:

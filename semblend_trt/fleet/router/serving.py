@@ -42,10 +42,7 @@ BACKLOG = 1024
 
 
 class RequestRefusedError(SemBlendError):
-    """A request that is not served. `status` is the HTTP status, `reason` the code in answers and counters.
-
-    `retry_seconds`: when to try again, where that is known.
-    """
+    """A request that is not served: `status` is the HTTP status, `reason` the code in answers and counters."""
 
     def __init__(self, status: int, reason: str, message: str, retry_seconds: int | None = None) -> None:
         super().__init__(message)
@@ -55,22 +52,20 @@ class RequestRefusedError(SemBlendError):
 
 
 def error_object(status: int, reason: str, message: str) -> dict[str, Any]:
-    """The body of a refusal, as in the OpenAI API."""
+    """Return the body of a refusal, as in the OpenAI API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": reason}}
 
 
 def refusal(status: int, reason: str, message: str, retry_seconds: int | None = None) -> web.Response:
-    """The answer to a request that is refused."""
+    """Return the answer to a request that is refused."""
     headers = {} if retry_seconds is None else {"Retry-After": str(retry_seconds)}
     return web.json_response(error_object(status, reason, message), status=status, headers=headers)
 
 
 def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
-    """A middleware that answers refusals, aiohttp's among them, as error objects; `count` gets each reason.
-
-    Other exceptions of a handler are logged and answered with status 500.
-    """
+    """Make a middleware that answers refusals, aiohttp's among them, as error objects; `count` gets each reason.
+    It logs other exceptions of a handler and answers them with status 500."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,11 +86,8 @@ def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
 
 @dataclass(frozen=True, slots=True)
 class ServerBounds:
-    """Bounds of clients.
-
-    `header_seconds`: for a request's header, from the connection or the last answer on. `body_seconds`: for its body,
-    and for a client to take the answer.
-    """
+    """Bounds of clients. `header_seconds`: for a request's header, from the connection or the last answer on.
+    `body_seconds`: for its body, and for a client to take the answer."""
 
     header_seconds: float = 10.0
     body_seconds: float = 30.0
@@ -105,11 +97,9 @@ class ServerBounds:
 
 
 class Connections:
-    """The connections of one server, bounded in all and per peer. Belongs to the server's event loop.
-
-    The connection that has waited longest for its client is closed for a new one. Where none waits, the new one is
-    closed. `count` gets the reason, one of DROPPED.
-    """
+    """The connections of one server, bounded in all and per peer.
+    Belongs to the server's event loop. A new connection closes the one that has waited longest for its client. Where no
+    connection waits, the new one is closed. `count` gets the reason, one of DROPPED."""
 
     def __init__(self, bounds: ServerBounds, count: Callable[[str], None] = lambda _: None) -> None:
         self.bounds, self._count = bounds, count
@@ -123,7 +113,7 @@ class Connections:
         return self._by_peer.total()
 
     def add(self, connection: Connection) -> None:
-        """Accepts a new connection, closing another one if need be, or closes the new one."""
+        """Accept a new connection, closing another one if need be, or close the new one."""
         has_room = True
         if self._by_peer[connection.peer] >= self.bounds.max_peer_connections:
             has_room = self.make_room(connection.peer)
@@ -135,23 +125,23 @@ class Connections:
             self._end(connection, "no_room")
 
     def make_room(self, peer: str | None = None) -> bool:
-        """Closes the connection (of `peer` if given) that has waited longest for its client. False when none waits."""
+        """Close the connection (of `peer` if given) that waits longest for its client; False when all are served."""
         oldest = next((each for each in self._waiting if peer is None or each.peer == peer), None)
         if oldest is not None:
             self._end(oldest, "made_room")
         return oldest is not None
 
     def serving(self, connection: Connection) -> None:
-        """A request has arrived completely: its client waits for the server."""
+        """Note that a request has arrived completely: its client waits for the server."""
         self._waiting.pop(connection, None)
 
     def answered(self, connection: Connection) -> None:
-        """The server waits for the client again."""
+        """Note that the server waits for the client again."""
         if connection.is_counted:
             self._waiting[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         self._waiting.pop(connection, None)
         if connection.is_counted:
             connection.is_counted = False
@@ -196,7 +186,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **keywords: Any) -> None:
-        """Shortens the log for a refused body whose rest cannot be decoded."""
+        """Shorten the log for a refused body whose rest cannot be decoded."""
         if isinstance(keywords.get("exc_info"), web.RequestPayloadError):
             logger.warning("the rest of a refused body could not be decoded")
         else:
@@ -205,7 +195,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends an answer; refusals before any handler become error objects."""
+        """Send an answer; refusals before any handler become error objects."""
         if isinstance(resp, web.HTTPException):
             resp = refusal(resp.status, "http_error", resp.reason)
         try:
@@ -220,7 +210,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - it repeats bytes of the request
     ) -> web.StreamResponse:
-        """The answer to a request that reached no handler: invalid HTTP, or a header that aiohttp cannot repeat."""
+        """Answer a request that reached no handler: invalid HTTP, or a header that aiohttp cannot repeat."""
         if isinstance(exc, UnicodeError):
             status = 400
         if status < 500:
@@ -236,10 +226,8 @@ class Connection(web.RequestHandler):
 
 
 async def accept(listener: socket.socket, server: web.Server, connections: Connections) -> None:
-    """Accepts the connections of a listening, non-blocking socket until it is cancelled.
-
-    Without free descriptors, a waiting connection is closed and accepting pauses for ACCEPT_PAUSE seconds.
-    """
+    """Accept the connections of a listening, non-blocking socket until cancelled.
+    Without free descriptors, close a waiting connection and pause for ACCEPT_PAUSE seconds."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -258,10 +246,8 @@ async def accept(listener: socket.socket, server: web.Server, connections: Conne
 
 
 async def json_object(request: web.Request, bounds: ServerBounds) -> tuple[dict[str, Any], int]:
-    """The body of a request, a JSON object, and its length in bytes.
-
-    Raises RequestRefusedError for another body, and for one that is too long, wrongly encoded or too late.
-    """
+    """Return the body of a request, a JSON object, and its length in bytes.
+    Raise RequestRefusedError for another body, and for one that is too long, wrongly encoded or too late."""
     try:
         text = await asyncio.wait_for(_read(request, bounds.max_body_bytes), bounds.body_seconds)
     except asyncio.TimeoutError:
@@ -284,7 +270,7 @@ async def json_object(request: web.Request, bounds: ServerBounds) -> tuple[dict[
 
 
 async def _read(request: web.Request, bound: int) -> bytearray:
-    """The bytes of the body; aiohttp's own `read` would keep them as long as the request is served."""
+    """Read the body; aiohttp's own `read` would keep its bytes as long as the request is served."""
     body = bytearray()
     if (request.content_length or 0) <= bound:
         async for part in request.content.iter_any():
@@ -297,10 +283,8 @@ async def _read(request: web.Request, bound: int) -> bytearray:
 
 
 async def serve(app: web.Application, host: str, port: int, what: str, connections: Connections) -> None:
-    """Serves until SIGINT or SIGTERM. The address is written to standard error; port 0 takes a free port.
-
-    A client that leaves cancels its request's handler. Raises ConfigurationError when it cannot listen there.
-    """
+    """Serve until SIGINT or SIGTERM; write the address to standard error. Port 0 takes a free port. A client that
+    leaves cancels its request's handler. Raise ConfigurationError when it cannot listen there."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -319,10 +303,8 @@ async def serve(app: web.Application, host: str, port: int, what: str, connectio
 
 @asynccontextmanager
 async def listening(app: web.Application, host: str, port: int, connections: Connections) -> AsyncIterator[str]:
-    """Serves an application within the bounds of `connections` until the block ends; yields its address.
-
-    Raises ConfigurationError when it cannot listen there.
-    """
+    """Serve an application within the bounds of `connections` until the block ends; yield its address.
+    Raise ConfigurationError when it cannot listen there."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_SECONDS)
     await runner.setup()
     listeners: list[socket.socket] = []
@@ -354,7 +336,7 @@ async def listening(app: web.Application, host: str, port: int, connections: Con
 
 
 def metrics_page(registry: CollectorRegistry | None = None) -> web.Response:
-    """The answer of /metrics, from `registry` or Prometheus' default one."""
+    """Return the answer of /metrics, from `registry` or Prometheus' default one."""
     from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
     text = generate_latest(REGISTRY if registry is None else registry)
