@@ -53,7 +53,7 @@ def own_builder(group: Any, max_rows: int) -> Any:
     """Return a second builder of an attention group, for up to `max_rows` sequences a forward and no graphs.
 
     If the backend reserves memory for decodes, the engine's number stays (`_built`). Raises LayoutError for a backend
-    that is not known to fit."""
+    not known to take them."""
     name = group.backend.get_name()
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
@@ -231,8 +231,7 @@ class VllmRows:
         output: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend in place of an implementation's `forward`, after K and V are written; the last of `kv` is the
-        metadata."""
+        """Attend in place of an implementation's `forward`, after K and V are written. The last of `kv` is metadata."""
         if not isinstance(kv[-1], tuple):
             return stock(attention, queries, *kv, output=output, **options)
         if any(each is not None for each in options.values()):
