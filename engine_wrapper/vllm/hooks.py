@@ -67,8 +67,8 @@ def _caller(*names: str) -> Any:
     """The nearest object with these attributes among the callers, or None.
 
     No supported way leads to these objects. vLLM gives a connector its configuration, the caches and the block pool.
-    Forward contexts hold layers and metadata, not the model. A worker extension, scheduler class or plugin would need
-    options of the user."""
+    Forward contexts hold layers and metadata, not the model. The user would have to set a worker extension, a scheduler
+    class or a plugin."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         owner = frame.f_locals.get("self")
@@ -162,8 +162,8 @@ def watch_worker_calls(weights: Weights) -> Undo:
 
 
 def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """Return a list of the running step's requests in row order: every step but dummy runs calls `prepare_inputs`
-    before its forward."""
+    """Return a list of the running step's requests in row order, from `prepare_inputs`, which all but dummy runs
+    call."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -209,8 +209,7 @@ def replaced_attention(attention: Any, forward: Callable[..., None]) -> Iterator
 
 @contextmanager
 def replaced_backend(name: str, attention: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
-    """Have `forward` replace the method `name` of every attention's implementation; it gets the layer and the stock
-    method first."""
+    """Have `forward` replace the method `name` of each attention's implementation; it gets layer and stock method."""
     _tell_once(f"our rows may attend in the place of the backend's {name}")
     with ExitStack() as undo:
         for layer, impl in enumerate(each.impl for each in attention):
