@@ -135,7 +135,7 @@ class Recovery:
         return failed
 
     def begin_again(self) -> None:
-        """Have vLLM compute all running requests again, and drop its prefix cache. Never raises: vLLM gets failed
+        """Have vLLM compute all running requests again, and drop its prefix cache; if it cannot, give it the failed
         blocks."""
         if self.scheduler is None:
             return
