@@ -242,6 +242,7 @@ class PendingCheck:
         return choose(self.check, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens, widened)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
+        """Return what the check and its sample have found."""
         offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
         return CheckEvidence(
             request_id=self.plan.request_id,
