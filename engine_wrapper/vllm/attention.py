@@ -145,6 +145,7 @@ class VllmRows:
         self._left.close()
 
     def enter(self, stage: Stage) -> None:
+        """Drop the rows that the stage does not keep."""
         # Nothing here waits for the device: the host prepares the forward while donors' KV is moved.
         if stage.keep is not None:
             assert self._hidden is not None
@@ -179,6 +180,7 @@ class VllmRows:
             return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
+        """Run a layer."""
         self._hidden, self._residual = self._parts.calls.run(layer, self._positions, self._begun())
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
