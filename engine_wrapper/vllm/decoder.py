@@ -309,6 +309,7 @@ class Decoder:
     unfused: tuple[CustomOp, ...] = ()
 
     def cache(self, layer: int) -> PoolLayer:
+        """Return the cache of one layer."""
         return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
 
     def stored(
