@@ -175,6 +175,7 @@ def watch_order(runner: Any) -> tuple[list[str], Undo]:
 
 
 def replace_forward(model: Any, forward: Callable[..., Any]) -> Undo:
+    """Have `forward` called in the place of the model's."""
     undo = replace_method(model, "forward", forward)
     logger.info("hook: steps with a plan run our forward")
     return undo
@@ -202,6 +203,7 @@ def forward_context(**fields: Any) -> Iterator[Any]:
 
 @contextmanager
 def replaced_attention(attention: Any, forward: Callable[..., None]) -> Iterator[None]:
+    """Have `forward` called in the place of an attention module's."""
     _tell_once("a check takes K and V where they enter an attention")
     with replaced_method(attention, "forward", forward):
         yield
