@@ -1,7 +1,6 @@
 """Which of vLLM's engines and requests may take part at all, judged from VllmConfig, KVCacheConfig and Request.
 
-A field that a version does not have is off there; a value of no known kind is refused like one that is on.
-"""
+A field that a version does not have is off there; a value of no known kind is refused like one that is on."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ LATENT_BACKENDS = ("FLASH_ATTN_MLA", "TRITON_MLA", "CPU_MLA")
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
 # They reserve memory for a decode of each sequence, times the most parts that keys are read in.
 RESERVING_BACKENDS = ("TRITON_MLA",)
-# What computes the longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
+# What computes longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
@@ -88,10 +87,8 @@ _REQUEST: _Rules = {
 
 
 def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """The reason for which nothing is reused in this engine, or None. Raises nothing.
-
-    `kv_cache_config` is None before the engine runs.
-    """
+    """Return the reason for which nothing is reused in this engine, or None. `kv_cache_config` is None before the
+    engine runs."""
     version = vllm_version()
     if version is None or version < OLDEST:
         return "vllm_version"
@@ -103,7 +100,7 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def sample_refusal(attention: Any) -> str | None:
-    """The reason for which checks in the layer of this vLLM Attention have no sample, or None. Raises nothing."""
+    """Return the reason for which checks in the layer of this vLLM Attention have no sample, or None."""
     if hasattr(attention, "kv_lora_rank"):
         return "latent_attention"
     # Chunks are sequences of their own.
@@ -112,7 +109,7 @@ def sample_refusal(attention: Any) -> str | None:
 
 
 def request_refusal(request: Any) -> str | None:
-    """The reason for which this vllm.v1.request.Request is served as stock, or None. Raises nothing."""
+    """Return the reason for which this vllm.v1.request.Request is served as stock, or None."""
     tokens = _value(request, "prompt_token_ids")
     return _first(request, _REQUEST) or (None if getattr(tokens, "__len__", int)() else "prompt_ids_missing")
 
