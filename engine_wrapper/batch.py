@@ -39,8 +39,7 @@ MAX_SPECULATIVE_ROWS = 512
 
 
 class Part(NamedTuple):
-    """Rows of one work, by its index `owner`, in one forward. If none is `scheduled`, the part's output row is not
-    used."""
+    """Rows of one work, by index `owner`, in one forward. If none is `scheduled`, its output row is not used."""
 
     work: SequenceWork
     owner: int
@@ -118,9 +117,7 @@ def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
     """Return `work`, or its rest, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
-
-    Most works need nothing. For others `run` gets their parts and `evidence_sink` what the check found; the host
-    waits."""
+    Most works need nothing. For others `run` gets their parts, `evidence_sink` the evidence, and the host waits."""
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         layer = _layer_of(work)
         found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
@@ -161,7 +158,6 @@ class EngineForward:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one forward: request id, first position and number of tokens of each; `contexts` come first.
-
     `input_ids`: [tokens], on the engine's device; the newest tokens are known only there."""
 
     request_ids: tuple[int, ...]
@@ -177,7 +173,7 @@ class Batch:
         forward: EngineForward,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """Run as many forwards as needed; return the hidden rows that the engine scheduled, [tokens, hidden].
+        """Run the forwards that are needed; return the hidden rows that the engine scheduled, [tokens, hidden].
 
         `plans` by request id; `blocks`: every request's block ids. Raises PlanError if a plan does not fit its request,
         ValueError if a block is missing."""
