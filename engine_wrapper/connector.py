@@ -45,9 +45,8 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
 
 
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
-    """The stock worker, which attaches to its engine once the caches are registered.
-
-    `attachment`: what was attached to TensorRT-LLM's executor; None with the embedded engine."""
+    """The stock worker, which attaches to its engine once the caches are registered. `attachment`: what was attached to
+    TensorRT-LLM's executor; None with the embedded engine."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -79,8 +78,8 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """End this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without its plans, which left
-        holes."""
+        """End this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without asking for its plans,
+        since holes were not computed then."""
         forward = None if self.attachment is None else self.attachment.forward
         if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
             super().wait_for_save(stream)
