@@ -107,7 +107,6 @@ def suspects_of(
     promised: int,
 ) -> npt.NDArray[np.bool_]:
     """Return the tokens in windows that fail a sample, bool [checked tokens]; a window without a sampled token fails.
-
     `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`."""
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     window_of = windows_of(lengths, check.window_tokens)
@@ -141,8 +140,8 @@ def closed(
 ) -> npt.NDArray[np.bool_]:
     """Add the rows of short gaps between two computed rows to `computed`, bool [rows].
 
-    To skip a gap, attention reads all keys before the gap's end once more, at the cost of a row for each `keys_per_row`
-    keys (0 closes no gap). A gap is short if its rows cost no more. `positions`: int64 [rows], rising. A gap in which
+    To skip a gap, attention reads all keys before the gap's end once more. That costs a row for each `keys_per_row`
+    keys; 0 closes no gap. A gap is short if its rows cost no more. `positions`: int64 [rows], rising. A gap in which
     some positions have no row stays open."""
     found = np.flatnonzero(computed)
     if not keys_per_row:
@@ -160,8 +159,8 @@ def closed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
-    """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, with `largest_kept`
-    deviation; `of_rows`, float32, are the deviations in the other windows, 0.0 if not sampled."""
+    """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
+    largest deviation there; `of_rows`, float32, are the deviations in other windows, 0.0 if not sampled."""
 
     tokens: int = 0
     kept_tokens: int = 0
@@ -216,8 +215,7 @@ class PendingCheck:
     def judge(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.bool_], SampleFound]:
-        """Return the tokens that a sample of `compared` ones leaves suspect, bool [checked tokens], and what it
-        found."""
+        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], and what it found."""
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
         )
