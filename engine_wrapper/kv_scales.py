@@ -33,10 +33,8 @@ def scale_of(held: Any, owner: str, name: str) -> float:
 
 
 def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]:
-    """Return the scale in `held`, or one for each head; errors name `owner` and `name`. Waits for the device.
-
-    Raises LayoutError `kv_scales`, with the value, if it is missing, of another number of heads, or not finite and
-    above 0."""
+    """Return the scale in `held`, or one for each head; errors name `owner` and `name`. Waits for the device. Raises
+    LayoutError `kv_scales`, with the value, if it is missing, for other heads, or not finite and above 0."""
     if not isinstance(held, torch.Tensor):
         raise LayoutError("kv_scales", f"{owner} has no {name} for its fp8 cache, but {held!r}")
     if held.numel() not in (1, heads):
@@ -83,7 +81,7 @@ def head_scales(pair: tuple[Scale, Scale], heads: int) -> torch.Tensor:
 
 
 def described_dtype(cache_dtype: str | None, layers: Mapping[str, Any]) -> str | None:
-    """Return the cache's dtype, with a digest of its scales once the model is loaded. `layers`: vLLM's, by name."""
+    """Return the cache's dtype, with its scales' digest once the model is loaded. `layers`: vLLM's, by name."""
     if cache_dtype not in E4M3:
         return cache_dtype
     held = [layers[name] for name in sorted(layers) if hasattr(layers[name], "kv_cache")]
