@@ -36,8 +36,8 @@ EvidenceSink = Callable[["CheckEvidence"], None]
 class Stage:
     """Layers in which the same rows are active, from `first_layer` to the next stage's.
 
-    `keep`: int64 [rows], sorted, the previous stage's rows that stay active; None keeps all. `sequences` cover active
-    rows in order."""
+    `keep`: int64 [rows], sorted, the previous stage's rows that stay; None keeps all. `sequences`: these rows, in
+    order."""
 
     first_layer: int
     keep: torch.Tensor | None
@@ -196,8 +196,7 @@ def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule
 
 
 def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
-    """Return the schedule, on the host, of all rows up to K and V of `layer`, which are compared; it has no output
-    rows."""
+    """Return the schedule, on the host, of all rows up to checked K and V of `layer`; it has no output rows."""
     stage = Stage(0, None, _sequence_rows([work.positions], [work]))
     check = DeviationCheck(layer, num_layers, (work,))
     return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
