@@ -28,8 +28,8 @@ class AlreadyPatchedError(RuntimeError):
 
 
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
-    """Put `replacement` in the place of a method of `owner`. Raises AttributeError if there is none, and
-    AlreadyPatchedError if it is a replacement."""
+    """Put `replacement` in the place of a method of `owner`. Raises AttributeError if it has no such method, and
+    AlreadyPatchedError if the method is a replacement."""
     if isinstance(getattr(getattr(owner, name), "__self__", None), _Replacement):
         raise AlreadyPatchedError(f"{type(owner).__name__}.{name} is replaced already")
     own, held = _Replacement(replacement).call, vars(owner)
