@@ -26,7 +26,7 @@ MIN_TOKENS, MAX_TOKENS = 64, 512
 KEEP_ALL = 1e30
 # Bounds of ||ours - engine's|| / ||engine's||: above the effect of another order of rounding, below a wrong rotation's.
 # Where a value lies between two of KV in 16 bit or e4m3, sums of another order end at the other one. On a card
-# attention and experts may multiply float32 as TF32, which has as many bits of mantissa as float16.
+# attention and experts may multiply float32 as TF32, which has the mantissa of float16.
 _EXACT_BOUND, _ROUNDED_BOUND = 1e-3, 0.05
 
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
@@ -43,9 +43,8 @@ class LayoutError(SemBlendError):
 def check_plan(
     tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL, sample_every: int = 0
 ) -> SemanticKvPlan:
-    """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix.
-
-    After a check in layer 0 all layers above run on some of the rows. By default no token of the span deviates."""
+    """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix. After a check in
+    layer 0 all layers above run on some of the rows. By default no token of the span deviates."""
     check = SpanCheck(layer, threshold, sample_every=sample_every, sample_threshold=threshold)
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
@@ -80,7 +79,7 @@ def differences(
     plan = check_plan(token_ids.tolist(), geometry)
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
-        for max_rows in (None, tokens // 4):  # the span has twice as many
+        for max_rows in (None, tokens // 4):  # half of the span
             yield _after_span("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
 
 
