@@ -166,9 +166,8 @@ def cache_keyword(forward: Callable[..., Any]) -> str:
 
 
 class PagedDecoder:
-    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
-
-    A check's layer runs for all rows when they are compared; dropped rows leave after that layer."""
+    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`. A check's layer runs for all rows
+    when they are compared; dropped rows leave after that layer."""
 
     def __init__(
         self,
@@ -276,9 +275,8 @@ class SparseForward:
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Run a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call.
-
-        Returns the deviations of the checked tokens, float32, without waiting for them."""
+        """Run a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call. Returns
+        the deviations of the checked tokens, float32, without waiting for them."""
         rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
         deviations = follow(rows, schedule, self._geometry.num_layers, self._ranks)
         assert schedule.check is not None
