@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """What the executor schedules of one request in one iteration, from position `begin` on.
-
-    `block_ids` are all blocks of the request so far. Only the first slice of a request has a plan, which it
-    executes."""
+    """What the executor schedules of one request in one iteration, from position `begin` on. `block_ids` are all blocks
+    of the request so far. Only a request's first slice has a plan, which it executes."""
 
     request_id: int
     begin: int
@@ -59,8 +57,7 @@ class SequenceWork:
         return self.drops_at > layer
 
     def together(self, num_layers: int) -> range:
-        """Return the rows that must stay in one forward: from the first to the last that is compared, or leaves
-        early."""
+        """Return the rows that stay in one forward: from the first to the last that is compared, or leaves early."""
         found = np.flatnonzero(self.drops_at < num_layers)
         if self.pending is not None:
             found = np.concatenate([found, self.pending.checked])
@@ -90,8 +87,7 @@ class SequenceWork:
         return replace(self._of(self._without(self.pending.checked)), pending=None)
 
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
-        """Return the rows of a sample's forward: the checked ones in `compared`, and all others before the last of
-        them."""
+        """Return the rows of a sample's forward: the checked ones in `compared`, and all others before their last."""
         assert self.pending is not None
         checked = self.pending.checked
         stays = self._without(checked)
@@ -103,9 +99,8 @@ class SequenceWork:
     def after_sample(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[SequenceWork, CheckEvidence | None]:
-        """Return the work that is left once the sample found these deviations; its rows enter layer 0 again.
-
-        Windows that passed have no rows any more. If nothing is left to check, the evidence is known."""
+        """Return the work that is left once the sample found these deviations; its rows enter layer 0 again. Windows
+        that passed have no rows any more. If nothing is left to check, the evidence is known."""
         assert self.pending is not None
         suspects, sample = self.pending.judge(compared, deviations)
         stays = self._without(self.pending.checked[~suspects])
