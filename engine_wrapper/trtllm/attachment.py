@@ -67,8 +67,7 @@ def attach_to_executor(
     """Attach to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
     The guard alone lets the engine skip reused tokens that follow one another from position 0. Plans with holes, layers
-    to compute again or a check need the self-check first. All ranks call this together, as they register caches at the
-    same point."""
+    to compute again or a check need the self-check first. All ranks call this at the same point."""
     parts, unwatch = find_executor(worker), lambda: None
     if runtime.pool is not None:
         try:
@@ -156,7 +155,7 @@ def _refused_engine(parts: ExecutorParts) -> str | None:
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
-    # Up to 1.3 the engine holds the graph runner, on main the engine's runner.
+    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
     engine, held = parts.model_engine, held_by(parts.model_engine)
     holders = [engine] if "cuda_graph_runner" in held else []
     holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
