@@ -43,10 +43,8 @@ class ExecutorParts:
 
 
 def find_executor(worker: object) -> ExecutorParts | None:
-    """Return the executor that is registering its caches with `worker`, from the callers; None if no caller is it.
-
-    No supported way leads there: the connector's contract hands a worker the arguments and the pool, and nothing
-    else."""
+    """Return the executor that is registering its caches with `worker`, from the callers; None if no caller is it. No
+    supported way leads there: the connector's contract hands a worker only the arguments and the pool."""
     frame = sys._getframe(1)
     for _ in range(16):  # our own methods, the contract's default forms, and the executor
         # Only what an object itself holds is read: a property of a foreign class could do anything.
@@ -87,9 +85,7 @@ def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
 def hook_decoder(
     decoder: Any, forward: Callable[..., Any], begin: Callable[..., Any], attend: Callable[..., Any]
 ) -> Undo:
-    """Replace the decoder's forward and each attention backend's `forward`, and call `begin` before each layer; all or
-    none.
-
+    """Replace the decoder's and each attention backend's `forward`, and call `begin` before each layer; all or none.
     `begin` gets the layer's index first; `attend` the attention module, the index and the stock method."""
     with ExitStack() as undo:
         for index, layer in enumerate(decoder.layers):
