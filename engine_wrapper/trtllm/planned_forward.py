@@ -47,8 +47,7 @@ Options = dict[str, Any]
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
-    """Return the batch of a call of the decoder's forward. Raises LayoutError if it cannot be read or is not
-    supported."""
+    """Return the batch of a call of the decoder's forward. Raises LayoutError if it is unreadable or not supported."""
     for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
         value = options.get(name)
         if value is not None and value != {}:
@@ -91,8 +90,8 @@ class PlannedDecoder:
         """Run a batch; return the hidden rows that the engine scheduled, [tokens, hidden], in its order.
 
         `options` are those of the engine's call, `blocks` the block ids of every request. No forward has more than
-        `max_rows` rows. Raises PlanError if a plan does not fit its request, ValueError if a block is missing,
-        LayoutError if the decoder calls its layers in another way."""
+        `max_rows` rows. Raises PlanError if a plan does not fit its request, and ValueError if a block is missing.
+        Raises LayoutError if the decoder calls its layers in another way."""
 
         def call(schedule: LayerSchedule, rows: PlannedRows) -> torch.Tensor:
             token_ids = schedule.token_ids.to(options["input_ids"].dtype)
