@@ -1,8 +1,7 @@
 """The active rows of a forward through TensorRT-LLM's own layers, handed to them in place of attention metadata.
 
 The layers read only numbers of tokens from their metadata and pass it on to the attention backend. If it is these rows,
-their K and V are written to the pool and the queries attend to their whole sequence there, as in
-`engine_wrapper.sparse_forward`.
+their K and V are written to the pool. The queries attend to their whole sequence there (`sparse_forward`).
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
@@ -113,8 +112,7 @@ class PlannedRows:
         """Return the attention of `layer`, [rows, heads * head_dim].
 
         `attention` is TensorRT-LLM's module; `q` alone, [rows, (heads + 2 kv_heads) * head_dim], or q, k and v. Queries
-        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported
-        options."""
+        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unknown options."""
         self._check_options(layer, options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
