@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.hooks import StepGraphs
     from semblend_trt.ranks import Ranks
 
-# A run reads these keys in the time of one more row; measured: H200, FlashAttention 3, Qwen2.5-7B, 8k and 24k keys.
+# Keys that a run reads in the time of one more row: measured (H200, FlashAttention 3, Qwen2.5-7B, 8k and 24k keys).
 KEYS_PER_ROW = 4096
 # With fewer rows for each gap between them, SemBlend's kernel attends.
 ROWS_PER_GAP = 4
@@ -50,10 +50,8 @@ _WITH_CONTEXT = "prefill_tokens_with_context"
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
-    """Return a second builder of an attention group, for up to `max_rows` sequences a forward and no graphs.
-
-    If the backend reserves memory for decodes, the engine's number stays (`_built`). Raises LayoutError for a backend
-    not known to take them."""
+    """Return a second builder of an attention group, for up to `max_rows` sequences a forward and no graphs. If the
+    backend reserves memory for decodes, the engine's limit stays. Raises LayoutError for unknown backends."""
     name = group.backend.get_name()
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
@@ -172,8 +170,7 @@ class VllmRows:
         }
 
     def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
-        """Return the output rows of a one-stage schedule, by the model's own forward, compiled where vLLM compiles
-        it."""
+        """Return a one-stage schedule's output rows, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
         self.enter(stage)
         with graphs.replayed(self._schedule.token_ids, self._positions) as (input_ids, positions):
