@@ -83,7 +83,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.start_load_kv(self._step)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Do nothing: the step has begun."""
+        """Do nothing: `bind_connector_metadata` begins the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are ordered before the forward."""
