@@ -7,8 +7,8 @@ have rows with a first dimension of 1.
 A cache's layout depends on version, backend and processor. So the attention backend writes random tokens into a small
 cache, and the layout's views must read them.
 
-vLLM may rotate keys by another file than the one read here. A prompt that keeps its place shows no wrong rotation. So
-every layer computes the K of a few rows at two places, and one must be the other one moved.
+vLLM may rotate keys by another file than the one read here, or read it in its own way. A prompt that keeps its place
+shows no wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other one moved.
 
 Facts: vLLM, the decoders under `model_executor/models/` (0.25.1 to 0.32), and `transformers_utils/config.py`: it
 prefers `params.json` with `consolidated*.safetensors` to `config.json`."""
@@ -338,7 +338,7 @@ class Decoder:
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
-    """Return modules with a kernel for a card that run as plain torch if vLLM compiles; some have graphs."""
+    """Return modules with a card's kernel that run as plain torch if vLLM compiles, some in a graph of their own."""
     found = (each for each in decoder.modules() if isinstance(each, CustomOp))
     return tuple(each for each in found if each._forward_method not in (each.forward_cuda, each.forward_hip))
 
