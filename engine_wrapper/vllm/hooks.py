@@ -67,8 +67,8 @@ def _caller(*names: str) -> Any:
     """The nearest object with these attributes among the callers, or None.
 
     No supported way leads to these objects. vLLM gives a connector its configuration, the caches and the block pool.
-    Forward contexts hold layers and metadata, not the model. The user would have to set a worker extension, a scheduler
-    class or a plugin."""
+    Forward contexts hold layers and metadata, not the model. The user would have to set an extension, scheduler or
+    plugin."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         owner = frame.f_locals.get("self")
@@ -102,7 +102,6 @@ class ModelRunner:
 
 def find_runner() -> ModelRunner:
     """Return the runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
-
     Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan."""
     first = _caller("attn_groups", "get_model", "input_batch")
     if first is not None:
@@ -162,8 +161,7 @@ def watch_worker_calls(weights: Weights) -> Undo:
 
 
 def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """Return a list of the running step's requests in row order, from `prepare_inputs`, which all but dummy runs
-    call."""
+    """Return the running step's requests in row order, from `prepare_inputs`, which all but dummy runs call."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -244,9 +242,8 @@ def _ir_ops() -> tuple[Any, ...]:
 
 
 class StepGraphs:
-    """vLLM's CUDA graphs of what lies between two attentions, replayed for rows that are not a step's.
-
-    They read the buffers that steps hand to the model, and one that says which rows are padding."""
+    """vLLM's CUDA graphs of what lies between two attentions, replayed for rows that are not a step's. They read the
+    buffers that steps hand to the model, and one that says which rows are padding."""
 
     def __init__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor | None = None
