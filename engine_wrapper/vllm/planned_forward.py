@@ -158,9 +158,8 @@ class PlannedForward:
     # -- the self-check --------------------------------------------------------------------------------------------
 
     def _prove(self, arguments: tuple[Any, ...], options: dict[str, Any], hidden: Any) -> None:
-        """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises.
-
-        They write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit."""
+        """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises. They
+        write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit."""
         try:
             batch = self._batch(options)
             fits = [i for i, begin in enumerate(batch.begins) if begin == 0 and batch.lengths[i] >= MIN_TOKENS]
