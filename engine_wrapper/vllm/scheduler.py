@@ -104,8 +104,8 @@ class Steps:
 class Recovery:
     """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread.
 
-    Without async scheduling vLLM gets the failed blocks, takes no token of theirs, and running requests begin again
-    once it has heard. With it vLLM schedules the next step before it hears, so they begin again at once."""
+    Without async scheduling vLLM gets the failed blocks and takes no token of theirs. Running requests begin again once
+    vLLM has heard. With it vLLM schedules the next step before it hears, so they begin again at once."""
 
     def __init__(self) -> None:
         self.scheduler: Any = None
@@ -135,8 +135,7 @@ class Recovery:
         return failed
 
     def begin_again(self) -> None:
-        """Have vLLM compute all running requests again, and drop its prefix cache; if it cannot, give it the failed
-        blocks."""
+        """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
             return
         try:
@@ -265,7 +264,7 @@ class VllmScheduler:
     @never_raises(lambda: 0)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
         """Return how many prompt tokens beyond `num_computed_tokens` get placed KV, none before the self-check. The
-        guard knows how many are exact before vLLM publishes any."""
+        guard learns how many are exact before vLLM publishes any."""
         number = self._number_of(request.request_id)
         self._guard.exact_tokens.pop(request.request_id, None)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
