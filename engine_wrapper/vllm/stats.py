@@ -28,8 +28,8 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, scheduler: Any) -> None:
-    """Have vLLM's scheduler, `engine`, count what was used of a plan that has run, in place of what was promised, by
-    SemBlend's `scheduler`. Counts that a version lacks, or has in another form, stay."""
+    """Have vLLM's scheduler, `engine`, count what was used of a plan that has run, in place of what was promised.
+    SemBlend's `scheduler` knows it. Counts that a version lacks, or has in another form, stay."""
     with suppress(Exception):
         request, report = engine.requests[request_id], scheduler.reuse_of(plan.request_id)
         tell_prefill(request, report.exact_prefix_tokens, report.reused_tokens)
@@ -41,8 +41,7 @@ def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, schedul
 
 
 def tell_prefill(request: Any, own: int, used: int) -> None:
-    """Have vLLM's counts of a prompt, which come with its first token, say what its `own` prefix cache had and donors'
-    tokens `used`."""
+    """Have vLLM's counts of a prompt, sent with its first token, name `own` prefix cache and `used` donor tokens."""
     with suppress(Exception):
         counts = {"num_local_cached_tokens": own, "num_external_cached_tokens": used}
         request.prefill_stats.set(num_prompt_tokens=request.num_prompt_tokens, **counts)
