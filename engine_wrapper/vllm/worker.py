@@ -56,9 +56,8 @@ class _Worker(SemBlendKvConnectorWorker):
 
 
 class VllmWorker:
-    """Its methods are called as vLLM calls a connector's; none raises into the engine.
-
-    What was promised and cannot be had is computed by planned rows in the same step, or else again by vLLM."""
+    """Its methods are called as vLLM calls a connector's; none raises into the engine. Planned rows compute what was
+    promised and cannot be had in the same step, or else vLLM computes it again."""
 
     def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
@@ -74,8 +73,7 @@ class VllmWorker:
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take vLLM's caches as a pool and hook its model. If something is unknown, or memory is missing, vLLM serves
-        as stock. Never raises."""
+        """Take vLLM's caches as a pool and hook its model, or have vLLM serve as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
@@ -110,7 +108,7 @@ class VllmWorker:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
             for plan in metadata.told.plans:
-                # vLLM computes all that runs again, so planned rows compute the promise if they can.
+                # To compute one request again, vLLM begins all that run again, so planned rows come first.
                 if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
                     self._fail(plan)
                     continue
@@ -190,8 +188,7 @@ class VllmWorker:
         return layouts[0]
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
-        """Have plans executed in the model, once its first prompt has come out the same. Never raises: on failure
-        nothing is reused."""
+        """Have the model execute plans once its first prompt comes out the same, else reuse nothing. Never raises."""
         with ExitStack() as undo:
             try:
                 runner = find_runner()
