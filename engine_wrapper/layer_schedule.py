@@ -36,8 +36,8 @@ EvidenceSink = Callable[["CheckEvidence"], None]
 class Stage:
     """Layers in which the same rows are active, from `first_layer` to the next stage's.
 
-    `keep`: int64 [rows], sorted, the previous stage's rows that stay; None keeps all. `sequences`: these rows, in
-    order."""
+    `keep`: int64 [rows], sorted, the previous stage's rows that stay active; None keeps all. `sequences` cover the
+    active rows in order."""
 
     first_layer: int
     keep: torch.Tensor | None
