@@ -1,14 +1,13 @@
 """The sequences of one forward as an engine scheduled them, and the forwards that run them once plans add rows.
 
-A plan may compute more tokens than the engine has scheduled, so an iteration is divided into forwards of bounded size
-(micro-batches), by position: each part attends to the KV that the parts before it have written.
+A plan may compute more tokens than the engine has scheduled. So an iteration is divided by position into forwards of
+bounded size (micro-batches): each part attends to the KV that the parts before it have written.
 
 A check's sample has a forward of its own. What it most likely leaves runs before it.
 
 Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many, their lowest
 layers run first, part by part, and the check decides once, over all parts. The rows that go on enter layer 0 again,
-because the parts' hidden rows are not kept.
-"""
+because the parts' hidden rows are not kept."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ MAX_SPECULATIVE_ROWS = 512
 
 
 class Part(NamedTuple):
-    """Rows of one work, by its index `owner`, in one forward. If none of them is `scheduled` by the engine, the part's
-    output row is not used."""
+    """Rows of one work, by index `owner`, in one forward. If none is `scheduled`, its output row is not used."""
 
     work: SequenceWork
     owner: int
@@ -49,11 +47,10 @@ class Part(NamedTuple):
 
 
 def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[list[Part]]:
-    """`works` in as few forwards of at most `max_rows` rows as possible; None puts them into one.
+    """Divide `works` into as few forwards of at most `max_rows` rows as possible; None puts them into one.
 
     A forward is larger only if rows that stay together, with one row after them, are more than `max_rows`;
-    `with_lowest_layers_run` leaves no such work.
-    """
+    `with_lowest_layers_run` leaves no such work."""
     found: list[list[Part]] = [[]]
     for owner, work in enumerate(works):
         rest = work
@@ -85,12 +82,11 @@ def run_works(
     *,
     is_arriving: bool = False,
 ) -> Output:
-    """Runs the samples of checks, the lowest layers of what needs parts, then `run` with what they leave of `works`.
+    """Run the samples of checks, the lowest layers of what needs parts, then `run` with what they leave of `works`.
 
-    Returns what `run` does; `evidence_sink` gets what is known before. Few rows are left if every sample lets all pass.
-    They run first, so that the host prepares the samples meanwhile. If a sample fails, `run` writes over what they
-    wrote. If KV `is_arriving`, the samples run first: they need the lowest layers alone.
-    """
+    Returns what `run` does; `evidence_sink` gets what is known before. Few rows are left if every sample passes. They
+    run first, so that the host prepares the samples meanwhile. If a sample fails, `run` writes over what they wrote. If
+    KV `is_arriving`, the samples run first: they need the lowest layers alone."""
 
     def run_left(left: Sequence[SequenceWork]) -> Output:
         return run([with_lowest_layers_run(work, num_layers, max_rows, lowest, evidence_sink) for work in left])
@@ -120,11 +116,8 @@ def run_works(
 def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
-    """`work`, or its rest, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
-
-    Most works need nothing. For others `run` gets their parts and `evidence_sink` what the check found; the host waits
-    for the device.
-    """
+    """Return `work`, or its rest, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
+    Most works need nothing. For others `run` gets their parts, `evidence_sink` the evidence, and the host waits."""
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         layer = _layer_of(work)
         found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
@@ -150,11 +143,10 @@ def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLow
 
 @dataclass(frozen=True, slots=True)
 class EngineForward:
-    """How one engine runs a schedule of at most `max_rows` rows on its device, over KV of this `geometry`.
+    """How one engine runs a schedule of at most `max_rows` rows on its device.
 
     `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink. `lowest` runs a schedule up
-    to its check and returns the deviations. `keys_per_row` as for `works_of`.
-    """
+    to its check and returns the deviations. `keys_per_row`: as for `works_of`."""
 
     geometry: KvGeometry
     run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor]
@@ -166,9 +158,7 @@ class EngineForward:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one forward: request id, first position and number of tokens of each; `contexts` come first.
-
-    `input_ids`: [tokens], on the engine's device; the newest tokens are known only there.
-    """
+    `input_ids`: [tokens], on the engine's device; the newest tokens are known only there."""
 
     request_ids: tuple[int, ...]
     begins: tuple[int, ...]
@@ -183,15 +173,14 @@ class Batch:
         forward: EngineForward,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden].
+        """Run the forwards that are needed; return the hidden rows that the engine scheduled, [tokens, hidden].
 
         `plans` by request id; `blocks`: every request's block ids. Raises PlanError if a plan does not fit its request,
-        ValueError if a block is missing.
-        """
+        ValueError if a block is missing."""
         num_layers, slices = forward.geometry.num_layers, []
         for request_id, begin, length, held in zip(self.request_ids, self.begins, self.lengths, blocks, strict=True):
             plan, end = plans.get(request_id), begin + length
-            # Without a plan nobody reads the tokens.
+            # Without a plan the tokens are not read.
             tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin:end].tolist())
             own = held[: forward.geometry.blocks_for(end)]
             slices.append(SequenceSlice(request_id, begin, tokens, tuple(own), plan))
@@ -204,7 +193,6 @@ class Batch:
         return run_works(works, num_layers, forward.max_rows, below, evidence_sink, run)
 
     def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
-        """Runs works that can be divided, forward by forward; returns as `run` does."""
         num_layers = forward.geometry.num_layers
         hidden, done = [], 0
         for parts in micro_batches(works, num_layers, forward.max_rows):

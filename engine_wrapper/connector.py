@@ -1,8 +1,7 @@
 """The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
 
 Attached, it keeps blocks with approximate KV unpublished, and has a decoder that can be hooked compute only holes and
-suffix. If nothing can be attached, it does what the stock connector does.
-"""
+suffix. If nothing can be attached, it does what the stock connector does."""
 
 from __future__ import annotations
 
@@ -46,10 +45,8 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
 
 
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
-    """The stock worker, which attaches to its engine once the caches are registered.
-
-    `attachment`: what was attached to TensorRT-LLM's executor; None with the embedded engine.
-    """
+    """The stock worker, which attaches to its engine once the caches are registered. `attachment`: what was attached to
+    TensorRT-LLM's executor; None with the embedded engine."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -81,8 +78,8 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without asking for its plans:
-        holes were not computed."""
+        """End this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without asking for its plans,
+        since holes were not computed then."""
         forward = None if self.attachment is None else self.attachment.forward
         if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
             super().wait_for_save(stream)
@@ -92,7 +89,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         raise SemBlendError("the engine ran a forward without asking for its plans; nothing is reused from now on")
 
     def close(self) -> None:
-        """As the stock worker's. Leaves the engine as it was found."""
+        """Close as the stock worker. Leaves the engine as it was found."""
         if self.attachment is not None:
             self.attachment.remove()
             self.attachment = None

@@ -23,8 +23,7 @@ class SpanChoice:
 
     `computed`: bool [checked tokens], those that all layers above compute; the others keep the donor's KV.
     `is_dropped`: the plan saved too little, so every token is computed. `largest_kept`: the largest deviation of a
-    token that keeps the donor's KV, 0.0 without one.
-    """
+    token that keeps the donor's KV, 0.0 without one."""
 
     computed: npt.NDArray[np.bool_]
     is_dropped: bool
@@ -43,11 +42,10 @@ def choose(
     promised: int,
     widened: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.bool_]] | None = None,
 ) -> SpanChoice:
-    """Decides one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
+    """Decide one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
 
     `exact_tokens` of the `promised` tokens are saved in any case. NaN exceeds every threshold. `widened` adds tokens
-    that are cheaper to compute than to skip, bool [checked tokens].
-    """
+    that are cheaper to compute than to skip, bool [checked tokens]."""
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     tokens = np.asarray(lengths, dtype=np.int64)
     deviating = _deviating(check, deviations)
@@ -79,7 +77,7 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
 
 
 def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt.NDArray[np.int64]:
-    """The checked tokens that a sample compares, int64, ascending (see `SpanCheck`). `lengths`: of the spans."""
+    """Return the checked tokens of a sample (see `SpanCheck`), int64, ascending. `lengths`: of the spans."""
     rng = np.random.default_rng(seed)
     found, first = [], 0
     for length in lengths:
@@ -92,7 +90,7 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
-    """The number of each checked token's window, int64. Every span, by its length, begins a window."""
+    """Return the number of each checked token's window, int64. Every span, by its length, begins a window."""
     tokens = np.asarray(lengths, dtype=np.int64)
     windows = -(-tokens // window)  # of each span
     sizes = np.full(int(windows.sum()), window)
@@ -108,10 +106,8 @@ def suspects_of(
     exact_tokens: int,
     promised: int,
 ) -> npt.NDArray[np.bool_]:
-    """The tokens in windows that fail a sample, bool [checked tokens]; a window without a sampled token fails.
-
-    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`.
-    """
+    """Return the tokens in windows that fail a sample, bool [checked tokens]; a window without a sampled token fails.
+    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`."""
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     window_of = windows_of(lengths, check.window_tokens)
     own, windows = window_of[compared], int(window_of[-1]) + 1
@@ -130,7 +126,7 @@ def suspects_of(
 
 
 def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[range]:
-    """Yields the parts of the spans that are suspects, bool [tokens of all spans]."""
+    """Yield the parts of the spans that are suspects, bool [tokens of all spans]."""
     first = 0
     for span in spans:
         own = np.flatnonzero(suspects[first : first + len(span)])
@@ -142,12 +138,11 @@ def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterat
 def closed(
     computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
 ) -> npt.NDArray[np.bool_]:
-    """Adds the rows of short gaps between two computed rows to `computed`, bool [rows]; 0 adds none.
+    """Add the rows of short gaps between two computed rows to `computed`, bool [rows].
 
-    To skip a gap, attention reads all keys before the gap's end once more, at the cost of a row for each `keys_per_row`
-    keys. A gap is short if its rows cost no more. `positions`: int64 [rows], rising. A gap in which some positions have
-    no row stays open.
-    """
+    To skip a gap, attention reads all keys before the gap's end once more. That costs a row for each `keys_per_row`
+    keys; 0 closes no gap. A gap is short if its rows cost no more. `positions`: int64 [rows], rising. A gap in which
+    some positions have no row stays open."""
     found = np.flatnonzero(computed)
     if not keys_per_row:
         return computed
@@ -164,8 +159,8 @@ def closed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
-    """What the sample of a check found, of `tokens` tokens: `kept_tokens` are in windows that passed, `largest_kept` is
-    the largest deviation there, and `of_rows`, float32, the deviations in the other windows, 0.0 if not sampled."""
+    """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
+    largest deviation there; `of_rows`, float32, are the deviations in other windows, 0.0 if not sampled."""
 
     tokens: int = 0
     kept_tokens: int = 0
@@ -177,10 +172,9 @@ class SampleFound:
 class PendingCheck:
     """A plan whose check has not decided yet.
 
-    `rows`: the request's rows that are compared, a range for each checked span; all are computed until the check has
-    decided. `keys_per_row` as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows`
-    is empty. After it, `sample` is what it found.
-    """
+    `rows`: the request's compared rows, a range for each checked span; all are computed until the check has decided.
+    `keys_per_row`: as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows` is
+    empty; afterwards `sample` is what it found."""
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
@@ -210,7 +204,7 @@ class PendingCheck:
         return self.plan.exact_tokens + self.sample.kept_tokens
 
     def within(self, start: int, stop: int) -> PendingCheck | None:
-        """The check of the rows start..stop-1, counted from `start`; None if no row is compared."""
+        """Return the check of the rows start..stop-1, counted from `start`; None if no row is compared."""
         if self.sampled is not None:
             own = self.sampled[(self.sampled >= start) & (self.sampled < stop)] - start
             return replace(self, sampled=own) if len(own) else None
@@ -221,7 +215,7 @@ class PendingCheck:
     def judge(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.bool_], SampleFound]:
-        """The tokens that a sample of `compared` ones leaves suspect, bool [checked tokens], and what it found."""
+        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], and what it found."""
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
         )
@@ -232,7 +226,7 @@ class PendingCheck:
         return suspects, SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects])
 
     def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
-        """Decides from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
+        """Decide from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
 
         def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
             checked, stays = self.checked, np.ones(len(positions), dtype=bool)
@@ -246,7 +240,7 @@ class PendingCheck:
         return choose(self.check, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens, widened)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
-        """What the check and its sample have found."""
+        """Return what the check and its sample have found."""
         offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
         return CheckEvidence(
             request_id=self.plan.request_id,

@@ -1,13 +1,11 @@
-"""The scales of an fp8 cache as engines hold them: one for a tensor, or one for each head, known once the model is
-loaded.
+"""The scales of an fp8 cache as engines hold them: one for a tensor or for each head, once the model is loaded.
 
-A rotation stays within a head and keeps its scale, so that K is turned as it is stored. A scale that is computed while
+A rotation stays within a head and keeps its scale, so K is turned as it is stored. A scale that is computed while
 prompts are served would not be the stored KV's.
 
 Facts: vLLM, `model_executor/layers/attention/attention.py` (the scales on the device, and beside them on the host),
 `model_executor/layers/quantization/kv_cache.py` (from the checkpoint, or 1) and `compressed_tensors` beside it (one for
-each head, and the largest on the host), 0.25.1 to 0.32.
-"""
+each head, and the largest on the host), 0.25.1 to 0.32."""
 
 from __future__ import annotations
 
@@ -30,16 +28,13 @@ Scale = float | tuple[float, ...]
 
 
 def scale_of(held: Any, owner: str, name: str) -> float:
-    """The one scale in `held`; else as `scales_in`."""
+    """Return the one scale in `held`; else as `scales_in`."""
     return scales_in(held, owner, name, heads=1)[0]
 
 
 def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]:
-    """The scale in `held`, or one for each of the heads; the error calls it `owner` and `name`. Waits for the device.
-
-    Raises LayoutError `kv_scales`, with the value, if it is missing, of another number of heads, or not finite and
-    above 0.
-    """
+    """Return the scale in `held`, or one for each head; errors name `owner` and `name`. Waits for the device. Raises
+    LayoutError `kv_scales`, with the value, if it is missing, for other heads, or not finite and above 0."""
     if not isinstance(held, torch.Tensor):
         raise LayoutError("kv_scales", f"{owner} has no {name} for its fp8 cache, but {held!r}")
     if held.numel() not in (1, heads):
@@ -53,7 +48,7 @@ def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]
 
 
 def digest_of(scales: Sequence[Any]) -> str:
-    """A digest of all layers' scales, which keeps KV of other scales apart."""
+    """Return a digest of all layers' scales, which keeps KV of other scales apart."""
     return hashlib.sha256(repr(scales).encode()).hexdigest()[:16]
 
 
@@ -61,7 +56,7 @@ def digest_of(scales: Sequence[Any]) -> str:
 
 
 def scales_of(attention: Any) -> tuple[Scale, Scale]:
-    """The scales of K and V of one of vLLM's Attention modules; waits for the device. Raises as `scales_in`."""
+    """Return the scales of K and V of one of vLLM's Attention modules; wait for the device. Raises as `scales_in`."""
     name = getattr(attention, "layer_name", "a layer")
     return _scale(attention, "k", name), _scale(attention, "v", name)
 
@@ -76,18 +71,17 @@ def _scale(attention: Any, kind: str, name: str) -> Scale:
 
 
 def are_of_heads(scales: Iterable[tuple[Scale, Scale]]) -> bool:
-    """True if heads have scales of their own."""
+    """Return True if heads have scales of their own."""
     return any(isinstance(each, tuple) for pair in scales for each in pair)
 
 
 def head_scales(pair: tuple[Scale, Scale], heads: int) -> torch.Tensor:
-    """A layer's scales of K and V as float32 [2, heads], on the host."""
+    """Return a layer's scales of K and V as float32 [2, heads], on the host."""
     return torch.stack([torch.tensor(each).expand(heads) for each in pair])
 
 
 def described_dtype(cache_dtype: str | None, layers: Mapping[str, Any]) -> str | None:
-    """The cache's dtype with a digest of its scales; without one before the model is loaded. `layers` are vLLM's
-    attention layers by name."""
+    """Return the cache's dtype, with its scales' digest once the model is loaded. `layers`: vLLM's, by name."""
     if cache_dtype not in E4M3:
         return cache_dtype
     held = [layers[name] for name in sorted(layers) if hasattr(layers[name], "kv_cache")]

@@ -1,8 +1,7 @@
 """Which positions each layer computes, for every request of one iteration, and the loop that runs them.
 
-A row's input to a layer is its output of the layer below, so a dropped row cannot come back. A schedule ends at a
-deviation check, which decides which rows are dropped and gives the next schedule.
-"""
+A row's input is its output of the layer below, so a dropped row cannot come back. A schedule ends at a deviation check,
+which decides which rows are dropped and gives the next schedule."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Stage:
     """Layers in which the same rows are active, from `first_layer` to the next stage's.
 
     `keep`: int64 [rows], sorted, the previous stage's rows that stay active; None keeps all. `sequences` cover the
-    active rows in order.
-    """
+    active rows in order."""
 
     first_layer: int
     keep: torch.Tensor | None
@@ -56,7 +54,7 @@ class Stage:
         return own + [each for sequence in self.sequences for each in (sequence.positions, sequence.block_ids)]
 
     def moved(self, vectors: Iterator[torch.Tensor]) -> Stage:
-        """The same stage with these copies of its tensors."""
+        """Return the same stage with these copies of its tensors."""
         keep = None if self.keep is None else next(vectors)
         return Stage(self.first_layer, keep, tuple(each.moved(next(vectors), next(vectors)) for each in self.sequences))
 
@@ -66,8 +64,7 @@ class LayerSchedule:
     """The stages up to the next deviation check, or to the last layer.
 
     `output_rows`: int64, indices of the last stage's rows, in the executor's order. `token_ids`: int64 [rows of
-    stages[0]]; empty in a schedule that continues within a layer, after a check.
-    """
+    stages[0]]; empty in a schedule that continues within a layer, after a check."""
 
     stages: tuple[Stage, ...]
     output_rows: torch.Tensor
@@ -80,13 +77,13 @@ class LayerSchedule:
         return torch.cat([sequence.positions for sequence in self.stages[0].sequences])
 
     def layers_of_stages(self, num_layers: int) -> Iterator[tuple[Stage, range]]:
-        """Yields each stage with its layers below the check; the last stage may have none."""
+        """Yield each stage with its layers below the check; the last stage may have none."""
         bounds = [*(stage.first_layer for stage in self.stages), self.check.layer if self.check else num_layers]
         for stage, (first, last) in zip(self.stages, pairwise(bounds), strict=True):
             yield stage, range(first, last)
 
     def to(self, device: torch.device | str) -> LayerSchedule:
-        """The same schedule with its tensors on `device`, in one copy that the host does not wait for."""
+        """Return the schedule with its tensors on `device`, in one copy that the host does not wait for."""
         vectors = [self.output_rows, self.token_ids, *(each for stage in self.stages for each in stage.vectors)]
         moved = iter(all_to_device(vectors, device))
         outputs, tokens = next(moved), next(moved)
@@ -97,9 +94,8 @@ class LayerSchedule:
 class DeviationCheck:
     """The layer in which fresh K and V of some rows are compared with the pool's at their positions.
 
-    K and V of that layer are computed and written for all active rows. One small read from the device then decides, for
-    all requests that are checked in this layer, which rows go on to its attention. `works` are the batch's.
-    """
+    That layer's K and V are computed and written for all active rows. One small read then decides, for all requests
+    that this layer checks, which rows go on to its attention. `works` are the batch's."""
 
     layer: int
     num_layers: int
@@ -119,13 +115,12 @@ class DeviationCheck:
         ranks: Ranks,
         head_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
+        """Return each checked token's deviation, float32 [tokens], on the pool's device, without waiting for it.
 
         `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Without values
         `keys` are latent rows (MLA). If `ranks` share the KV heads, all get the deviation over all heads, to the bit,
-        so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: the factors of heads' stored numbers if
-        heads differ in them; there are no samples then. Raises ValueError if a position is beyond its request's blocks.
-        """
+        so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: factors of the stored numbers if heads
+        differ in them; there are no samples then. Raises ValueError if a position is beyond its request's blocks."""
         # What is compared is what would be stored.
         fresh = FreshRows(saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype))
         # The donor's keys were rotated when they were placed into the pool.
@@ -161,10 +156,8 @@ class DeviationCheck:
         return found
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
-        """The schedule from this layer on, on the host, and the checks' evidence. Waits for `deviations`.
-
-        The first stage's `keep` are the active rows that go on.
-        """
+        """Return the schedule from this layer on, on the host, and the checks' evidence; wait for `deviations`. The
+        first stage's `keep` are the active rows that go on."""
         read = deviations.cpu().numpy()
         works, evidence = [], []
         for work in self.works:
@@ -194,18 +187,16 @@ def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_sc
 
 
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `works`, its tensors on the host.
+    """Return the schedule of one forward over `works`, its tensors on the host.
 
     Without a plan every layer computes the work's own positions. With one, the layers below the recompute boundary and
     below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes, heads of spans,
-    the slice, and the tokens that the check finds to deviate. No layer computes exact spans.
-    """
+    the slice, and the tokens that the check finds to deviate. No layer computes exact spans."""
     return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 
 def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
-    """The schedule of all rows of `work` up to K and V of `layer`, where checked rows are compared, on the host; it has
-    no output rows."""
+    """Return the schedule, on the host, of all rows up to checked K and V of `layer`; it has no output rows."""
     stage = Stage(0, None, _sequence_rows([work.positions], [work]))
     check = DeviationCheck(layer, num_layers, (work,))
     return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
@@ -254,20 +245,20 @@ class LayerRows(Protocol):
     """Rows between two layers of a decoder, over one pool."""
 
     def enter(self, stage: Stage) -> None:
-        """Drops the rows that the stage does not keep."""
+        """Drop the rows that the stage does not keep."""
 
     def run(self, layer: int) -> None:
-        """Runs a layer, or its rest after a check."""
+        """Run a layer, or its rest after a check."""
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
-        """Computes and writes K and V of the check's layer; returns deviations as `DeviationCheck.deviations` does."""
+        """Compute and write K and V of the check's layer; return `DeviationCheck.deviations`."""
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
-        """The final norm of some rows, int64; returns [len(rows), hidden]."""
+        """Apply the final norm to some rows, int64; return [len(rows), hidden]."""
 
 
 def follow(rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks) -> torch.Tensor | None:
-    """Runs one schedule; returns the deviations of its check."""
+    """Run one schedule; return the deviations of its check."""
     for stage, layers in schedule.layers_of_stages(num_layers):
         rows.enter(stage)
         for layer in layers:
@@ -278,7 +269,7 @@ def follow(rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ran
 def follow_all(
     rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks, sink: EvidenceSink | None = None
 ) -> torch.Tensor:
-    """Runs all layers, from check to check; returns the output rows. `sink` gets each check's evidence."""
+    """Run all layers, from check to check; return the output rows. `sink` gets each check's evidence."""
     while True:
         found = follow(rows, schedule, num_layers, ranks)
         if schedule.check is None or found is None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class _Replacement:
-    """What is called in the place of a method, as a bound method of its own: of any other callable vLLM keeps the
-    object for good, with its engine (`utils/func_utils.py`, `supports_kw`)."""
+    """What replaces a method, as a bound method of its own: of any other callable vLLM keeps the object for good, with
+    its engine (`utils/func_utils.py`, `supports_kw`)."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -28,10 +28,8 @@ class AlreadyPatchedError(RuntimeError):
 
 
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
-    """Put `replacement` in the place of a method of `owner`.
-
-    Raises AttributeError if the owner has no such method, and AlreadyPatchedError if the method is a replacement.
-    """
+    """Put `replacement` in the place of a method of `owner`. Raises AttributeError if it has no such method, and
+    AlreadyPatchedError if the method is a replacement."""
     if isinstance(getattr(getattr(owner, name), "__self__", None), _Replacement):
         raise AlreadyPatchedError(f"{type(owner).__name__}.{name} is replaced already")
     own, held = _Replacement(replacement).call, vars(owner)
@@ -59,8 +57,8 @@ def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> I
 
 
 def watch_method(owner: Any, name: str, after: Callable[..., None]) -> Undo:
-    """Have `after(result, *arguments)` called when a method of `owner` has ended; the result is None if it raised:
-    it may have written in part."""
+    """Have `after(result, *arguments)` called when a method of `owner` has ended; the result is None if it raised,
+    since it may have written in part."""
     stock = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ MIN_TOKENS, MAX_TOKENS = 64, 512
 KEEP_ALL = 1e30
 # Bounds of ||ours - engine's|| / ||engine's||: above the effect of another order of rounding, below a wrong rotation's.
 # Where a value lies between two of KV in 16 bit or e4m3, sums of another order end at the other one. On a card
-# attention and experts may multiply float32 as TF32, which has as many bits of mantissa as float16.
+# attention and experts may multiply float32 as TF32, which has the mantissa of float16.
 _EXACT_BOUND, _ROUNDED_BOUND = 1e-3, 0.05
 
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
@@ -43,10 +43,8 @@ class LayoutError(SemBlendError):
 def check_plan(
     tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL, sample_every: int = 0
 ) -> SemanticKvPlan:
-    """A plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix.
-
-    After a check in layer 0 all layers above run on some of the rows. By default no token of the span deviates.
-    """
+    """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix. After a check in
+    layer 0 all layers above run on some of the rows. By default no token of the span deviates."""
     check = SpanCheck(layer, threshold, sample_every=sample_every, sample_threshold=threshold)
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
@@ -69,20 +67,19 @@ def differences(
     run: Run,
     as_stored: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Iterator[str | None]:
-    """Computes a prompt again: whole, by a plan in one forward, by it in several. Yields each difference, or None.
+    """Compute a prompt again: whole, by a plan in one forward, by it in several. Yield each difference, or None.
 
     `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are the prompt's; `kv_dtype` is
-    the stored dtype. `run` runs a batch of one request, id 0, over its blocks, with plans by id and a bound on the rows
-    of a forward. `as_stored` is for an engine that reads a run's own KV before it is rounded: within it, rounded KV is
-    read. A plan's rows are compared with the whole prompt's there, since both are of the same KV.
-    """
+    the stored dtype. `run` runs a batch of request id 0 over its blocks, with plans by id and a bound on the rows of a
+    forward. `as_stored` is for an engine that reads a run's own KV before it is rounded: within it, rounded KV is read.
+    A plan's rows are compared with the whole prompt's there, since both are of the same KV."""
     tokens = len(token_ids)
     batch = Batch((0,), (0,), (tokens,), 1, token_ids)
     yield difference("hidden rows", run(batch, {}, None), engine_rows, kv_dtype)
     plan = check_plan(token_ids.tolist(), geometry)
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
-        for max_rows in (None, tokens // 4):  # the span has twice as many
+        for max_rows in (None, tokens // 4):  # half of the span
             yield _after_span("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
 
 
@@ -109,7 +106,7 @@ def _after_span(
 
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
-    """Raises the first difference of any rank on every rank, as LayoutError: a rank that went on alone would hang."""
+    """Raise the first difference of any rank on every rank, as LayoutError: a rank that went on alone would hang."""
     own = [each for each in found if each is not None]  # all is run: the other ranks run it together with this one
     problem = next((each for rank in ranks.gather(own) for each in rank), None)
     if problem is not None:
@@ -117,7 +114,7 @@ def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
 
 
 def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor, kv_dtype: torch.dtype) -> str | None:
-    """How our rows differ from the engine's, whose KV is stored in `kv_dtype`; None if they agree."""
+    """Return how our rows differ from the engine's, whose KV is stored in `kv_dtype`; None if they agree."""
     is_exact = theirs.dtype == kv_dtype == torch.float32 and not theirs.is_cuda
     bound = _EXACT_BOUND if is_exact else _ROUNDED_BOUND
     if ours.shape != theirs.shape:

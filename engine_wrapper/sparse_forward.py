@@ -1,13 +1,11 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
 The model's own layers run with another attention: K and V of the active rows are written to the pool, then the queries
-attend to their whole sequence in the pool. Latent attention (MLA) gets its rows back from the pool, rounded if that is
-in fp8.
+attend to their whole sequence there. Latent attention (MLA) reads its rows from the pool, rounded if that is in fp8.
 
-Facts: Transformers, `models/deepseek_v3/modeling_deepseek_v3.py`: a layer hands its cache the channels that are free of
-position and those that turn, the first of each pair before the second ones, and expands what it gets back to K and V of
-every head. Older versions cache these.
-"""
+Facts: Transformers, `models/deepseek_v3/modeling_deepseek_v3.py`: a layer hands its cache the channels free of
+position, and those that turn, the first of each pair before the second ones. It expands what it gets back to K and V of
+every head. Older versions cache these."""
 
 from __future__ import annotations
 
@@ -39,24 +37,21 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "semblend_paged"
 _OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
-# Called with a layer's index.
+# Gets a layer's index.
 LayerHook = Callable[[int], None]
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
 Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def check_latent_cache(model: Any) -> None:
-    """Raises ConfigurationError if the layers of a model with latent attention cache K and V of every head: they have
-    no `expand_kv` then."""
+    """Raise ConfigurationError if latent attention caches K and V of every head: its layers have no `expand_kv`."""
     if getattr(model.config, "kv_lora_rank", None) and not hasattr(model.model.layers[0].self_attn, "expand_kv"):
         raise ConfigurationError(_OLD.format(metadata.version("transformers")))
 
 
 def latent_rows(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
-    """Rows as engines keep them, [texts, 1, tokens, channels], from what Transformers caches in place of K and V.
-
-    Raises ConfigurationError if these are K and V of every head.
-    """
+    """Return rows as engines keep them, [texts, 1, tokens, channels], from what Transformers caches as K and V. Raises
+    ConfigurationError if these are K and V of every head."""
     if free.shape[1] != 1 or turning.shape[1] != 1:
         raise ConfigurationError(_OLD.format(metadata.version("transformers")))
     return torch.cat([free, torch.stack(turning.chunk(2, dim=-1), dim=-1).flatten(-2)], dim=-1)
@@ -72,7 +67,7 @@ class PagedAttention:
     watch: Watch | None = None
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Writes K and V of the active rows, or latent rows and None, after the watch."""
+        """Write K and V of the active rows, or latent rows and None, after the watch."""
         if self.watch is not None:
             self.watch(keys, values)
         write_rows(keys, values, PoolLayer(self.pool, layer, self.geometry), self.sequences)
@@ -80,11 +75,10 @@ class PagedAttention:
     def update(
         self, free: torch.Tensor, turning: torch.Tensor, layer: int, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the cache of a layer with latent attention: writes the active rows, [1, 1, rows, channels] in two parts.
+        """Write the active rows of latent attention, [1, 1, rows, channels] in two parts, in place of its cache.
 
-        Returns the stored rows of all tokens up to each sequence's last row, sequence after sequence, in the rows'
-        dtype. Raises ConfigurationError as `latent_rows` does.
-        """
+        Returns the stored rows of each sequence up to its last row, one after the other, in the rows' dtype. Raises
+        ConfigurationError as `latent_rows` does."""
         rows = latent_rows(free, turning)[0].transpose(0, 1)
         self.write(layer, rows, None)
         pool = indexable(layer_view(self.pool, self.geometry, layer, 0))  # [blocks, 1, block_size, channels]
@@ -97,8 +91,8 @@ class PagedAttention:
 def latent_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequence[SequenceRows], scale: float | None
 ) -> torch.Tensor:
-    """Attends each row to its own sequence's tokens up to itself. `query`: [1, heads, rows, channels]; `key`, `value`:
-    [1, heads, tokens, channels], from `PagedAttention.update`. Returns [1, rows, heads, channels of V]."""
+    """Attend each row to its own sequence up to itself; return [1, rows, heads, channels of V]. `query`: [1, heads,
+    rows, channels]; `key`, `value`: [1, heads, tokens, channels], from `PagedAttention.update`."""
     found, begin = [], 0
     for each in sequences:
         end = begin + each.last_position + 1
@@ -122,13 +116,11 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface over a paged pool.
+    """Attend over a paged pool, by Transformers' attention interface; return [1, rows, heads, head_dim].
 
     `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated; `s_aux`: [heads], the
-    sinks of gpt-oss. With latent rows K and V are those of all tokens, from the pool. Returns [1, rows, heads,
-    head_dim]. Without `paged`, when the model itself is called, it is Transformers' own attention; its mask holds the
-    window.
-    """
+    sinks of gpt-oss. With latent rows K and V are those of all tokens, from the pool. Without `paged`, when the model
+    itself is called, Transformers' own attention runs; its mask holds the window."""
     if paged is None and s_aux is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
@@ -154,8 +146,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 class _Places:
-    """In place of Transformers' cache: keeps nothing. Llama 4 scales its queries by their position and takes rows to be
-    neighbours; this says how far each row is from there. `positions`: int64 [rows]."""
+    """In place of Transformers' cache: keeps nothing. Llama 4 scales queries by position and assumes that rows are
+    neighbours; this gives each row's distance from there. `positions`: int64 [rows]."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._lengths = positions - torch.arange(len(positions), device=positions.device)
@@ -169,16 +161,13 @@ class _Places:
 
 @cache
 def cache_keyword(forward: Callable[..., Any]) -> str:
-    """The name under which a `forward` of Transformers takes its cache: `cache` since version 5.24."""
+    """Return the name by which Transformers' `forward` takes its cache: `cache` since version 5.24."""
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 class PagedDecoder:
-    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
-
-    A check's layer runs for all rows when they are compared; dropped rows leave after that layer. The hooks are called
-    around every layer.
-    """
+    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`. A check's layer runs for all rows
+    when they are compared; dropped rows leave after that layer."""
 
     def __init__(
         self,
@@ -258,10 +247,9 @@ class PagedDecoder:
 class SparseForward:
     """The forward of one model over one pool.
 
-    `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
-    implementation is replaced. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
-    device, in its dtype or in float8_e4m3fn. `ranks` run the same forward, each with its part of the model's heads.
-    """
+    `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention is
+    replaced. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's device, in its dtype
+    or in float8_e4m3fn. `ranks` run the same forward, each with its heads."""
 
     def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, ranks: Ranks | None = None) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -276,12 +264,10 @@ class SparseForward:
         after_layer: LayerHook | None = None,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
+        """Return the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
-        Calls the hooks with the layer's index around every layer, and `evidence_sink` with each check's evidence. The
-        host waits for the device at checks only. Raises ValueError if a sequence exceeds its blocks or a block id the
-        pool.
-        """
+        The hooks get the layer's index around every layer, and `evidence_sink` each check's evidence. The host waits
+        for the device at checks only. Raises ValueError if a sequence exceeds its blocks, or a block id the pool."""
         rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
         return follow_all(rows, schedule, self._geometry.num_layers, self._ranks, evidence_sink)
 
@@ -289,10 +275,8 @@ class SparseForward:
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Runs a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call.
-
-        Returns the deviations of the checked tokens, float32, without waiting for them.
-        """
+        """Run a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call. Returns
+        the deviations of the checked tokens, float32, without waiting for them."""
         rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
         deviations = follow(rows, schedule, self._geometry.num_layers, self._ranks)
         assert schedule.check is not None
@@ -303,7 +287,7 @@ class SparseForward:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
+        """Return float32 [rows, vocabulary] for `hidden`, [rows, hidden] as a call returns it."""
         logits: torch.Tensor = self._model.lm_head(hidden).float()
         if (scaling := getattr(self._model.config, "logits_scaling", None)) is not None:
             logits = logits / scaling

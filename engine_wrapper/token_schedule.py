@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """What the executor schedules of one request in one iteration, from position `begin` on.
-
-    `block_ids` are all blocks of the request so far. Only the first slice of a request has a plan, which it executes.
-    """
+    """What the executor schedules of one request in one iteration, from position `begin` on. `block_ids` are all blocks
+    of the request so far. Only a request's first slice has a plan, which it executes."""
 
     request_id: int
     begin: int
@@ -44,9 +42,8 @@ class SequenceWork:
     """The rows of one request that enter layer 0, and how many layers compute each.
 
     `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows], how many of the lowest layers
-    compute the row. `outputs`: how many of the last rows need an output. `block_ids`: int64, the request's blocks, on
-    the host. `pending` is set until its check has decided.
-    """
+    compute the row. `outputs`: how many of the last rows need an output. `block_ids`: int64, on the host. `pending` is
+    set until its check has decided."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -56,28 +53,28 @@ class SequenceWork:
     pending: PendingCheck | None = None
 
     def active(self, layer: int) -> npt.NDArray[np.bool_]:
-        """The rows that `layer` computes, bool [rows]."""
+        """Return the rows that `layer` computes, bool [rows]."""
         return self.drops_at > layer
 
     def together(self, num_layers: int) -> range:
-        """The rows that must stay in one forward: from the first to the last that is compared, or leaves early."""
+        """Return the rows that stay in one forward: from the first to the last that is compared, or leaves early."""
         found = np.flatnonzero(self.drops_at < num_layers)
         if self.pending is not None:
             found = np.concatenate([found, self.pending.checked])
         return range(int(found.min()), int(found.max()) + 1) if len(found) else range(0)
 
     def part(self, start: int, stop: int, outputs: int) -> SequenceWork:
-        """The rows start..stop-1, of which the last `outputs` need an output."""
+        """Return the rows start..stop-1, of which the last `outputs` need an output."""
         pending = None if self.pending is None else self.pending.within(start, stop)
         return replace(self._of(slice(start, stop)), outputs=outputs, pending=pending)
 
     def above(self, layer: int, num_layers: int) -> SequenceWork:
-        """The rows that are computed above `layer`, or in the last layer. The check must have decided."""
+        """Return the rows that are computed above `layer`, or in the last layer. The check must have decided."""
         assert self.pending is None
         return self._of(self.active(min(layer + 1, num_layers - 1)))
 
     def sampled_tokens(self) -> npt.NDArray[np.int64]:
-        """The checked tokens that the check's sample compares; none without a sample."""
+        """Return the checked tokens that the check's sample compares; none without a sample."""
         pending = self.pending
         if pending is None or not pending.check.sample_every:
             return np.empty(0, dtype=np.int64)
@@ -85,12 +82,12 @@ class SequenceWork:
         return sample_of(pending.lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
 
     def if_all_is_kept(self) -> SequenceWork:
-        """The work that is left if the check keeps every token; its rows enter layer 0."""
+        """Return the work that is left if the check keeps every token; its rows enter layer 0."""
         assert self.pending is not None
         return replace(self._of(self._without(self.pending.checked)), pending=None)
 
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
-        """The rows of a sample's forward: the checked ones in `compared`, and all others before the last of them."""
+        """Return the rows of a sample's forward: the checked ones in `compared`, and all others before their last."""
         assert self.pending is not None
         checked = self.pending.checked
         stays = self._without(checked)
@@ -102,10 +99,8 @@ class SequenceWork:
     def after_sample(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[SequenceWork, CheckEvidence | None]:
-        """The work that is left once the sample found these deviations; its rows enter layer 0 again.
-
-        Windows that passed have no rows any more. If nothing is left to check, the evidence is known.
-        """
+        """Return the work that is left once the sample found these deviations; its rows enter layer 0 again. Windows
+        that passed have no rows any more. If nothing is left to check, the evidence is known."""
         assert self.pending is not None
         suspects, sample = self.pending.judge(compared, deviations)
         stays = self._without(self.pending.checked[~suspects])
@@ -119,7 +114,7 @@ class SequenceWork:
         return replace(self._of(stays), pending=None), left.evidence(nothing)
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
-        """The work after its check found these deviations, and the check's evidence."""
+        """Return the work after its check found these deviations, and the check's evidence."""
         pending = self.pending
         assert pending is not None
         choice = pending.choose(deviations, self.positions)
@@ -129,7 +124,6 @@ class SequenceWork:
         return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
 
     def _without(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """The rows that are left without `rows`, bool [rows]."""
         stays = np.ones(len(self.positions), dtype=bool)
         stays[rows] = False
         return stays
@@ -147,11 +141,10 @@ def _places(stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
-    """What each slice computes. Raises PlanError if a plan does not fit its slice.
+    """Return what each slice computes. Raises PlanError if a plan does not fit its slice.
 
-    Attention may read all keys before a run of neighbouring rows once for the run, and reading `keys_per_row` keys may
-    take as long as computing one more row. A gap between two runs is then computed if that is cheaper; 0 skips all.
-    """
+    Attention may read all keys before a run of neighbouring rows once for the run. Reading `keys_per_row` keys may take
+    as long as computing one more row. A gap between two runs is computed if that is cheaper; 0 skips all."""
     return [_work_of(sequence, num_layers, keys_per_row) for sequence in slices]
 
 

@@ -6,8 +6,7 @@ Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the
 `_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): each layer has
 one scale for K and V in e4m3, `kv_scale_quant_orig`, 1 unless something sets it, and its inverse `kv_scale_orig_quant`;
 `cpp/tensorrt_llm/kernels/unfusedAttentionKernels/unfusedAttentionKernels_2_template.h`: K and V are multiplied by the
-latter before they are stored.
-"""
+latter before they are stored."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ Change = TypeVar("Change", ManagerGuard, PlannedForward)
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What was attached. `guard_refusal` and `execution_refusal` say why something was not. Without a guard nothing is
-    attached. `forward` executes plans once its self-check has passed."""
+    """What was attached; without a guard nothing is. The refusals say why something was not. `forward` executes plans
+    once its self-check has passed."""
 
     guard: ManagerGuard | None
     forward: PlannedForward | None
@@ -68,9 +67,7 @@ def attach_to_executor(
     """Attach to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
     The guard alone lets the engine skip reused tokens that follow one another from position 0. Plans with holes, layers
-    to compute again or a check need the self-check to pass first. All ranks call this together, because each registers
-    its caches at the same point.
-    """
+    to compute again or a check need the self-check first. All ranks call this at the same point."""
     parts, unwatch = find_executor(worker), lambda: None
     if runtime.pool is not None:
         try:
@@ -142,7 +139,7 @@ def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Cha
 
 
 def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """Why plans cannot be executed in the engine's decoder, as far as is known. Changes nothing."""
+    """Return why plans cannot be executed in the engine's decoder, as far as is known. Changes nothing."""
     return (
         ("rope_unknown" if rotates_otherwise(facts) else None)
         or decoder_refusal(engine)
@@ -158,7 +155,7 @@ def _refused_engine(parts: ExecutorParts) -> str | None:
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
-    # The engine holds the graph runner up to 1.3; the engine's runner holds it on main.
+    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
     engine, held = parts.model_engine, held_by(parts.model_engine)
     holders = [engine] if "cuda_graph_runner" in held else []
     holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
@@ -218,8 +215,8 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
 
 
 def scales_of(decoder: Any) -> tuple[float, ...]:
-    """The scale of each layer of TensorRT-LLM's decoder (None if it was not found), by which stored KV is multiplied
-    when it is read. Raises LayoutError `kv_scales` for a layer whose scale is not known."""
+    """Return each layer's scale of TensorRT-LLM's decoder (None if not found), by which stored KV is multiplied when
+    read. Raises LayoutError `kv_scales` for a layer whose scale is not known."""
     layers, scales = getattr(decoder, "layers", None), []
     if not layers:
         raise LayoutError(

@@ -1,13 +1,12 @@
 """Every change of TensorRT-LLM's objects, and the one place that looks for its executor.
 
-`docs/attach.md` lists the changes. Each has a function here, which returns what undoes it. A method that is changed
-already is refused (`engine_wrapper.patches`).
+`docs/attach.md` lists the changes. Each has a function here, which returns what undoes it. A changed method is refused
+(`engine_wrapper.patches`).
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to
 main); `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`); `resource_manager.py` and
 `kv_cache_manager_v2.py` (`reset_reuse_state`); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
-`modeling_llama.py`: a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)`.
-"""
+`modeling_llama.py`: a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)`."""
 
 from __future__ import annotations
 
@@ -39,15 +38,13 @@ class ExecutorParts:
 
     @property
     def decoder(self) -> Any:
-        """The model without its head; None where the engine or its model is laid out in another way."""
+        """The model without its head; None if the engine or its model is laid out in another way."""
         return getattr(getattr(self.model_engine, "model", None), "model", None)
 
 
 def find_executor(worker: object) -> ExecutorParts | None:
-    """The executor that is registering its caches with `worker`, found among the callers; None if no caller is it.
-
-    There is no supported way: the connector's contract hands a worker the arguments and the pool, and nothing else.
-    """
+    """Return the executor that is registering its caches with `worker`, from the callers; None if no caller is it. No
+    supported way leads there: the connector's contract hands a worker only the arguments and the pool."""
     frame = sys._getframe(1)
     for _ in range(16):  # our own methods, the contract's default forms, and the executor
         # Only what an object itself holds is read: a property of a foreign class could do anything.
@@ -61,7 +58,7 @@ def find_executor(worker: object) -> ExecutorParts | None:
 
 
 def held_by(owner: Any) -> dict[str, Any]:
-    """The attributes of the object itself, without its class's."""
+    """Return the attributes of the object itself, without its class's."""
     return getattr(owner, "__dict__", None) or {}
 
 
@@ -75,7 +72,7 @@ def guard_publication(manager: Any, guard: Any, names: Sequence[str]) -> Undo:
 
 
 def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
-    """Have `weights` suspected after a call that loads others, and notice calls that empty the reuse tree."""
+    """Suspect `weights` after a call that loads others, and notice calls that empty the reuse tree."""
     with ExitStack() as undo:
         if hasattr(model, "load_weights"):
             undo.callback(watch_method(model, "load_weights", lambda *_: weights.suspect()))
@@ -88,11 +85,8 @@ def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
 def hook_decoder(
     decoder: Any, forward: Callable[..., Any], begin: Callable[..., Any], attend: Callable[..., Any]
 ) -> Undo:
-    """Have `forward` called in the place of the decoder's, `begin` before each layer, and `attend` in the place of each
-    attention backend's `forward`; on all of them, or on none.
-
-    `begin` gets the layer's index first; `attend` the attention module, the index and the stock method.
-    """
+    """Replace the decoder's and each attention backend's `forward`, and call `begin` before each layer; all or none.
+    `begin` gets the layer's index first; `attend` the attention module, the index and the stock method."""
     with ExitStack() as undo:
         for index, layer in enumerate(decoder.layers):
             undo.callback(layer.register_forward_pre_hook(partial(begin, index), with_kwargs=True).remove)

@@ -1,13 +1,12 @@
 """Keeps approximate KV out of the reuse trees of TensorRT-LLM's own cache managers.
 
-V1 is the C++ manager behind `KVCacheManager`: it stores blocks under the request's tokens after every context step, at
+V1 is the C++ manager of `KVCacheManager`: it stores blocks under the request's tokens after every context step, at
 release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks from `try_commit_blocks`. Neither can
 leave out one request, so the guard replaces these methods on the one manager, for flagged requests only.
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main), `kv_cache_manager_v2.py` (1.3: beside
 it; main: under `kv_cache/`), and `cpp/tensorrt_llm/nanobind/batch_manager/kvCacheManager.cpp`, whose `remove_sequence`
-takes no None in the place of the request.
-"""
+takes no None as the request."""
 
 from __future__ import annotations
 
@@ -49,11 +48,10 @@ def _names_in(owner: Any, method: str) -> frozenset[str]:
 
 
 def guard_refusal(manager: Any) -> str | None:
-    """Why `manager` cannot be guarded. Changes nothing.
+    """Return why `manager` cannot be guarded. Changes nothing.
 
     cache_manager_unknown: neither V1 nor V2, or a subclass; sliding_window: windows that differ by layer;
-    publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations.
-    """
+    publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations."""
     kind = type(manager).__name__
     if kind not in _GUARDS:
         return "cache_manager_unknown"
@@ -73,7 +71,7 @@ def guard_refusal(manager: Any) -> str | None:
 
 
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
-    """The guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
+    """Return the guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
     return _GUARDS[type(manager).__name__](manager, plans)
 
 

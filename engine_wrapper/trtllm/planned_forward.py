@@ -4,8 +4,7 @@ The self-check computes a cold prompt of the engine again by our rows, over memo
 to agree (`engine_wrapper.self_check`).
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
-`_torch/attention/backends/interface.py` (main): sequences are in one row of tokens, those in context first.
-"""
+`_torch/attention/backends/interface.py` (main): sequences are in one row of tokens, those in context first."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ Options = dict[str, Any]
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
-    """The batch of a call of the decoder's forward. Raises LayoutError if that cannot be read or is not supported."""
+    """Return the batch of a call of the decoder's forward. Raises LayoutError if it is unreadable or not supported."""
     for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
         value = options.get(name)
         if value is not None and value != {}:
@@ -91,9 +90,8 @@ class PlannedDecoder:
         """Run a batch; return the hidden rows that the engine scheduled, [tokens, hidden], in its order.
 
         `options` are those of the engine's call, `blocks` the block ids of every request. No forward has more than
-        `max_rows` rows. Raises PlanError if a plan does not fit its request, ValueError if a block is missing,
-        LayoutError if the decoder calls its layers in another way.
-        """
+        `max_rows` rows. Raises PlanError if a plan does not fit its request, and ValueError if a block is missing.
+        Raises LayoutError if the decoder calls its layers in another way."""
 
         def call(schedule: LayerSchedule, rows: PlannedRows) -> torch.Tensor:
             token_ids = schedule.token_ids.to(options["input_ids"].dtype)
@@ -120,9 +118,8 @@ class PlannedDecoder:
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:
         """Run the self-check on the batch's first sequence, a prompt from position 0.
 
-        `hidden`: what the engine computed for the batch, [tokens, hidden], in the request's `block_ids`. Raises
-        LayoutError `self_check` with what differs, on every rank if it does on one.
-        """
+        `hidden`: the engine's own rows of the batch, [tokens, hidden]; the request's KV is in `block_ids`. Raises
+        LayoutError `self_check` with what differs, on every rank if it does on one."""
         tokens = min(batch.lengths[0], MAX_TOKENS)
         positions = options["position_ids"].flatten()[:tokens]
         if not torch.equal(positions, torch.arange(tokens, dtype=positions.dtype, device=positions.device)):
@@ -151,10 +148,9 @@ class PlannedDecoder:
 class PlannedForward:
     """Replaces the decoder's forward, which still gets batches without a plan.
 
-    The runtime stays in stock mode until the self-check has passed, so that no plan is made before. If the check fails,
-    the decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips the
-    plan's matched tokens; nothing is reused from then on.
-    """
+    The runtime stays in stock mode until the self-check has passed, so that no plan is made before. If it fails, the
+    decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips the plan's
+    matched tokens; nothing is reused from then on."""
 
     def __init__(
         self,
@@ -207,7 +203,7 @@ class PlannedForward:
             raise
 
     def _prove(self, options: Options, hidden: torch.Tensor) -> None:
-        """Run the self-check on the first batch that allows it. Never raises."""
+        """Runs the self-check on the first batch that allows it. Never raises."""
         try:
             batch = batch_of_call(options)
             if not batch.contexts or batch.begins[0] != 0 or batch.lengths[0] < MIN_TOKENS:

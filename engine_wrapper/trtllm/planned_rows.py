@@ -1,16 +1,14 @@
 """The active rows of a forward through TensorRT-LLM's own layers, handed to them in place of attention metadata.
 
 The layers read only numbers of tokens from their metadata and pass it on to the attention backend. If it is these rows,
-their K and V are written to the pool and the queries attend to their whole sequence in the pool, as in
-`engine_wrapper.sparse_forward`.
+their K and V are written to the pool. The queries attend to their whole sequence there (`sparse_forward`).
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
 `modeling_llama.py`: a decoder calls its layers with `position_ids`, `hidden_states`, `attn_metadata` and `residual` by
 name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)` (1.1 to main);
 `modeling_gemma3.py` asks it for an `attention_window_size`, which counts the token itself
-(`attention_backend/vanilla.py`); `cpp/tensorrt_llm/common/attentionOp.cpp` divides scores by `q_scaling` too.
-"""
+(`attention_backend/vanilla.py`); `cpp/tensorrt_llm/common/attentionOp.cpp` divides scores by `q_scaling` too."""
 
 from __future__ import annotations
 
@@ -53,11 +51,9 @@ class CheckReached(Exception):  # noqa: N818 - an end, not an error
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and checks compare them.
 
-    `schedule` has its tensors on the pool's device. `windows` are those of the layers, in tokens, None for full
-    attention. `ranks` run the same schedule, each with its heads. `evidence_sink` gets what each check found; the host
-    waits for the device at checks only. `lowest`: the forward ends at the check, after its rows' K and V are written.
-    `found` are the check's deviations.
-    """
+    `schedule` has its tensors on the pool's device. `windows`: each layer's, in tokens, None for full attention.
+    `ranks` run the same schedule, each with its heads. The host waits for the device at checks only. `lowest`: the
+    forward ends at the check, after its rows' K and V are written. `found` are the check's deviations."""
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
     padded_num_tokens = None
@@ -104,8 +100,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of `hidden`, [active rows, ...], that the engine scheduled, in its order. Call it after the last
-        layer."""
+        """Return the rows of `hidden`, [active rows, ...], in the engine's order. Call it after the last layer."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
@@ -114,11 +109,10 @@ class PlannedRows:
         return kept[0].index_select(0, self._schedule.output_rows)
 
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
-        """The attention of `layer`, [rows, heads * head_dim].
+        """Return the attention of `layer`, [rows, heads * head_dim].
 
         `attention` is TensorRT-LLM's module; `q` alone, [rows, (heads + 2 kv_heads) * head_dim], or q, k and v. Queries
-        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported options.
-        """
+        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unknown options."""
         self._check_options(layer, options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)

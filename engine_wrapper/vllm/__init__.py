@@ -8,7 +8,7 @@ __all__ = ["SemBlendConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector, on demand: the doctor comes here too, and tells where there is no vLLM."""
+    """Return the connector, on demand: the doctor comes here too, even where there is no vLLM."""
     if name != "SemBlendConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from engine_wrapper.vllm.connector import SemBlendConnector

@@ -1,17 +1,16 @@
 """The active rows of a forward through vLLM's own layers and its own attention.
 
-To the attention backend every run of neighbouring positions is a sequence of its own: the blocks of its request, its
-rows as queries, and the keys up to its last position. So every model whose layers vLLM runs can be planned.
+To the attention backend every run of neighbouring positions is a sequence: the blocks of its request, its rows as
+queries, and the keys up to its last position. So every model whose layers vLLM runs can be planned.
 
 If most rows are single ones, as a sample's are, each would read all keys before it. Then SemBlend's kernel takes the
-backend's place and reads the keys once for a tile of rows, from vLLM's cache.
+backend's place and reads vLLM's cache once for a tile of rows.
 
-Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are
-padding, that no expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart),
-`model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called, and
-`sliding_window` counts the token itself), and `model_executor/models/transformers/__init__.py` (there an attention's
-`forward` is called past its module's hooks).
-"""
+Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata); `forward_context.py` (which rows are padding, that no
+expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart);
+`model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward`, and
+`sliding_window` counts the token itself); `model_executor/models/transformers/__init__.py` (an attention's `forward` is
+called past its module's hooks)."""
 
 from __future__ import annotations
 
@@ -42,21 +41,17 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.hooks import StepGraphs
     from semblend_trt.ranks import Ranks
 
-# A run reads this many keys before it in the time of one more row (`works_of`): measured on an H200 with FlashAttention
-# 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
+# Keys that a run reads in the time of one more row: measured (H200, FlashAttention 3, Qwen2.5-7B, 8k and 24k keys).
 KEYS_PER_ROW = 4096
 # With fewer rows for each gap between them, SemBlend's kernel attends.
 ROWS_PER_GAP = 4
-# Before 0.28 vLLM's count of a latent attention's rows with tokens before them, which come first.
+# Before 0.28 vLLM's count of a latent attention's rows with tokens before them; those rows come first.
 _WITH_CONTEXT = "prefill_tokens_with_context"
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
-    """A second builder of an attention group, for forwards of up to `max_rows` sequences and no graphs; if the backend
-    reserves memory for decodes, no more than the engine's are decodes (`_built`).
-
-    Raises LayoutError for a backend that is not known to take them.
-    """
+    """Return a second builder of an attention group, for up to `max_rows` sequences a forward and no graphs. If the
+    backend reserves memory for decodes, the engine's limit stays. Raises LayoutError for unknown backends."""
     name = group.backend.get_name()
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
@@ -73,12 +68,11 @@ def own_builder(group: Any, max_rows: int) -> Any:
 
 
 def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
-    """The builder's metadata. If it has room for fewer decodes than there are runs, all runs count as prompts.
+    """Return the builder's metadata. If it has room for fewer decodes than there are runs, all runs count as prompts.
 
     Runs are in the order of their tokens. With latent attention vLLM 0.25 has prompts with tokens before them come
-    first, takes all after these for prompts without, and shares a workspace among the first, at least a block for each.
-    Facts: its `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
-    """
+    first, and takes all after these for prompts without. The first share a workspace, at least a block for each. Facts:
+    `build` and `forward_mha` of its `model_executor/layers/attention/mla_attention.py`."""
     if hasattr(builder, "chunked_prefill_workspace"):
         rows, room = common.num_reqs * builder.page_size, builder.chunked_prefill_workspace
         if rows > builder.chunked_prefill_workspace_size:
@@ -95,7 +89,7 @@ def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
 
 @contextmanager
 def as_prompts(builder: Any) -> Iterator[None]:
-    """Has the builder count all runs as prompts, none as a decode."""
+    """Have the builder count all runs as prompts, none as a decode."""
     rows_of_a_decode, builder.reorder_batch_threshold = builder.reorder_batch_threshold, 0
     try:
         yield
@@ -104,12 +98,11 @@ def as_prompts(builder: Any) -> Iterator[None]:
 
 
 def _problem_of_prompts(builder: Any) -> str | None:
-    """Why a latent attention's longer runs are not taken; None if they are.
+    """Return why a latent attention's longer runs are not taken; None if they are.
 
-    Without FlashAttention 3 and 4 vLLM 0.25 pads V, and joins the tokens before a run wrong from the second part on,
-    since it takes one stride for both; many runs make many parts. Facts: its
-    `model_executor/layers/attention/mla_attention.py`, `_compute_prefill_context` and `forward_mha`.
-    """
+    Without FlashAttention 3 and 4 vLLM 0.25 pads V. From the second part on it joins the tokens before a run wrong,
+    since it takes one stride for both. Many runs make many parts. Facts: `_compute_prefill_context` and `forward_mha`
+    of its `model_executor/layers/attention/mla_attention.py`."""
     prefill = getattr(builder, "_prefill_backend", None)
     name = None if prefill is None else str(prefill.get_name())
     if name not in PREFILL_BACKENDS:
@@ -123,8 +116,8 @@ def _problem_of_prompts(builder: Any) -> str | None:
 
 
 class VllmRows:
-    """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`) with their own metadata in vLLM's forward
-    context while they are entered. `sparse`: SemBlend's kernel may attend."""
+    """Rows between two layers (`layer_schedule.LayerRows`), with their own metadata in vLLM's forward context while
+    they are entered. `sparse`: SemBlend's kernel may attend."""
 
     def __init__(self, parts: Decoder, schedule: LayerSchedule, sparse: bool) -> None:
         self._parts, self._schedule = parts, schedule
@@ -150,7 +143,7 @@ class VllmRows:
         self._left.close()
 
     def enter(self, stage: Stage) -> None:
-        """Drops the rows that the stage does not keep."""
+        """Drop the rows that the stage does not keep."""
         # Nothing here waits for the device: the host prepares the forward while donors' KV is moved.
         if stage.keep is not None:
             assert self._hidden is not None
@@ -177,18 +170,18 @@ class VllmRows:
         }
 
     def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
-        """The output rows of a schedule of one stage, by the model's own forward, compiled where vLLM compiles it."""
+        """Return a one-stage schedule's output rows, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
         self.enter(stage)
         with graphs.replayed(self._schedule.token_ids, self._positions) as (input_ids, positions):
             return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
-        """Runs a layer."""
+        """Run a layer."""
         self._hidden, self._residual = self._parts.calls.run(layer, self._positions, self._begun())
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
-        """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
+        """Run the check's layer up to K and V of all rows, which are written once the deviations are taken."""
         parts, layer = self._parts, check.layer
 
         def take(keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
@@ -206,7 +199,7 @@ class VllmRows:
         return deviations
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
-        """The final norm of some rows, int64; returns [len(rows), hidden]."""
+        """Apply the final norm to some rows, int64; return [len(rows), hidden]."""
         assert self._hidden is not None
         residual = None if self._residual is None else self._residual.index_select(0, rows)
         return self._parts.calls.norm((self._hidden.index_select(0, rows), residual))
@@ -237,8 +230,7 @@ class VllmRows:
         output: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """In place of the `forward` of an attention's implementation, after the rows' K and V have been written; the
-        last of `kv` is the metadata."""
+        """Attend in place of an implementation's `forward`, after K and V are written. The last of `kv` is metadata."""
         if not isinstance(kv[-1], tuple):
             return stock(attention, queries, *kv, output=output, **options)
         if any(each is not None for each in options.values()):
@@ -281,8 +273,8 @@ class VllmRows:
 
 
 def own_rows_as_stored(parts: Decoder) -> AbstractContextManager[None]:
-    """Has a latent attention read a run's own rows as its cache holds them, not as they are computed. Facts: vLLM,
-    `model_executor/layers/attention/mla_attention.py`, `forward_mha`, 0.28 and 0.32."""
+    """Have a latent attention read a run's own rows as its cache holds them, not as computed. Facts: vLLM 0.28 and
+    0.32, `forward_mha` of `model_executor/layers/attention/mla_attention.py`."""
 
     def attend(
         layer: int,

@@ -1,7 +1,6 @@
 """SemBlendConnector: the connector as vLLM loads it, one object for each of its two roles.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32).
-"""
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32)."""
 
 from __future__ import annotations
 
@@ -60,11 +59,11 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True while the blocks are held; the receipt, which vLLM's server puts into the answer."""
+        """Return True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
         return self._scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """True if no donor is reused any more; vLLM asks for it if its weights may change (`/pause`)."""
+        """Return True if no donor is reused any more; vLLM asks if its weights may change (`/pause`)."""
         return self._scheduler.reset_cache()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -73,24 +72,24 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The worker's role.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
+        """Take the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._refuse("other_connector")
         self._worker.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begins the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
+        """Begin the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.start_load_kv(self._step)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Nothing to do: the step has begun."""
+        """Do nothing: `bind_connector_metadata` begins the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are ordered before the forward."""
+        """Do nothing: loads are ordered before the forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Nothing to do: KV is saved when its request has finished."""
+        """Do nothing: KV is saved when its request has finished."""
 
     def wait_for_save(self) -> None:
         self._worker.wait_for_save(self._step)
@@ -104,7 +103,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Both roles.
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
-        """Empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
+        """Return stats, empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
         return ReuseStats() if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
 
     @classmethod
@@ -116,7 +115,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return ReuseMetrics(*arguments, **options)
 
     def shutdown(self) -> None:
-        """Called in the worker's role, and in some versions in the scheduler's."""
+        """Close this half. vLLM calls it in the worker's role, and in some versions in the scheduler's."""
         half = self._worker if self.role is KVConnectorRole.WORKER else self._scheduler
         half.close()
 

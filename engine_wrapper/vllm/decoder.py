@@ -1,19 +1,17 @@
 """vLLM's decoder as planned rows run it: its layers' calls, its caches as one pool, and what its attention needs.
 
-A layer's call is read once from the signature of its `forward`. Most layers take and give hidden rows and a residual
-(`llama.py`), some hidden rows alone (`granite.py`, `olmo3.py`). Models that vLLM has no layers for run those of
-Transformers (`transformers/base.py`), whose rows have a first dimension of 1.
+A layer's call is read from the signature of its `forward`. Most layers take and return hidden rows and a residual
+(`llama.py`). Some take hidden rows alone (`granite.py`, `olmo3.py`). Layers of Transformers (`transformers/base.py`)
+have rows with a first dimension of 1.
 
-A cache's layout depends on version, backend and processor, and none is believed: the attention backend itself writes
-random tokens into a small cache, and the layout's views must read them.
+A cache's layout depends on version, backend and processor. So the attention backend writes random tokens into a small
+cache, and the layout's views must read them.
 
-vLLM may rotate keys by another file than the one that is read here, or by its own reading of it. No prompt that keeps
-its place shows a wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other
-one moved.
+vLLM may rotate keys by another file than the one read here, or read it in its own way. A prompt that keeps its place
+shows no wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other one moved.
 
-Facts: vLLM, the decoders under `model_executor/models/` (0.25.1 to 0.32), and `transformers_utils/config.py`: of a
-folder with `params.json` and `consolidated*.safetensors` it reads the former rather than `config.json`.
-"""
+Facts: vLLM, the decoders under `model_executor/models/` (0.25.1 to 0.32), and `transformers_utils/config.py`: it
+prefers `params.json` with `consolidated*.safetensors` to `config.json`."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ Rows = tuple["torch.Tensor", "torch.Tensor | None"]
 Views = tuple[torch.Tensor, ...]
 
 _ROTATED_ROWS = 16
-# From about this position on engines lose the fraction of a position times a frequency, in float32.
+# From about this position on engines lose the fraction of position times frequency, in float32.
 _FARTHEST = 1 << 15
 # Over the layers of Transformers vLLM names an attention by its number alone.
 _INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
@@ -62,22 +60,22 @@ class LayerCalls:
     """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...]."""
 
     def __init__(self, model: Any) -> None:
-        """`model`: the one that the runner calls, whose `model` is the decoder."""
+        """`model`: what the runner calls; its `model` is the decoder."""
         self._model, self._decoder = model, model.model
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The rows that enter the lowest layer, [rows, hidden]; Granite's decoder multiplies its embeddings."""
+        """Return the rows that enter the lowest layer, [rows, hidden]; Granite's decoder multiplies its embeddings."""
         rows: torch.Tensor = self._model.embed_input_ids(token_ids)
         factor = getattr(getattr(self._decoder, "config", None), "embedding_multiplier", None)
         return rows if factor is None else rows * factor
 
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
-        """The rows after a layer, which may write into what it is given."""
+        """Return the rows after a layer, which may write into `rows`."""
         hidden, residual = self._decoder.layers[layer](positions=positions, hidden_states=rows[0], residual=rows[1])
         return hidden, residual
 
     def norm(self, rows: Rows) -> torch.Tensor:
-        """The final norm, [rows, hidden]."""
+        """Apply the final norm; return [rows, hidden]."""
         normed: torch.Tensor = self._decoder.norm(*rows)[0]
         return normed
 
@@ -92,7 +90,7 @@ class _HiddenOnly(LayerCalls):
 
 
 class _OfTransformers(_HiddenOnly):
-    """Layers of Transformers over vLLM's attention; one rotation serves all layers that the same rows pass."""
+    """Layers of Transformers over vLLM's attention; one rotation serves all layers of the same rows."""
 
     _positions: torch.Tensor | None = None
     _rotation: Any = None
@@ -111,7 +109,7 @@ class _OfTransformers(_HiddenOnly):
         return found[0], None
 
 
-# By the names of what a layer has to be given, or may be.
+# By the names of a layer's required and optional arguments.
 _KINDS: tuple[tuple[set[str], type[LayerCalls]], ...] = (
     ({"positions", "hidden_states", "residual"}, LayerCalls),
     ({"positions", "hidden_states"}, _HiddenOnly),
@@ -120,10 +118,7 @@ _KINDS: tuple[tuple[set[str], type[LayerCalls]], ...] = (
 
 
 def layer_calls_of(model: Any) -> LayerCalls:
-    """The calls of the layers of `model`, the one that the runner calls.
-
-    Raises LayoutError `layer_call` for a layer that takes something else, or less.
-    """
+    """Return the calls for the model that the runner calls. Raises LayoutError `layer_call` for unknown ones."""
     parameters = inspect.signature(model.model.layers[0].forward).parameters.values()
     named = {each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
     required = {each.name for each in parameters if each.name in named and each.default is each.empty}
@@ -137,7 +132,7 @@ def layer_calls_of(model: Any) -> LayerCalls:
 
 
 def in_order(names: Mapping[str, Any]) -> list[str] | None:
-    """The names of the caches by layer, lowest first; None if they do not count layers from 0 without a gap."""
+    """Return the caches' names, lowest layer first; None if they do not count layers from 0 without a gap."""
     found = {int(match[1] or match[2]): name for name in names if (match := _INDEX.search(name))}
     return [found[index] for index in range(len(names))] if sorted(found) == list(range(len(names))) else None
 
@@ -152,8 +147,7 @@ class CacheLayout:
     dtype: torch.dtype
 
     def views(self, cache: torch.Tensor) -> Views | None:
-        """K and V of a cache, or its latent rows, each [blocks, kv_heads, block_size, head_dim]; None if it is of
-        another form."""
+        """Return K and V, or latent rows, each [blocks, kv_heads, block_size, head_dim]; None for another form."""
         return self.view(cache.view(self.dtype), *self.shape)
 
     def stored(
@@ -164,8 +158,8 @@ class CacheLayout:
         values: torch.Tensor | None,
         slots: torch.Tensor | None = None,
     ) -> Views:
-        """Rows, as `write` takes them, as the backend stores them, each in `dtype`: it writes them into memory of their
-        own like `cache`, at `slots`, int64 [rows], or one after the other."""
+        """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them into a small
+        cache of their own, at `slots`, int64 [rows], or one after the other."""
         slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
         # The blocks are the first dimension, or come after K and V.
         dim, blocks = int(self.view is _kinds_outside), -(-len(keys) // self.shape[1])
@@ -179,8 +173,8 @@ class CacheLayout:
 def write(
     attention: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor
 ) -> None:
-    """Has the backend write rows, [rows, kv_heads, head_dim], into `cache` at `slots`, int64 [rows]. Without values
-    `keys` are latent rows (MLA), which it takes in two parts: the channels free of position, and those that turn."""
+    """Have the backend write rows, [rows, kv_heads, head_dim], into `cache` at `slots`, int64 [rows]. Without values
+    `keys` are latent rows (MLA), which it takes in two parts: channels free of position, and those that turn."""
     update = attention.impl.do_kv_cache_update
     if values is not None:
         update(attention, keys, values, cache, slots)
@@ -193,8 +187,7 @@ def write(
 
 
 def fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with after the queries; the two
-    parts of a latent row come back as K."""
+    """Return K and V, [rows, kv_heads, head_dim], from an attention's arguments after the queries; latent rows as K."""
     if geometry.kv_factor == 2:
         keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
         return keys, values
@@ -209,11 +202,10 @@ def layout_of(
     rows: torch.dtype | None = None,
     scales: tuple[Scale, Scale] | None = None,
 ) -> CacheLayout | None:
-    """The layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known.
+    """Return the layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known.
 
-    With `scales` of K and V the backend stores rows of dtype `rows` in e4m3, latent ones by that of K. It writes into a
-    small cache of the same kind.
-    """
+    The backend writes into a small cache of the same kind. With `scales` of K and V it stores rows of dtype `rows` in
+    e4m3, latent ones by that of K."""
     if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
         return None
     kv_heads, block_size, head_dim = shape
@@ -237,7 +229,7 @@ def layout_of(
 
 
 def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> LayeredPool | None:
-    """The caches, by name, as a pool; None if one of them is of another form, or a layer is missing."""
+    """Return the caches, by name, as a pool; None if one has another form, or a layer is missing."""
     pairs = [layout.views(caches[name]) for name in in_order(caches) or ()]
     if not pairs or None in pairs:
         return None
@@ -298,11 +290,9 @@ _LAYOUTS = (_channels, _halves, _transposed_keys, _kinds_inside, _kinds_outside)
 class Decoder:
     """What planned rows need of vLLM's decoder and of its attention.
 
-    Of each layer: the cache's name, the attention module, the cache, the tokens of a chunk or None in `chunks`, and in
-    `head_scales`, if heads have their own, float32 [K and V, kv_heads]. `pool` is all caches, of one `layout`.
-    `builder` makes the backend's metadata (`own_builder`). `rotation`: how keys move by the model's configuration.
-    `longest`: the tokens of the longest sequence. `unfused`: modules that vLLM leaves to its compiler (`unfused_of`).
-    """
+    `chunks`: tokens of each layer's chunk, or None. `head_scales`: by layer, float32 [K and V, kv_heads], if heads have
+    their own. `builder` makes the backend's metadata (`own_builder`). `rotation`: how keys move by the model's
+    configuration. `longest`: tokens of the longest sequence. `unfused`: what vLLM leaves to its compiler."""
 
     calls: LayerCalls
     names: tuple[str, ...]
@@ -319,14 +309,14 @@ class Decoder:
     unfused: tuple[CustomOp, ...] = ()
 
     def cache(self, layer: int) -> PoolLayer:
-        """The cache of one layer."""
+        """Return the cache of one layer."""
         return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
 
     def stored(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of K and V, [rows, kv_heads, head_dim], or latent rows and None, as the cache would hold them: in e4m3
-        the backend itself rounds them, so that the same row of a donor does not deviate at all."""
+        """Return K and V, [rows, kv_heads, head_dim], or latent rows and None, as the cache would hold them. In e4m3
+        the backend itself rounds them, so that a donor's own row does not deviate."""
         if keys.dtype == self.pool.dtype:
             return keys, values
         stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
@@ -340,7 +330,7 @@ class Decoder:
         sequences: tuple[SequenceRows, ...],
         slots: torch.Tensor,
     ) -> None:
-        """Writes rows of K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
+        """Write K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
         if keys.dtype == self.pool.dtype:
             write_rows(keys, values, self.cache(layer), sequences)
         else:
@@ -348,7 +338,7 @@ class Decoder:
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
-    """The modules with a kernel for a card that run as plain torch if vLLM compiles, some in a graph of their own."""
+    """Return modules with a card's kernel that run as plain torch if vLLM compiles, some in a graph of their own."""
     found = (each for each in decoder.modules() if isinstance(each, CustomOp))
     return tuple(each for each in found if each._forward_method not in (each.forward_cuda, each.forward_hip))
 
@@ -364,8 +354,8 @@ def take_fresh(
     rows: Rows,
     take: Callable[[torch.Tensor, torch.Tensor | None], Any],
 ) -> Any:
-    """Runs a layer up to its attention; returns what `take` makes of K and V of all rows, each [rows, kv_heads,
-    head_dim], V None if a row is both. The layer may write into `rows`. Raises LayoutError `model_call`."""
+    """Run a layer up to its attention; return what `take` makes of K and V of all rows, each [rows, kv_heads,
+    head_dim], or of latent rows and None. The layer may write into `rows`. Raises LayoutError `model_call`."""
     found = list[Any]()
 
     def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
@@ -380,10 +370,8 @@ def take_fresh(
 
 
 def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
-    """Moves K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer.
-
-    Raises LayoutError `rope_unknown` for the first layer that computes another K there.
-    """
+    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. Raises
+    LayoutError `rope_unknown` for the first layer that computes another K there."""
     ids = token_ids[:_ROTATED_ROWS]
     shift = min(parts.longest, _FARTHEST) - len(ids)
     here = torch.arange(len(ids), device=ids.device)
@@ -399,8 +387,8 @@ def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
 
 
 def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:
-    """Raises LayoutError for layers that see other tokens of a sequence of `longest` tokens than the model's
-    configuration says. A window over the whole sequence hides nothing."""
+    """Raise LayoutError for layers that, of `longest` tokens, see others than the configuration says. A window over the
+    whole sequence hides nothing."""
     longest = max(longest, facts.max_positions)
     told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
     for what, (name, wanted) in told.items():

@@ -31,11 +31,10 @@ _engine, _options = Area("engine"), Area("options")
 
 
 def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineSpec | None]:
-    """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, or None.
+    """Yield findings; return the engine's arguments, None if vLLM makes none.
 
-    vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
-    arguments, None if vLLM makes none.
-    """
+    `model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, or None. vLLM makes its
+    own configuration of both, which may take some seconds; no engine is started."""
     version = vllm_version()
     if version is None and "vllm" not in sys.modules:
         yield _engine.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")

@@ -41,17 +41,16 @@ _layers: weakref.WeakKeyDictionary[EngineSpec, Mapping[str, Any]] = weakref.Weak
 
 
 def from_vllm_config(vllm_config: Any) -> EngineSpec:
-    """The engine that `vllm_config`, or a copy of it, describes: the same object while it is held.
+    """Return the engine that `vllm_config`, or a copy of it, describes: the same object while it is held.
 
     Scheduler and worker half meet by this object, and the runtime ends with it. Settings that cannot be used are logged
-    in one sentence and turn reuse off: `refusal` is settings_invalid then.
-    """
+    in one sentence and turn reuse off: `refusal` is settings_invalid then."""
     key = str(vllm_config.kv_transfer_config.engine_id)
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
     layers = layers if isinstance(layers, Mapping) else {}
     with _lock:
         known = _known.get(key)
-        # An engine that has ended may wait for the garbage collector under the same id, which its user chose.
+        # An ended engine may wait for the garbage collector under the same id, which its user chose.
         if known is None or (_layers[known] and layers and _layers[known] is not layers):
             known = _known[key] = _read(vllm_config, layers)
             _layers[known] = layers
@@ -59,7 +58,7 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
 
 
 def vllm_version() -> tuple[int, int] | None:
-    """The first two numbers of vLLM's version, or None."""
+    """Return the first two numbers of vLLM's version, or None."""
     try:
         found = re.match(r"(\d+)\.(\d+)", str(importlib.import_module("vllm").__version__))
     except (ImportError, AttributeError):
@@ -135,10 +134,8 @@ def _size(config: Any, *names: str) -> int | None:
 
 
 def _backend_of(layers: Mapping[str, Any]) -> str | None:
-    """The backend of all layers and the order of their caches' dimensions, from the longest stride on.
-
-    None before the caches are allocated, and if layers differ.
-    """
+    """The backend of all layers and the order of their caches' dimensions, from the longest stride on; None before the
+    caches are allocated, and if layers differ."""
     found = set()
     for layer in layers.values():
         if not hasattr(layer, "kv_cache"):
@@ -177,12 +174,11 @@ _REPLACEMENT_OF = {key: by for keys, by in _REPLACED.items() for key in keys.spl
 
 
 def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `extra` gives, by their fields; they win over the environment.
+    """Return the settings that `extra` gives, by their fields; they win over the environment.
 
-    A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count
-    as unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
-    setting two values.
-    """
+    A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count as
+    unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
+    setting two values."""
     named = {}
     for setting in Settings.model_fields:
         _, variable, *_ = names = variables_of(setting)
@@ -224,5 +220,5 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_off() -> dict[str, Any]:
-    """The default settings, none of them read from the environment."""
+    """Return the default settings, none of them read from the environment."""
     return {name: setting.default for name, setting in Settings.model_fields.items()}

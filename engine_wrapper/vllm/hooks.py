@@ -1,14 +1,13 @@
 """Every change of vLLM's objects, and the one place that looks for those that vLLM does not hand over.
 
 `docs/vllm.md` lists the changes. Each has a function here; what it returns, or the end of its context, undoes it. A
-method that is changed already is refused (`engine_wrapper.patches`). Changes of one step are logged once.
+changed method is refused (`engine_wrapper.patches`). Changes of one step are logged once.
 
 Facts: vLLM (0.25.1 to 0.32), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
-`reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (`collective_rpc`, by which all
-runs in the worker, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
+`reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (all runs in the worker by
+`collective_rpc`, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
 `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`,
-`compilation/cuda_graph.py`.
-"""
+`compilation/cuda_graph.py`."""
 
 from __future__ import annotations
 
@@ -67,10 +66,9 @@ _HARMLESS = frozenset(
 def _caller(*names: str) -> Any:
     """The nearest object with these attributes among the callers, or None.
 
-    No supported way leads to these objects. A connector is handed its configuration, the caches and the block pool; the
-    forward contexts hold layers and metadata, not the model. A worker extension, a scheduler class or a plugin would be
-    options that the user has to set.
-    """
+    No supported way leads to these objects. vLLM gives a connector its configuration, the caches and the block pool.
+    Forward contexts hold layers and metadata, not the model. The user would have to set an extension, scheduler or
+    plugin."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         owner = frame.f_locals.get("self")
@@ -80,7 +78,7 @@ def _caller(*names: str) -> Any:
 
 
 def find_scheduler() -> Any:
-    """vLLM's scheduler, which binds its block pool. Raises LookupError if it is of another kind."""
+    """Return vLLM's scheduler, which binds its block pool. Raises LookupError if it is of another kind."""
     scheduler = _caller("update_from_output", "reset_prefix_cache")
     if scheduler is None:
         raise LookupError("the scheduler is not among the callers")
@@ -93,9 +91,8 @@ def find_scheduler() -> Any:
 class ModelRunner:
     """One of vLLM's two model runners as a planned forward sees it.
 
-    `model`: the one that it calls, without wrappers; `groups`: its attention groups. `order` gives the running step's
-    requests in the order of their rows. `remove` leaves the runner as it was found.
-    """
+    `model` is without wrappers; `groups`: its attention groups. `order` gives the running step's requests in the order
+    of their rows. `remove` leaves the runner as it was found."""
 
     model: Any
     groups: Sequence[Any]
@@ -104,10 +101,8 @@ class ModelRunner:
 
 
 def find_runner() -> ModelRunner:
-    """The model runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
-
-    Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan.
-    """
+    """Return the runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
+    Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan."""
     first = _caller("attn_groups", "get_model", "input_batch")
     if first is not None:
         _check_graphs(first.compilation_config.cudagraph_mode)
@@ -132,10 +127,8 @@ def _check_graphs(mode: Any) -> None:
 
 
 def guard_publication(pool: Any, full: Callable[..., Any], partly: Callable[..., Any]) -> Undo:
-    """Have `full` and `partly` decide what the block pool publishes; each is given the pool's own method first.
-
-    Raises AttributeError for a pool that publishes in another way.
-    """
+    """Have `full` and `partly` decide what the block pool publishes; each gets the pool's own method first. Raises
+    AttributeError for a pool that publishes in another way."""
     with ExitStack() as undo:
         undo.callback(replace_method(pool, "cache_full_blocks", partial(full, pool.cache_full_blocks)))
         if hasattr(pool, "cache_partial_block"):
@@ -152,10 +145,8 @@ def watch_resets(pool: Any, note: Callable[[bool], None]) -> Undo:
 
 
 def watch_worker_calls(weights: Weights) -> Undo:
-    """Have `weights` suspected after every call that may write them, of the executor that is registering its caches.
-
-    Raises LookupError if it is of another kind.
-    """
+    """Suspect `weights` after every call that may write them, of the executor that is registering its caches. Raises
+    LookupError if it is of another kind."""
 
     def after(_: Any, method: Any = None, *__: Any) -> None:
         if not isinstance(method, str) or method not in _HARMLESS:
@@ -170,8 +161,7 @@ def watch_worker_calls(weights: Weights) -> Undo:
 
 
 def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """A list of the running step's requests in the order of their rows: every step but dummy runs calls
-    `prepare_inputs` before its forward."""
+    """Return the running step's requests in row order, from `prepare_inputs`, which all but dummy runs call."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -199,7 +189,7 @@ def _tell_once(what: str) -> None:
 
 @contextmanager
 def forward_context(**fields: Any) -> Iterator[Any]:
-    """vLLM's forward context with these fields, which are as before at the end."""
+    """Yield vLLM's forward context with these fields, which are as before at the end."""
     _tell_once("our rows have an attention metadata of their own")
     context = get_forward_context()
     with ExitStack() as undo:
@@ -211,7 +201,7 @@ def forward_context(**fields: Any) -> Iterator[Any]:
 
 @contextmanager
 def replaced_attention(attention: Any, forward: Callable[..., None]) -> Iterator[None]:
-    """Has `forward` called in the place of an attention module's."""
+    """Have `forward` called in the place of an attention module's."""
     _tell_once("a check takes K and V where they enter an attention")
     with replaced_method(attention, "forward", forward):
         yield
@@ -219,8 +209,7 @@ def replaced_attention(attention: Any, forward: Callable[..., None]) -> Iterator
 
 @contextmanager
 def replaced_backend(name: str, attention: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
-    """Has `forward` called in the place of the method `name` of every attention's implementation, with the layer and
-    the stock method first."""
+    """Have `forward` replace the method `name` of each attention's implementation; it gets layer and stock method."""
     _tell_once(f"our rows may attend in the place of the backend's {name}")
     with ExitStack() as undo:
         for layer, impl in enumerate(each.impl for each in attention):
@@ -230,7 +219,7 @@ def replaced_backend(name: str, attention: Sequence[Any], forward: Callable[...,
 
 @contextmanager
 def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
-    """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
+    """Have layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
     _tell_once("layers that are called one by one run vLLM's own kernels")
     with ExitStack() as undo:
         for each in modules:
@@ -253,16 +242,14 @@ def _ir_ops() -> tuple[Any, ...]:
 
 
 class StepGraphs:
-    """The CUDA graphs that vLLM captured of what lies between two attentions, replayed for rows that are not a step's.
-
-    They read the buffers that steps hand to the model, and one that says which rows are padding.
-    """
+    """vLLM's CUDA graphs of what lies between two attentions, replayed for rows that are not a step's. They read the
+    buffers that steps hand to the model, and one that says which rows are padding."""
 
     def __init__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor | None = None
     ) -> None:
-        """`input_ids`, `positions` and, if the engine has it, `is_padding`: [rows of a step], the beginning of the
-        buffers. Graphs that read other buffers, or only parts of the model, are left out."""
+        """`input_ids`, `positions` and, if the engine has it, `is_padding` begin the buffers, [rows of a step]. Graphs
+        of other buffers, or of only parts of the model, are left out."""
         self._buffers = [each for each in (input_ids, positions, is_padding) if each is not None]
         addresses = {each.data_ptr() for each in (input_ids, positions)}
         instances = (each for each in CUDAGraphWrapper._all_instances if each.runtime_mode is CUDAGraphMode.PIECEWISE)
@@ -280,8 +267,8 @@ class StepGraphs:
 
     @contextmanager
     def replayed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What to call the model with for these rows, within vLLM's forward context: if a graph has room for them, the
-        buffers, longer by padding. The step finds its buffers as it left them."""
+        """Yield the model's inputs for these rows, within vLLM's forward context: the buffers, longer by padding, if a
+        graph has room. The step finds its buffers as it left them."""
         rows = len(input_ids)
         batch = next((each for each in self._batches if each.num_tokens >= rows), None)
         if batch is None:

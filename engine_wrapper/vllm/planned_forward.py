@@ -1,8 +1,7 @@
 """Executes plans in vLLM's own decoder, once its first prompt has come out the same.
 
 Facts: vLLM, `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2; 0.25.1 and 0.28). Both call
-the model with the same keywords and keep the layers' attention metadata in the forward context.
-"""
+the model with the same keywords and keep the layers' attention metadata in the forward context."""
 
 from __future__ import annotations
 
@@ -48,12 +47,11 @@ logger = logging.getLogger("vllm.semblend")
 
 
 class PlannedForward:
-    """In place of the model's forward, to which steps without a plan go untouched.
+    """Replaces the model's forward; steps without a plan run as stock.
 
     Until the self-check has passed the runtime stays in stock mode and nothing is offered; if it fails, the model is
     given back as it was found. If a plan cannot be executed, all that it promised is computed, and nothing is reused
-    from then on. If that fails too, the step runs as stock and `failed` is called: vLLM computes it again.
-    """
+    from then on. If that fails too, the step runs as stock and `failed` is called: vLLM computes it again."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class PlannedForward:
         self._undo = replace_forward(runner.model, self._forward)
 
     def remove(self) -> None:
-        """Leaves the model and its runner as they were found."""
+        """Leave the model and its runner as they were found."""
         self._undo()
         self._runner.remove()
 
@@ -160,10 +158,8 @@ class PlannedForward:
     # -- the self-check --------------------------------------------------------------------------------------------
 
     def _prove(self, arguments: tuple[Any, ...], options: dict[str, Any], hidden: Any) -> None:
-        """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises.
-
-        They write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit.
-        """
+        """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises. They
+        write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit."""
         try:
             batch = self._batch(options)
             fits = [i for i, begin in enumerate(batch.begins) if begin == 0 and batch.lengths[i] >= MIN_TOKENS]

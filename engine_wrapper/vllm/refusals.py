@@ -1,7 +1,6 @@
 """Which of vLLM's engines and requests may take part at all, judged from VllmConfig, KVCacheConfig and Request.
 
-A field that a version does not have is off there; a value of no known kind is refused like one that is on.
-"""
+A field that a version does not have is off there; a value of no known kind is refused like one that is on."""
 
 from __future__ import annotations
 
@@ -12,14 +11,13 @@ from engine_wrapper.kv_scales import E4M3
 from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
 
 OLDEST = (0, 25)
-# Backends whose metadata takes any number of sequences and outlives the next stage's, those of latent attention last.
-# FLASHINFER copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences
-# times blocks.
+# Backends whose metadata takes any number of sequences and outlives the next stage's. FLASHINFER copies from pinned
+# memory that it writes again. FLASHINFER and FLEX_ATTENTION size tables by sequences times blocks.
 LATENT_BACKENDS = ("FLASH_ATTN_MLA", "TRITON_MLA", "CPU_MLA")
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
 # They reserve memory for a decode of each sequence, times the most parts that keys are read in.
 RESERVING_BACKENDS = ("TRITON_MLA",)
-# What computes the longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
+# What computes longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
@@ -88,10 +86,7 @@ _REQUEST: _Rules = {
 
 
 def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """The reason for which nothing is reused in this engine, or None. Raises nothing.
-
-    `kv_cache_config` is None before the engine runs.
-    """
+    """Return why nothing is reused in this engine, or None; never raises. Before it runs `kv_cache_config` is None."""
     version = vllm_version()
     if version is None or version < OLDEST:
         return "vllm_version"
@@ -103,7 +98,7 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def sample_refusal(attention: Any) -> str | None:
-    """The reason for which checks in the layer of this vLLM Attention have no sample, or None. Raises nothing."""
+    """Return why checks in the layer of this vLLM Attention have no sample, or None; never raises."""
     if hasattr(attention, "kv_lora_rank"):
         return "latent_attention"
     # Chunks are sequences of their own.
@@ -112,7 +107,7 @@ def sample_refusal(attention: Any) -> str | None:
 
 
 def request_refusal(request: Any) -> str | None:
-    """The reason for which this vllm.v1.request.Request is served as stock, or None. Raises nothing."""
+    """Return why this vllm.v1.request.Request is served as stock, or None; never raises."""
     tokens = _value(request, "prompt_token_ids")
     return _first(request, _REQUEST) or (None if getattr(tokens, "__len__", int)() else "prompt_ids_missing")
 

@@ -1,12 +1,11 @@
 """The scheduler half inside vLLM, over the scheduler half for every engine, and what both halves share of a step.
 
-vLLM's own recovery from failed loads is not enough: with async scheduling it takes a token that was not sampled
-(vllm#45138), and in the V2 runner it computes on from a stale position (#49250). Preempted requests are right
-everywhere: vLLM drops what is in flight of them and begins again, as at a reset of its prefix cache.
+vLLM's own recovery from failed loads is not enough. With async scheduling vLLM takes a token that was not sampled
+(vllm#45138), and the V2 runner computes on from a stale position (#49250). Preemption is right everywhere: vLLM drops
+what is in flight and begins again, as at a reset of its prefix cache.
 
-Facts: vLLM, `v1/core/sched/output.py`, and `v1/core/sched/scheduler.py`, `Scheduler.reset_prefix_cache` (0.25.1 to
-0.32).
-"""
+Facts: vLLM (0.25.1 to 0.32), `v1/core/sched/output.py`, and `Scheduler.reset_prefix_cache` of
+`v1/core/sched/scheduler.py`."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ _recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request of a step: its number, its first position, its scheduled tokens, and all of its blocks."""
+    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks."""
 
     number: int
     begin: int
@@ -58,9 +57,8 @@ class Scheduled:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """`told` is for the worker half for every engine. `step` holds the requests by vLLM's id. `saving`, vLLM's id by
-    number: those that ended since the last step, whose blocks are held until they are saved. `is_unread`: the step was
-    not readable."""
+    """`told` is for the worker half for every engine; `step` holds requests by vLLM's id. `saving`: vLLM's id by
+    number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class Steps:
-    """Reads what vLLM schedules, step by step: vLLM gives new blocks only, and no tokens of requests that go on."""
+    """Reads vLLM's schedule, step by step: vLLM gives new blocks only, and no tokens of requests that go on."""
 
     def __init__(self, number_of: Callable[[str], int]) -> None:
         """`number_of` gives a request's number by vLLM's id."""
@@ -77,7 +75,7 @@ class Steps:
         self._blocks: dict[str, list[int]] = {}
 
     def read(self, output: Any) -> tuple[SchedulerOutput, dict[str, Scheduled]]:
-        """The step in TensorRT-LLM's form, and its requests by vLLM's id."""
+        """Return the step in TensorRT-LLM's form, and its requests by vLLM's id."""
         for gone in output.finished_req_ids:
             self._blocks.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
@@ -104,12 +102,10 @@ class Steps:
 
 
 class Recovery:
-    """Has vLLM compute requests again. Both halves of a connector share it: one process holds them, one thread calls.
+    """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread.
 
-    Without async scheduling vLLM is given the failed blocks, takes no token of theirs, and running requests begin again
-    once it has heard. With it the next step is scheduled before vLLM hears, so that they begin again at once.
-    `scheduler` is vLLM's own, None before it is bound.
-    """
+    Without async scheduling vLLM gets the failed blocks and takes no token of theirs. Running requests begin again once
+    vLLM has heard. With it vLLM schedules the next step before it hears, so they begin again at once."""
 
     def __init__(self) -> None:
         self.scheduler: Any = None
@@ -117,37 +113,36 @@ class Recovery:
         self._failed_blocks: set[int] = set()
 
     def bind(self) -> None:
-        """Takes the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
+        """Take the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
         scheduler = find_scheduler()
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
         self.scheduler = scheduler
 
     def compute_again(self, block_ids: Iterable[int]) -> None:
-        """No token is taken of the step's requests with these blocks before they are computed."""
+        """Have vLLM take no token of the step's requests with these blocks before they are computed."""
         self._failed_blocks.update(block_ids)
         if self._is_async:
             self.begin_again()
 
     def compute_all_again(self) -> None:
-        """As `compute_again`, for all requests of which this step does not compute every token."""
+        """As `compute_again`, for all requests that this step does not compute whole."""
         if self.scheduler is not None:
             self.compute_again(self._all_blocks())
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks whose loads have failed since the last call."""
+        """Return the blocks whose loads have failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def begin_again(self) -> None:
-        """Has vLLM compute all running requests again, and drop its prefix cache. Never raises: if that cannot be done,
-        vLLM is given the failed blocks."""
+        """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
             return
         try:
             try:
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError:
-                # It has preempted them. Blocks that are saved, or that a step in flight writes, are held until later.
+                # vLLM has preempted them, but blocks that are being saved or written are held until later.
                 self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks()))
         except Exception:
             logger.exception("vLLM's running requests cannot begin again; it recovers from failed loads in its own way")
@@ -160,14 +155,13 @@ class Recovery:
 
 
 def recovery_for(arguments: EngineSpec) -> Recovery:
-    """The recovery of the engine that `arguments` describe, the same one for the same object."""
+    """Return the engine's recovery, the same one for the same object."""
     with _lock:
         return _recoveries.setdefault(arguments, Recovery())
 
 
 class RequestView:
-    """A vLLM request with the attributes of TensorRT-LLM's that the scheduler half reads; `taken_tokens`: what of its
-    offer vLLM took, once known."""
+    """A vLLM request with TensorRT-LLM's attributes for the scheduler half. vLLM took `taken_tokens` of its offer."""
 
     # Adapters and beams are refused by name.
     lora_task_id = None
@@ -190,7 +184,7 @@ class RequestView:
         return request_refusal(self._request)
 
     def token_array(self, count: int) -> npt.NDArray[np.int32]:
-        """The first tokens, int32 [count]."""
+        """Return the first tokens, int32 [count]."""
         tokens = self._request.all_token_ids[: max(0, count)]
         # NumPy reads a list of integers three times as slowly.
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
@@ -199,11 +193,9 @@ class RequestView:
 class PublicationGuard:
     """Keeps blocks that hold approximate KV out of vLLM's exact prefix cache, and out of its KV events.
 
-    vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the
-    look-up, and holds until the request has ended: what is generated after approximate KV is approximate too.
-    `exact_tokens`, by vLLM's request id: the first tokens within which a limited request's blocks are published. The
-    methods are called in the place of the block pool's.
-    """
+    vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the look-up sets the limit. It
+    holds until the request has ended, since what follows approximate KV is approximate too. `exact_tokens`: by vLLM's
+    request id, how many first tokens of a limited request may be published."""
 
     def __init__(self) -> None:
         self.exact_tokens: dict[str, int] = {}
@@ -219,7 +211,7 @@ class PublicationGuard:
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        """Publishes full blocks, those of a limited request up to its limit."""
+        """Publish full blocks, those of a limited request up to its limit."""
         exact = self.exact_tokens.get(request.request_id)
         if exact is not None:
             num_full_blocks = min(num_full_blocks, exact // block_size)
@@ -230,7 +222,7 @@ class PublicationGuard:
         return stock(request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options)
 
     def partly(self, stock: Callable[..., Any], request: Any, *arguments: Any, **options: Any) -> Any:
-        """Publishes a block that is not full, none of a limited request."""
+        """Publish a block that is not full, unless its request is limited."""
         return None if request.request_id in self.exact_tokens else stock(request, *arguments, **options)
 
 
@@ -250,7 +242,7 @@ class VllmScheduler:
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
-        """Guards the pool; without that only exact prefixes are reused. The caches are registered by now."""
+        """Guard the pool; without that only exact prefixes are reused. The caches are registered by now."""
 
         def note_reset(was_reset: bool) -> None:
             if was_reset and self._runtime.weights is not None:
@@ -271,10 +263,8 @@ class VllmScheduler:
 
     @never_raises(lambda: 0)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """The prompt tokens beyond `num_computed_tokens` whose KV will be placed, none before the self-check.
-
-        Before vLLM publishes any of them, the guard knows how many are exact.
-        """
+        """Return how many prompt tokens beyond `num_computed_tokens` get placed KV, none before the self-check. The
+        guard learns how many are exact before vLLM publishes any."""
         number = self._number_of(request.request_id)
         self._guard.exact_tokens.pop(request.request_id, None)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
@@ -287,23 +277,23 @@ class VllmScheduler:
 
     @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Learns the request's blocks; without external tokens vLLM has not taken the offer."""
+        """Learn the request's blocks; without external tokens vLLM has declined the offer."""
         number = self._number_of(request.request_id)
         plan = self._scheduler.plan_of(number)
         is_declined = plan is not None and plan.matched_tokens > 0 and not num_external_tokens
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
         self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
         if getattr(request, "num_preemptions", 0) and (report := self._scheduler.reuse_of(number)) is not None:
-            # vLLM keeps the counts of the run that it preempted.
+            # vLLM keeps the counts of the preempted run.
             tell_prefill(request, report.exact_prefix_tokens, num_external_tokens)
 
     def update_connector_output(self, output: Any) -> None:
-        """Hears of failed loads; vLLM has taken no token of their requests."""
+        """Hear of failed loads; vLLM has taken no token of their requests."""
         if getattr(output, "invalid_block_ids", None):
             self._recovery.begin_again()
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
-        """What the worker half does in this step. If the step cannot be read, vLLM computes all that was promised."""
+        """Return the worker half's step. If it cannot be read, vLLM computes all that was promised."""
         saving, self._saving = self._saving, {}
         try:
             told_output, step = self._steps.read(output)
@@ -316,7 +306,7 @@ class VllmScheduler:
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True if the request's KV is being saved and its blocks must be held; the parameters of its answer."""
+        """Return True if the request's blocks must be held while its KV is saved, and its answer's parameters."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None
@@ -331,17 +321,16 @@ class VllmScheduler:
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """Forgets all donors."""
+        """Forget all donors."""
         self._scheduler.forget_donors()
         return True
 
     def close(self) -> None:
-        """Writes out what is held, and leaves vLLM's block pool as it was found."""
+        """Write out what is held, and leave vLLM's block pool as it was found."""
         self._scheduler.close()
         self._undo.close()
 
     def _number_of(self, request_id: str) -> int:
-        """The number of a request, which vLLM names by text."""
         if request_id not in self._numbers:
             self._numbers[request_id] = next(self._next_number)
         return self._numbers[request_id]

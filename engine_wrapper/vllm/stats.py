@@ -1,8 +1,7 @@
 """How requests ended, as vLLM shows it of its connectors: in its log at every interval and at its /metrics.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32), and `v1/metrics/stats.py`,
-`PrefillStats` and `PrefixCacheStats` (0.28 to 0.32).
-"""
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32), and `PrefillStats` and
+`PrefixCacheStats` of `v1/metrics/stats.py` (0.28 to 0.32)."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, scheduler: Any) -> None:
-    """Has vLLM's scheduler, `engine`, count what was used of a plan that has run, in place of what was promised.
-    SemBlend's `scheduler` knows it. Counts that a version does not have, or has in another form, stay as they are."""
+    """Have vLLM's scheduler, `engine`, count what was used of a plan that has run, in place of what was promised.
+    SemBlend's `scheduler` knows it. Counts that a version lacks, or has in another form, stay."""
     with suppress(Exception):
         request, report = engine.requests[request_id], scheduler.reuse_of(plan.request_id)
         tell_prefill(request, report.exact_prefix_tokens, report.reused_tokens)
@@ -42,8 +41,7 @@ def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, schedul
 
 
 def tell_prefill(request: Any, own: int, used: int) -> None:
-    """Has vLLM's counts of a prompt, which come with its first token, say what its `own` prefix cache had and what was
-    `used` of donors."""
+    """Have vLLM's counts of a prompt, sent with its first token, name `own` prefix cache and `used` donor tokens."""
     with suppress(Exception):
         counts = {"num_local_cached_tokens": own, "num_external_cached_tokens": used}
         request.prefill_stats.set(num_prompt_tokens=request.num_prompt_tokens, **counts)
@@ -54,7 +52,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of(cls, data: dict[str, Any] | None) -> ReuseStats:
-        """A copy of the counts in `data`."""
+        """Return a copy of the counts in `data`."""
         return cls().aggregate(cls(data or {}))
 
     def request_ended(self, report: ReuseReport) -> None:
@@ -65,7 +63,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
             self._add("tokens", kind, getattr(report, f"{kind}_tokens") or 0)
 
     def take(self) -> ReuseStats | None:
-        """What was counted since the last call, or None."""
+        """Return what was counted since the last call, or None."""
         if self.is_empty():
             return None
         taken = ReuseStats(dict(self.data))
@@ -82,7 +80,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The line of the log: name and count."""
+        """Return the line of the log: name and count."""
         return {f"{name} {label}": count for name, counts in self.data.items() for label, count in counts.items()}
 
     def is_empty(self) -> bool:

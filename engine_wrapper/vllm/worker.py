@@ -56,10 +56,8 @@ class _Worker(SemBlendKvConnectorWorker):
 
 
 class VllmWorker:
-    """Its methods are called as vLLM calls a connector's; none raises into the engine.
-
-    What was promised and cannot be had is computed by planned rows in the same step, or else again by vLLM.
-    """
+    """Its methods are called as vLLM calls a connector's; none raises into the engine. Planned rows compute what was
+    promised and cannot be had in the same step, or else vLLM computes it again."""
 
     def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
@@ -75,8 +73,7 @@ class VllmWorker:
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes vLLM's caches as a pool and hooks its model. What is not known, and memory of the settings that cannot
-        be had, is refused, and vLLM serves as stock. Never raises."""
+        """Take vLLM's caches as a pool and hook its model, or have vLLM serve as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
@@ -99,7 +96,7 @@ class VllmWorker:
 
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:
-        """Applies the step's metadata: places plans' spans, on the current stream of the model runner."""
+        """Apply the step's metadata: place plans' spans, on the current stream of the model runner."""
         self._begin(metadata.step)
         if metadata.is_unread:
             self.recovery.compute_all_again()
@@ -111,7 +108,7 @@ class VllmWorker:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
             for plan in metadata.told.plans:
-                # What vLLM computes again is all that runs, so planned rows compute the promise if they can.
+                # To compute one request again, vLLM begins all that run again, so planned rows come first.
                 if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
                     self._fail(plan)
                     continue
@@ -120,7 +117,7 @@ class VllmWorker:
 
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
-        """Ends the step. A plan that its forward has not executed would leave holes: vLLM computes it again."""
+        """End the step. A plan that its forward has not executed would leave holes: vLLM computes it again."""
         for plan in self._runtime.active_plans.take_all(each.number for each in metadata.step.values()).values():
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
@@ -133,12 +130,12 @@ class VllmWorker:
 
     @never_raises(lambda: None)
     def get_finished(self, metadata: StepMetadata) -> set[str] | None:
-        """Begins to save requests that have ended; returns vLLM's ids of those whose blocks may go now."""
+        """Begin to save requests that have ended; return vLLM's ids of those whose blocks may go now."""
         ended, _ = self._worker.get_finished(list(metadata.saving), [])
         return {self._saving.pop(number) for number in ended if number in self._saving} or None
 
     def close(self) -> None:
-        """Ends what is being saved, and leaves the model as it was found."""
+        """End what is being saved, and leave the model as it was found."""
         self._undo.close()
         self._worker.close()
 
@@ -191,8 +188,7 @@ class VllmWorker:
         return layouts[0]
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
-        """Has plans executed in the model, once its first prompt has come out the same. Never raises: if that cannot
-        be done, nothing is reused."""
+        """Have the model execute plans once its first prompt comes out the same, else reuse nothing. Never raises."""
         with ExitStack() as undo:
             try:
                 runner = find_runner()
