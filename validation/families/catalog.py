@@ -105,7 +105,7 @@ def write_family(
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
     """`groups` groups of `questions` prompts of up to `tokens` tokens for each family, from group `first` on. Empty
-    `names`: all families whose data is there. `form` None: the tokenizer's. Donors have `generations`."""
+    `names`: all families whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
 
     names: tuple[str, ...] = ()
     groups: int = 50
