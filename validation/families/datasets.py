@@ -83,8 +83,8 @@ class _Story(BaseModel):
 
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return SQuAD v1.1 (`squad-dev-v1.1.json`): a reading an article, a passage a paragraph, first answers as
-    references. Raises ConfigurationError, as the others here do, if the file cannot be read or has another form."""
+    """Return SQuAD v1.1 (`squad-dev-v1.1.json`), one reading an article, one passage a paragraph. First answers are
+    references. Raises ConfigurationError, as the others here do, if the file is unreadable or has another form."""
     readings = []
     for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
         passages = tuple(each.context.strip() for each in article.paragraphs)
@@ -95,7 +95,7 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
 
 @functools.cache
 def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return QMSum (`qmsum/*.json`), a reading a meeting; a query belongs to the passage where its answer begins."""
+    """Return QMSum (`qmsum/*.json`), one reading a meeting; a query belongs to the passage where its answer begins."""
     paths = sorted((folder / "qmsum").glob("*.json"))
     if not paths:
         raise ConfigurationError(
@@ -117,7 +117,7 @@ def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
 
 @functools.cache
 def squality_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return SQuALITY (`squality-dev.jsonl`), a reading a story; a question's first response is its reference."""
+    """Return SQuALITY (`squality-dev.jsonl`), one reading a story; a question's first response is its reference."""
     path, readings = folder / "squality-dev.jsonl", []
     for line in filter(bytes.strip, content_of(path).splitlines()):
         story = parsed(_Story, line, _WRONG.format(path))
