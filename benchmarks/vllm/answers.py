@@ -37,8 +37,7 @@ _FRESH = 5_000
 
 
 def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
-    """Calibrates and serves one model. Raises CalledProcessError when one of the two fails, and SystemExit where
-    nothing could be reused: equal answers would say nothing then."""
+    """Calibrate and serve one model. Raises CalledProcessError if either fails, SystemExit if nothing was reusable."""
     profile = options.out / f"{model.name}.profile.json"
     shared = ["--engine", "vllm", "--model", str(model), "--dtype", "float32", "--families", options.families]
     shared += ["--kv-dtype", options.kv_dtype]
@@ -58,20 +57,19 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Runs a command of `python -m validation`. Raises CalledProcessError unless it ends with 0, or with 1, which says
-    that something is not shown to hold."""
+    """Run a command of `python -m validation`. Raises CalledProcessError for another end than 0 or 1 (not shown)."""
     call = [sys.executable, "-m", "validation", *arguments]
     if (status := subprocess.run(call, check=False).returncode) not in (0, 1):
         raise subprocess.CalledProcessError(status, call)
 
 
 def not_offered(report: dict[str, Any]) -> list[str]:
-    """The families in which the plans of policy verified offered nothing."""
+    """Return the families in which the plans of policy verified offered nothing."""
     return [line["family"] for line in report["lines"] if line["arm"] == VERIFIED and not line["offered"]]
 
 
 def renamed(rows: Sequence[Row], model: str, options: argparse.Namespace) -> list[Row]:
-    """The rows that are kept, under their names here, at the end of which is the model."""
+    """Return the kept rows under their names here, at the end of which is the model."""
     names = NAMES[options.kv_dtype]
     kept = [(row, theirs) for row in rows for theirs in names if row.name.startswith(theirs)]
     return [
@@ -81,7 +79,7 @@ def renamed(rows: Sequence[Row], model: str, options: argparse.Namespace) -> lis
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, serves every model, prints and writes."""
+    """Parse the command line, serve every model, print and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, action="append", required=True, metavar="DIR", help="may be repeated")
     parser.add_argument(
@@ -100,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for model in options.model:
         rows += rows_for(model, options)
-        # Behind every model: a run that is cut short has written what it found.
+        # After every model: a run that is cut short has written what it found.
         for folder in filter(None, (options.out / "rows", options.json)):
             write_rows(folder / f"{name}.json", rows)
     print(markdown_table("*", {f"{rows[0].machine['name']}/{name}": rows}) if rows else "no row")

@@ -70,8 +70,7 @@ _WAKING = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked: tokens of the longest prompts that are compared and of a document, documents of a prompt,
-    retrieval prompts, turns; and the bytes for donors on the card."""
+    """Tokens of the longest compared prompts and of a document, documents a prompt, retrieval prompts, and turns."""
 
     long: int = 24_576
     document: int = 1_024
@@ -102,7 +101,7 @@ class Served:
     counts: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, in_donors: int) -> str | None:
-        """Why the requests do not show reuse: `in_donors` of their tokens are in donors."""
+        """Return why the requests do not show reuse: `in_donors` of their tokens are in donors."""
         counts = self.counts
         if not counts:
             return None
@@ -131,7 +130,7 @@ class VllmArm:
         check: Mapping[str, Any],
         kv: str,
     ) -> None:
-        """Makes the model in `folder`. Raises what vLLM raises when it does not start."""
+        """Make the model in `folder` and start the engine. Raises what vLLM raises when it does not start."""
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -173,7 +172,7 @@ class VllmArm:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What engine it is, for JSON."""
+        """Return what engine it is, for JSON."""
         import vllm
 
         config = self._engine.vllm_config
@@ -192,37 +191,36 @@ class VllmArm:
         }
 
     def begin(self) -> str | None:
-        """Serves a first prompt, which our connector checks itself by; returns why nothing is reused, if so."""
+        """Serve a first prompt, by which our connector checks itself; return why nothing is reused, if so."""
         with self.watched() as served:
             self.ask([self.prompts.fresh(self.sizes.long)])
         self.settle()
         return served.problem(0)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         self._engine.engine_core.shutdown()
 
     def ask(self, prompts: Sequence[list[int]], new_tokens: int = 1) -> list[Any]:
-        """vLLM's outputs of prompts that are asked together through `generate`."""
+        """Return vLLM's outputs of prompts that are asked together through `generate`."""
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         found: list[Any] = self._llm.generate(asked, self._params(new_tokens), use_tqdm=False)
         return found
 
     def ttft_ms(self, prompt: list[int]) -> float:
-        """Wall time of `generate` with one new token."""
+        """Return the wall time of `generate` with one new token."""
         begin = time.perf_counter()
         self.ask([prompt])
         return (time.perf_counter() - begin) * 1e3
 
     def settle(self) -> None:
-        """Waits until what has ended is saved; steps of short requests tell of it. Raises SemBlendError."""
+        """Wait until what has ended is saved, by steps of short requests. Raises SemBlendError."""
         settle(self._core, lambda: self.ask([[0]]))
 
     def serve(
         self, prompts: Sequence[list[int]], arrivals: Sequence[float] | None = None
     ) -> tuple[list[list[int]], dict[str, Any]]:
-        """Serves prompts step by step: _AT_ONCE of them all the time, or each at its arrival, in seconds from now.
-        Returns the tokens of the answers and what was measured."""
+        """Serve prompts, _AT_ONCE at a time or each at its arrival in seconds from now; return answers and figures."""
         waiting, asked, first = deque(range(len(prompts))), dict[str, float](), dict[str, float]()
         done: dict[str, Any] = {}
         begin = time.perf_counter()
@@ -250,7 +248,7 @@ class VllmArm:
 
     @contextmanager
     def watched(self) -> Iterator[Served]:
-        """Tells, once the block is left, how the requests within it were served."""
+        """Report, once the block is left, how the requests within it were served."""
         found, before = Served(), self._last
         yield found
         if self._is_stock:
@@ -270,7 +268,7 @@ class VllmArm:
         } | _sums(known)
 
     def ttft(self) -> dict[str, Any]:
-        """The long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
+        """Measure the long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
         size = self.sizes.long
         document = self.prompts.document(size)
         with self._turn():
@@ -293,10 +291,8 @@ class VllmArm:
         return {"tokens": size, **times, "served": served.counts, "problem": problem, "check": check}
 
     def miss(self) -> dict[str, Any]:
-        """Prompts that were never asked before, one directly after the other: each is saved while the next runs.
-
-        `ms` has a list for each turn; the first prompt of a turn, beside which nothing is saved, is not in it.
-        """
+        """Measure prompts that were never asked before, one directly after the other: each is saved while the next
+        runs. `ms`: a list for each turn, without its first prompt, beside which nothing is saved."""
         found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": []}
         with self.watched() as served:
             for _ in range(self.sizes.miss_turns):
@@ -312,7 +308,7 @@ class VllmArm:
         return found | {"served": served.counts, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
-        """The median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
+        """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
         seen, problems = [], []
         for size in self.sizes.observed:
             document = self.prompts.document(size)
@@ -334,7 +330,7 @@ class VllmArm:
         return {"observations": seen, "problem": next(filter(None, problems), None)}
 
     def decode(self) -> dict[str, Any]:
-        """Times between the tokens of running requests, alone and while long prompts pass one after the other."""
+        """Measure times between tokens of running requests, alone and while long prompts pass one after the other."""
         sizes = self.sizes
         document = self.prompts.document(sizes.long)
         self.ask([self.prompts.donor(document)])
@@ -375,16 +371,16 @@ class VllmArm:
         return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.counts, "problem": problem}
 
     def rag(self) -> dict[str, Any]:
-        """Requests a second of retrieval prompts in random order, _AT_ONCE of them all the time."""
+        """Measure retrieval prompts a second in random order, _AT_ONCE of them all the time."""
         return self._serve_retrieval(2, None)
 
     def arrivals(self, per_second: float) -> dict[str, Any]:
-        """Times to the first token when such prompts come by chance, `per_second` of them."""
+        """Measure times to the first token when such prompts come by chance, `per_second` of them."""
         gaps = np.random.default_rng(3).exponential(1 / per_second, self.sizes.requests)
         return {"per_second": per_second} | self._serve_retrieval(5, np.cumsum(gaps).tolist())
 
     def contaminated(self) -> dict[str, Any]:
-        """Asks planned prompts with their answers again, as stock: none may hit more than the tokens before the first
+        """Ask planned prompts with their answers again, as stock: none may hit more than the tokens before the first
         one that was reused. Asked a third time all of it may be hit, or there was nothing to see."""
         sizes = self.sizes
         prompts = [
@@ -433,8 +429,7 @@ class VllmArm:
 
     @cached_property
     def _library(self) -> tuple[list[int], list[list[int]], Prompts]:
-        """Of retrieval prompts, the same in all arms: the instruction, the documents, which were served once, and where
-        questions come from."""
+        """Instruction, documents (served once) and source of questions of retrieval prompts, the same in all arms."""
         prompts, shown = Prompts(self._vocabulary, seed=1), self.sizes.per_prompt
         documents = [prompts.fresh(self.sizes.document) for _ in range(3 * shown)]
         instruction = prompts.fresh(INSTRUCTION)
@@ -472,7 +467,6 @@ class VllmArm:
 
     @property
     def _scheduler(self) -> Any:
-        """Our scheduler half for every engine."""
         return self._core.scheduler.connector._scheduler._scheduler
 
     @property
@@ -481,8 +475,7 @@ class VllmArm:
         return 0 if self._is_stock else int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
 
     def _use_profile(self, measured: str) -> None:
-        """Makes the shipped model's profile one for this engine, whose name only the running engine knows, and has it
-        used, in the arm that checks. The check of what is measured as sampled_ms has a sample."""
+        """Have the arm that checks use the shipped profile, made out to this engine; sampled_ms has a sample."""
         # Where the engine is refused, the first prompt tells why.
         if self.name != VERIFIED or self._scheduler.namespace is None:
             return

@@ -77,12 +77,12 @@ class Segments:
         self._kept: set[tuple[int, ...]] = set()
 
     def join(self, *segments: Sequence[int]) -> list[int]:
-        """A prompt of these segments."""
+        """Return a prompt of these segments."""
         first, *others = segments
         return [*first, *(token for each in others for token in (*self.separator, *each))]
 
     def of(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """The prompt's segments in order."""
+        """Return the prompt's segments in order."""
         length, begin, found = len(self.separator), 0, list[tuple[int, ...]]()
         for index in range(len(prompt) - length + 1):
             if index >= begin and list(prompt[index : index + length]) == self.separator:
@@ -91,11 +91,11 @@ class Segments:
         return [*found, tuple(prompt[begin:])]
 
     def keep(self, prompt: Sequence[int]) -> None:
-        """The prompt was computed, and LMCache kept it."""
+        """Record that the prompt was computed, and that LMCache kept it."""
         self._kept.update(self.of(prompt))
 
     def missing(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Segments before the last that are not kept."""
+        """Return the segments before the last that are not kept."""
         return [each for each in dict.fromkeys(self.of(prompt)[:-1]) if each not in self._kept]
 
 
@@ -103,10 +103,7 @@ class LmcacheEngine:
     """vLLM with LMCache's connector as CacheBlend needs it: eager, no prefix cache of vLLM's, a prompt in one step."""
 
     def __init__(self, folder: Path, separator: str, longest: int, host_bytes: int, **options: Any) -> None:
-        """`separator`: the text whose tokens without the first separate segments. `longest`: tokens of a prompt.
-
-        Raises what LMCache and vLLM raise when they do not start.
-        """
+        """`separator`: its tokens but the first separate segments. `longest`: tokens of a prompt."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or LMCache would not find the model
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ |= {"LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -147,7 +144,7 @@ class LmcacheEngine:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What engine it is, for JSON."""
+        """Return what engine it is, for JSON."""
         config = self._llm.llm_engine.vllm_config
         worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         return {
@@ -163,7 +160,7 @@ class LmcacheEngine:
         }
 
     def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
-        """vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""
+        """Return vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -180,13 +177,13 @@ class LmcacheEngine:
         return output
 
     def prepare(self, prompt: list[int]) -> None:
-        """Has served, in a prompt of its own, what LMCache would stop at in this one."""
+        """Serve, in a prompt of its own, what LMCache would stop at in this one."""
         if missing := self.segments.missing(prompt):
             self.ask(self.segments.join(*missing))
 
 
 def measure_ttft() -> dict[str, Any]:
-    """Milliseconds of long prompts over random weights: cold, and with a document that was elsewhere before."""
+    """Measure ms of long prompts over random weights: cold, and with a document that was elsewhere before."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, _SIZE + _ROOM)})
@@ -215,11 +212,9 @@ def _ttft(folder: Path, vocabulary: int) -> dict[str, Any]:
 
 
 def measure_answers(folder: Path) -> dict[str, Any]:
-    """Exact match of a model's answers to families of prompts, cold and blended.
-
-    Segments are lines, so that rows can be taken from under another header. Donors are served as they are, and the
-    lines that they lack in a prompt of their own.
-    """
+    """Measure exact match of a model's answers to families of prompts, cold and blended. Segments are lines, so that
+    rows can be taken from under another header. Donors are served as they are, and the lines that they lack in a prompt
+    of their own."""
     model = VllmEngines(str(folder))
     tokeniser = Tokeniser(model, _ANSWER_TOKENS)
     cases = {name: write_cases(model, FamilyRequest((name,), _GROUPS, _QUESTIONS, _TOKENS)) for name in FAMILIES}
@@ -256,17 +251,15 @@ def measure_answers(folder: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer that knows the marks between segments, for prompts that are made of numbers."""
+    """Write a tokenizer that knows the marks between segments, for prompts that are made of numbers."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "#": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(str(folder))
 
 
 def line_separator(folder: Path) -> str:
-    """A text whose tokens are a line's end but for the first, which LMCache leaves out.
-
-    Raises ConfigurationError for a tokenizer that has no token of its own for a line's end.
-    """
+    """Return a text whose tokens, but for the first, which LMCache leaves out, are a line's end. Raises
+    ConfigurationError for a tokenizer that has no token of its own for a line's end."""
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     end = tokenizer.encode("\n", add_special_tokens=False)
     found = next((text for text in ("\n", "a\n") if end and tokenizer.encode(text)[1:] == end), None)
@@ -323,10 +316,8 @@ def _unserved(cached: int, kept: int) -> str | None:
 
 
 def run_part(part: str, out: Path, timeout: float) -> dict[str, Any]:
-    """Runs a part's process, which writes what it measured, and reads that.
-
-    Where it ended otherwise or not within `timeout` seconds, `problem` tells so, with its last line.
-    """
+    """Run a part's process, and return what it wrote. If it fails or takes more than `timeout` seconds, `problem` says
+    so, with its last line."""
     path = out / f"lmcache-{Path(part).name}.json"
     path.unlink(missing_ok=True)
     log, failed = path.with_suffix(".log"), None
@@ -347,7 +338,7 @@ def run_part(part: str, out: Path, timeout: float) -> dict[str, Any]:
 
 
 def add_rows(parts: dict[str, dict[str, Any]], rows: Results) -> None:
-    """Adds the figures of the parts that were served."""
+    """Add the figures of the parts that were served."""
     for name, found in parts.items():
         if not found.get("problem"):
             _ttft_rows(found, rows) if name == TTFT else _answer_rows(name, found, rows)
@@ -386,7 +377,7 @@ def _engine(found: dict[str, Any]) -> str:
 
 
 def measure(part: str, path: Path) -> None:
-    """The process of one part: writes what it measured, or what went wrong, and ends."""
+    """Run one part in this process: write what it measured, or what went wrong, and end."""
     try:
         found = measure_ttft() if part == TTFT else measure_answers(Path(part))
         found["measured"] = asdict(Measured.now("", "cuda"))
@@ -401,7 +392,7 @@ def measure(part: str, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, runs the parts, prints and writes. Exits with 1 when a part has no figure."""
+    """Parse the command line, run the parts, print and write. Exits with 1 when a part has no figure."""
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where files, logs and rows go")
     parser.add_argument(

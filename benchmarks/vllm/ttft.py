@@ -75,7 +75,7 @@ _RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
 
 @contextmanager
 def turn_of(parent: Connection) -> Iterator[None]:
-    """In an arm's process: waits for its turn at the machine (`give_turns`), and gives it up at the end."""
+    """In an arm's process, wait for its turn at the machine (`give_turns`), and give it up at the end."""
     parent.send(None)
     parent.recv()
     yield
@@ -83,7 +83,7 @@ def turn_of(parent: Connection) -> Iterator[None]:
 
 
 def give_turns(arms: Sequence[Connection]) -> None:
-    """Gives every arm one turn in each round, which begins when all have asked for it; returns when all have ended."""
+    """Give every arm one turn in each round, which begins when all have asked for it; return when all have ended."""
 
     def waited(arm: Connection) -> bool:
         with suppress(EOFError, OSError):
@@ -100,10 +100,7 @@ def give_turns(arms: Sequence[Connection]) -> None:
 
 
 def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, parent: Connection | None) -> None:
-    """The process of one arm: starts the engine, measures, and writes its file after every part. `parent` gives turns.
-
-    Raises SystemExit where nothing is reused.
-    """
+    """Start an arm's engine, measure, and write its file after every part. Raises SystemExit if nothing is reused."""
     own, has_card = dict(_SMALL) if options.small else {}, torch.cuda.is_available()
     if options.small and has_card:
         own |= _SMALL_ON_CARD
@@ -153,8 +150,7 @@ def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) ->
 
 
 def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
-    """Adds the rows of the arms that were measured with a cache of the form `kv`; returns what was not served as its
-    row says, which gives none."""
+    """Add the rows of the measured arms with a cache of form `kv`; return why other parts give none."""
     problems = [
         f"{arm} {name}: {found['problem']}"
         for arm, parts in arms.items()
@@ -316,7 +312,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, runs the arms, prints and writes. Exits with 1 when an arm failed or was refused."""
+    """Parse the command line, run the arms, print and write. Exits with 1 when an arm failed or was refused."""
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
@@ -352,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arms: Sequence[str], parts: Sequence[str], options: argparse.Namespace, *, in_turns: bool) -> list[str]:
-    """Runs each arm in a process, all at once; returns those that failed."""
+    """Run each arm in a process, all at once; return those that failed."""
     context, started = multiprocessing.get_context("spawn"), []
     for arm in arms if parts else []:
         ours, theirs = context.Pipe()
@@ -371,7 +367,7 @@ def _file_of(folder: Path, arm: str, *, in_turns: bool = False) -> Path:
 
 
 def _record(options: argparse.Namespace) -> list[str]:
-    """Prints and writes the rows of what is there; returns the problems."""
+    """Print and write the rows of what is there; return the problems."""
     files = {arm: [_read(_file_of(options.out, arm, in_turns=each)) for each in (False, True)] for arm in ARMS}
     there = [found for both in files.values() for found in both if found]
     if not there:

@@ -96,11 +96,8 @@ def cases(suite: str, tokenizer: Any, count: int) -> list[documents.Question]:
 
 @torch.inference_mode()
 def exact_match(model: Any, tokenizer: Any, examples: Sequence[documents.Question]) -> float:
-    """Return the share of cases, prompts up to `<|a|>`, that greedy decoding answers exactly, `<|end|>` included.
-
-    The answer is fed with the question and every token of it must be the likeliest one, which is what greedy
-    decoding would have produced. Neighbouring cases with the same text before the question share its prefill.
-    """
+    """Return the share of cases, prompts up to `<|a|>`, that greedy decoding answers exactly, `<|end|>` included. Every
+    answer token must be the likeliest one. Neighbouring cases with the same text share its prefill."""
     right, shared, cache = 0, "", None
     for case in examples:
         context, mark, question = case.text.rpartition(prompts.QUESTION_MARK)

@@ -38,11 +38,9 @@ class CorpusError(ValueError):
 
 
 def read_books(path: Path) -> list[str]:
-    """Return the books of a UTF-8 text file (plain or .gz) separated by `<|endoftext|>`.
-
-    The book that holds the shipped excerpt is left out, so that the excerpt stays unseen by the model.
-    Raises CorpusError if the file is missing, is not UTF-8 text or holds fewer than 100,000 characters.
-    """
+    """Return the books of a UTF-8 text file (plain or .gz) separated by `<|endoftext|>`. The book with the shipped
+    excerpt is left out, so that the model does not see it. Raises CorpusError if the file is missing, is not UTF-8 text
+    or holds fewer than 100,000 characters."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")

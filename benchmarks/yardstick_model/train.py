@@ -100,7 +100,7 @@ class PlaceProbe(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(width, tokenizer.get_vocab_size()) for _ in _PLACE_OFFSETS)
 
     def labels(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return place tokens, shape (offsets, rows, length), and which tokens stand in rows of a stock list."""
+        """Return place tokens, shape (offsets, rows, length), and which tokens are in rows of a stock list."""
         length = ids.shape[1]
         positions = torch.arange(length, device=ids.device).expand_as(ids)
         marks = torch.where(ids < len(SPECIAL_TOKENS), positions, 0).cummax(dim=1).values
@@ -169,10 +169,8 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor, probed: int) -> tup
 
 
 def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return [weighted loss, mean loss of answer tokens, share of answer tokens that are the likeliest].
-
-    hidden: (rows, length, width); embedding: (vocabulary, width); ids and weights: (rows, length).
-    """
+    """Return [weighted loss, mean loss of answer tokens, share of answer tokens that are the likeliest]. hidden: (rows,
+    length, width); embedding: (vocabulary, width); ids and weights: (rows, length)."""
     logits = functional.linear(hidden[:, :-1], embedding).float().flatten(0, 1)
     targets, scale = ids[:, 1:].flatten(), weights[:, 1:].flatten().float()
     each = functional.cross_entropy(logits, targets, reduction="none")

@@ -61,14 +61,12 @@ _PROMPTS = (
     'cases of your own beside the families: {"id": str, "donors": [str, ...], "prompt": str, "reference": str} a line; '
     "scored by the likelihood of the reference. As they are few, they can only rule a policy out"
 )
-# Looks at the answers of a candidate that is screened: each at twice as many groups as the one before.
+# Looks at the answers of a screened candidate; each has twice the groups of the one before.
 _SCREENING_LOOKS = 4
-# Added to a calibration's seed: its own confirmations take the seeds right after it.
+# Added to a calibration's seed, as its own confirmations take the seeds right after it.
 _FRESH = 1_000
-# Times a profile's own budget. A search passes over what stays undecided, but a confirmation has nothing else to try:
-# where 0.6 of the margin is lost, 4,000 prompts decide fewer than half of the tries, 16,000 nearly all.
+# Times the profile's budget: where 0.6 of the margin is lost, 4,000 prompts decide under half, 16,000 nearly all.
 _BUDGET_FACTOR = 4
-# Which prompts a calibration asks for, by the names of its options.
 PROMPT_OPTIONS = ("groups", "budget", "questions", "tokens", "seed", "max_tokens", "min_match_length")
 _PROBE_TOKENS = 128
 # The run of which a profile says what share of it a sample may miss.
@@ -76,7 +74,7 @@ _RUN_TOKENS = 1_024
 
 
 def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a calibration; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of a calibration; exit with status 2 if argparse refuses any."""
     parser = _parser("calibrate", _CALIBRATE)
     told = f"groups of each family that choose candidates; up to {2 ** (_SCREENING_LOOKS - 1)} times as many where "
     told += "they show little"
@@ -92,10 +90,8 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a confirmation; exits with status 2 for any that argparse refuses.
-
-    Raises ConfigurationError when the profile, which tells the defaults, cannot be read.
-    """
+    """Return the arguments of a confirmation; exit with status 2 if argparse refuses any. Raises ConfigurationError if
+    the profile, which sets the defaults, cannot be read."""
     epilog = (
         "Families and prompts that are not named are those with which the profile was made, with a seed "
         f"{_FRESH:,} higher and {_BUDGET_FACTOR} times the budget."
@@ -136,10 +132,7 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
 
 
 class _Prepared:
-    """What both commands serve: an engine, the families that bound a loss, and the user's own cases.
-
-    Raises ConfigurationError and UnsupportedModelError.
-    """
+    """Engine, families and cases that both commands serve. Raises ConfigurationError and UnsupportedModelError."""
 
     def __init__(self, options: argparse.Namespace, dtype: str) -> None:
         self._options, self._dtype = options, dtype
@@ -166,8 +159,7 @@ class _Prepared:
             self.kinds[WORKLOAD] = Kind.HARMLESS.value
 
     def trials(self, seed: int, own: Sequence[Case], generations: int = 0) -> Trials:
-        """Return trials with prompts of the families under a seed, whose donors reach `generations`, and with the
-        user's `own`."""
+        """Return trials with the user's `own` cases and the families' prompts, whose donors reach `generations`."""
 
         def write(name: str, first: int, count: int) -> list[Case]:
             asked = replace(self.asked, names=(name,), seed=seed, first=first, groups=count, generations=generations)
@@ -180,8 +172,7 @@ class _Prepared:
         return Trials(self.engines, write, self.settings, self._collector)
 
     def proof(self, number: int) -> Rule:
-        """Return the rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at
-        most."""
+        """Return the rule of confirmation `number`; all together err with a probability of at most 1 - CONFIDENCE."""
         first, budget = self._options.groups, self._options.budget
         confidence = 1.0 - (1.0 - CONFIDENCE) / ((number + 1) * (number + 2))
         return Rule((*range(first, budget, first), budget), self._options.margin, confidence, proof=True)
@@ -195,10 +186,8 @@ class _Prepared:
 
 
 def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
-    """Return namespace and geometry of an engine, from its audit log, as the connector may be in another process.
-
-    Raises ConfigurationError with the reason when the connector refuses the engine, and SemBlendError.
-    """
+    """Return an engine's namespace and geometry from its audit log, as the connector may be in another process. Raises
+    ConfigurationError with the reason if the connector refuses the engine, and SemBlendError."""
     [arm] = arms_of([WRAPPER_WITHOUT_PLAN], ArmChoices(engines.facts.num_layers, boundary=1))
     asked = EngineSettings(settings.model, 2 * _PROBE_TOKENS, 1 << 20, settings.min_span)
     with opened(engines, arm, asked) as (engine, audit):
@@ -215,10 +204,7 @@ def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNames
 
 
 def run_calibrate(options: argparse.Namespace, command: str) -> bool:
-    """Runs the search and writes the profile; True when it allows reuse beyond exact spans.
-
-    Raises SemBlendError and OSError.
-    """
+    """Run the search and write the profile; True if it allows more than exact spans. Raises SemBlendError, OSError."""
     check_writable(options.output)
     arguments.check_integers(options, screening_groups=1, max_tries=1)
     prepared, tell = _Prepared(options, options.dtype), teller()
@@ -276,10 +262,8 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
 
 
 def run_confirm(options: argparse.Namespace, command: str) -> bool:
-    """Serves the families in the engine and writes the profile; True when the engine is among its engines now.
-
-    The profile is written as a whole or stays as it is. Raises SemBlendError and OSError.
-    """
+    """Confirm the profile in the engine, and write it whole or not at all; True if it lists the engine now. Raises
+    SemBlendError and OSError."""
     output: Path = options.output or options.profile
     check_writable(output)
     profile = ReuseProfile.read(options.profile)
@@ -294,7 +278,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
             "families to serve instead with --families."
         )
     options.families = ",".join(name for name in names if name != WORKLOAD)
-    # The engine has to run as the one in which the profile was made, not as "auto" would have it.
+    # The engine must run as the one in which the profile was made, not as "auto" would have it.
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
     if options.engine != TRTLLM and "float8" in str(profile.namespace["kv_dtype"]):
         options.kv_dtype = models.FP8
@@ -324,10 +308,8 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
 def _confirmed_in(
     trials: Trials, path: Path, prepared: _Prepared, tell: Callable[[str], None], *, are_named: bool
 ) -> tuple[Comparison, ...]:
-    """Return a comparison for each family where all are non-inferior and something was reused; else says why not.
-
-    Families that the model cannot answer cold are left out, unless they `are_named` by the user.
-    """
+    """Return a comparison for each family if all are non-inferior and something was reused; else say why not. Families
+    that the model cannot answer cold are left out, unless the user named them (`are_named`)."""
     kinds, rule = prepared.kinds, prepared.proof(0)
     families = trials.known(kinds, rule.looks[0], tell)
     problem = problem_of(families, kinds)
@@ -354,7 +336,6 @@ def teller() -> Callable[[str], None]:
 
 
 def _tell_comparisons(comparisons: Iterable[Comparison], tell: Callable[[str], None]) -> None:
-    """Tells of each family how it compares with cold, and what was reused."""
     for each in comparisons:
         line = each.line
         share = "nothing offered" if line.reused_share is None else f"{line.reused_share:.1%} of the offered reused"
@@ -362,8 +343,7 @@ def _tell_comparisons(comparisons: Iterable[Comparison], tell: Callable[[str], N
 
 
 def figures_of(found: Found) -> list[Any]:
-    """Return the profile's figures: the problem, the confirmed families, the deviations at the check layer, the tokens
-    that a sample may miss, and all candidates that were tried."""
+    """Return the profile's figures: problem, confirmed families, deviations, what a sample may miss, and all tried."""
     figures: list[Any] = [] if found.problem is None else [{"what": "problem", "sentence": found.problem}]
     figures += map(_confirmed, found.comparisons)
     winner = found.winner

@@ -72,8 +72,7 @@ class PromptDeviations:
         return means
 
     def sample_means(self, layer: int, every: int, window: int) -> npt.NDArray[np.float64]:
-        """Return the mean deviation of what a sample of one token in `every` compares in each window of `window`
-        tokens, float64 [windows]."""
+        """Return the mean deviation of what a sample of one token in `every` compares, by window, float64 [windows]."""
         compared = sample_of(self.lengths, every, window, seed=0)
         own = windows_of(self.lengths, window)[compared]
         sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
@@ -81,8 +80,7 @@ class PromptDeviations:
         return means
 
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens keep the donor's KV, bool [checked tokens]: those that pass `check`, or all without one,
-        but for the first `head_tokens` of every span."""
+        """Return which tokens keep the donor's KV, bool [checked tokens]: all after heads, or those that pass `check`."""
         return self.kept_and_compared(check, head_tokens)[0]
 
     def kept_and_compared(
@@ -165,7 +163,6 @@ class DeviationCollector:
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
 
     def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
-        """Return the prompt's plan; None where there is nothing to check."""
         index = SpanIndex()
         for number, donor in enumerate(tokens.donors):
             index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))
@@ -183,7 +180,7 @@ class DeviationCollector:
         return None if plan is None or all(span.exact for span in plan.spans) else plan
 
     def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
-        """Computes each text cold, into blocks of its own; texts of about one length together."""
+        """Compute each text cold, into blocks of its own; texts of about one length together."""
         by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         filled: dict[int, PagedKv] = {}
         for together in _at_once(by_length, lambda index: len(texts[index])):

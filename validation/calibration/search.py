@@ -34,15 +34,13 @@ _SAMPLE_WINDOWS = (WINDOW_TOKENS, WINDOW_TOKENS // 2)
 _ABOUT_THE_SAME = 1.1
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
-# Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
-# tried with none, and with 8, of the first tokens of every span computed.
+# Low layers hardly show that a token depends on the one before it: a check is tried with and without computed heads.
 _HEADS = (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy that a profile can hold. `computed_share`: predicted share of tokens times layers that it computes, of
-    those that plans offer for harmless prompts; `generations` do not enter it."""
+    """A policy for a profile. `computed_share`: predicted part of the tokens times layers that harmless plans offer."""
 
     policy: str
     computed_share: float
@@ -58,7 +56,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Names the terms for figures and reports."""
+        """Return the terms in words, for figures and reports."""
         parts, check = [terms_name(self.policy, self.boundary, self.check)], self.check
         if check is not None:
             if check.window_threshold is not None:
@@ -120,8 +118,7 @@ def window_thresholds(harmless: Sequence[PromptDeviations], layer: int) -> list[
 def computed_share(
     check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations], num_layers: int
 ) -> float:
-    """Return the share of tokens times layers that check and heads have computed, of those that the plans offer; 1.0
-    where they offer none."""
+    """Return the share of offered tokens times layers that check and heads have computed; 1.0 if plans offer none."""
     rule, below = SpanCheck(**check.model_dump()), check.layer / num_layers
     offered, saved = sum(prompt.values.shape[1] for prompt in prompts), 0.0
     for prompt in prompts:
@@ -131,8 +128,7 @@ def computed_share(
 
 
 def unseen_share(check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations]) -> float:
-    """Return the share of the kept tokens that deviate by more than the check's threshold and that its sample did not
-    compare."""
+    """Return the share of kept tokens that exceed the check's threshold and that its sample did not compare."""
     rule, kept_tokens, unseen = SpanCheck(**check.model_dump()), 0, 0
     for prompt in prompts:
         kept, compared = prompt.kept_and_compared(rule, head_tokens)
@@ -142,8 +138,8 @@ def unseen_share(check: ProfileCheck, head_tokens: int, prompts: Sequence[Prompt
 
 
 def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) -> list[ProfileCheck]:
-    """Return the check after samples of each rate in windows of each length, with bounds at high quantiles of what they
-    find in harmless windows. Windows that the check itself judges keep their length."""
+    """Return the check with samples of each rate and window, and bounds at high quantiles of what they find in harmless
+    windows. A check that judges windows itself keeps their length."""
     lengths = _SAMPLE_WINDOWS if check.window_threshold is None else (check.window_tokens,)
     found = []
     for every, window in itertools.product((SAMPLE_EVERY, SAMPLE_EVERY // 2), lengths):
@@ -155,7 +151,6 @@ def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) ->
 
 
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
-    """Return all finite values."""
     values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
     return np.extract(np.isfinite(values), values)
 
@@ -187,8 +182,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Found:
-    """The `winner` and its confirmed `comparisons`, if any; otherwise the `problem`, unless all candidates failed.
-    `tried` in order; `deviations` of the screening prompts; `refuted`: where candidates were not confirmed."""
+    """Without a `winner` and a `problem` all candidates failed. `refuted`: where candidates were not confirmed."""
 
     winner: Candidate | None = None
     comparisons: tuple[Comparison, ...] = ()
@@ -200,8 +194,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """The prompts on which a candidate was not confirmed, and the `families` at which it was not. New prompts confirm
-    the next one, so these can choose it; `known` holds what they have said."""
+    """Prompts and `families` where a candidate was not confirmed; they help to choose the next. `known`: verdicts."""
 
     trials: Trials
     rule: Rule
@@ -213,13 +206,11 @@ class Refuted:
 class Search:
     """Tries candidates by the answers of an engine, once; deviations under Transformers only nominate them.
 
-    `screening` prompts choose, by the rule `screen`, and so do those on which an earlier candidate was not confirmed;
-    `fresh(n, generations)` gives new prompts for the n-th confirmation, with donors of at most these generations, and
-    its rule. `written` writes a candidate's profile where an engine reads it. At most `max_tries` candidates are
-    screened. With the check that is confirmed up to `sample_tries` samples are tried, of those that hold on the
-    screening prompts, and then `generations`, ascending. No check lies below `lowest_check`. What leaves text unchecked
-    is tried where the model knows all families of `evidence`.
-    """
+    `screening` prompts choose by the rule `screen`, and so do prompts on which an earlier candidate was not confirmed.
+    `fresh(n, generations)` gives confirmation n its rule and new prompts, with donors of at most these generations.
+    `written` writes a candidate's profile where an engine reads it. When a check is confirmed, up to `sample_tries` of
+    its samples that hold on the screening prompts are tried, then `generations`, ascending. Terms that leave text
+    unchecked are tried only if the model knows all families of `evidence`."""
 
     num_layers: int
     kinds: Mapping[str, str]
@@ -307,7 +298,7 @@ class Search:
             self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
             return False
         found.winner = candidate
-        # Those with donors of a later generation are told among what was tried.
+        # The report lists those with donors of a later generation under what was tried.
         if not candidate.generations:
             found.comparisons = verdict.comparisons
         return True
@@ -343,8 +334,7 @@ class Search:
         return [prompt for prompt in self.found.deviations if self.kinds[prompt.family] != Kind.TRAP.value]
 
     def _told(self, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
-        """Records and tells a verdict; True when it holds. Otherwise the next candidate is likely to fail at the same
-        families, which come first from then on."""
+        """Record and report a verdict; True if it holds. Else failed families come first: the next may fail there."""
         self.families.sort(key=lambda name: name not in (verdict.inferior, *verdict.undecided))
         self.found.tried.append(Tried(candidate, stage, verdict))
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 # The planter's family, and the plants that one is chosen from.
 PLANTED = "planted"
 TRIES = 8
-# Reasons for which one prompt is not served, or not wholly, from donors. Any other is the engine's, which serves all of
-# them as stock: that loses nothing, and says nothing of a candidate.
+# Why one prompt is not served wholly from donors. Any other reason is the engine's, which then serves all as stock.
 _OF_ONE_PROMPT = {
     *("lookup_timeout", "internal_error", "invalid_tokens", "short_prompt", "prefix_covers_prompt", "no_donor_match"),
     *("donor_unavailable", "donor_on_disk", "chunk_edge", "low_reuse", "not_exact", "not_honoured", "forward_failed"),
@@ -71,8 +70,7 @@ class Planter:
         return [plants[index] for index in order[:count]]
 
     def missed(self, plants: Sequence[Case], profile: ReuseProfile) -> list[float]:
-        """Return for each plant the sum of the deviations of all kept tokens, over the layers that the policy leaves
-        out."""
+        """Return for each plant the deviations of all kept tokens, summed over layers that the policy leaves out."""
         terms = profile.terms
         if terms is None:
             return [0.0] * len(plants)
@@ -92,8 +90,7 @@ class Planter:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One family under a candidate. `likelihood` and `exact_match` compare with the mean of two cold runs, whose own
-    difference is `noise`; exact match is None where many texts are right."""
+    """One family against the mean of two cold runs, which differ by `noise`. Exact match: None where many are right."""
 
     line: Line
     likelihood: Evidence
@@ -102,13 +99,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """True when it is shown that no more than the margin is lost. The likelihood decides: near ties, which change
-        answers in a cold run as well, hardly change it."""
+        """True if the likelihood shows that at most the margin is lost. Near ties, also cold's, hardly move it."""
         return self.likelihood.holds and not self.fails
 
     @property
     def fails(self) -> bool:
-        """True when it is shown that more than the margin is lost."""
+        """True if it is shown that more than the margin is lost."""
         return self.likelihood.fails or (self.exact_match is not None and self.exact_match.fails)
 
     def sentence(self) -> str:
@@ -118,8 +114,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`comparisons`: of the families that were served. `inferior`: the family at which the candidate failed;
-    `undecided`: those that the budget left open."""
+    """`inferior`: the family at which the candidate failed. `undecided`: the families that the budget left open."""
 
     comparisons: tuple[Comparison, ...]
     inferior: str | None = None
@@ -142,11 +137,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How long prompts are added: `looks` are the groups of a family after which its answers are compared, ascending.
-
-    With `proof` a family passes when its loss is shown to be within the `margin`, and is given up when it has lost more
-    than that in a quarter of its prompts; otherwise it passes when it has lost no more, as few prompts show little.
-    """
+    """How long prompts are added: a family's answers are compared after each number of groups in `looks`, ascending.
+    With `proof` a family passes if its loss is shown to be within `margin`. It is given up if it lost more in a quarter
+    of its prompts. Without `proof` it passes if it has lost no more, as few prompts show little."""
 
     looks: tuple[int, ...]
     margin: float
@@ -154,18 +147,16 @@ class Rule:
     proof: bool
 
     def passes(self, comparison: Comparison, *, is_all: bool) -> bool:
-        """`is_all`: the family has no more prompts, so that no proof can be asked for."""
+        """Return whether a family passes. With `is_all` it has no more prompts, so that no proof can be asked for."""
         return comparison.holds if self.proof and not is_all else comparison.likelihood.difference >= -self.margin
 
     def gives_up(self, comparison: Comparison, look: int) -> bool:
-        """Whether a family stays undecided without more prompts than those up to the `look`: nothing is accepted so."""
+        """Return whether a family stays undecided after the `look`, without more prompts: that accepts nothing."""
         return self.proof and 4 * look >= self.looks[-1] and comparison.likelihood.difference < -self.margin
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A candidate as it is served: its `samples`, and what they have `found`, by family."""
-
     profile: ReuseProfile
     arm: Arm
     samples: dict[str, list[Sample]]
@@ -175,10 +166,8 @@ class _Trial:
 class Trials:
     """Prompts of some families, written as they are needed, and cold's answers to them, which are served once.
 
-    `write(family, first, groups)` writes the groups from `first` on; where it gives fewer, there are no more, and the
-    family passes when what there is has lost no more than the margin. Families are judged one after the other, unless
-    the engine starts slowly.
-    """
+    `write(family, first, groups)` writes groups from `first` on. If it gives fewer, there are no more; the family then
+    passes if it has lost at most the margin. If the engine starts slowly, all families are judged at once."""
 
     def __init__(
         self,
@@ -218,9 +207,8 @@ class Trials:
         return known
 
     def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
-        """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
-        are over; `title` is that of the progress bar, which counts families that need no more prompts. Raises
-        SemBlendError when the engine refuses the profile."""
+        """Serve the families under policy verified with the profile of `path` until all pass, one fails, or the looks
+        are over. Raises SemBlendError if the engine refuses the profile."""
         profile = ReuseProfile.read(path)
         layers = full_layers_of(profile)
         choices = ArmChoices(self._engines.facts.num_layers, boundary=1, profile=path, profile_layers=layers)
@@ -262,12 +250,9 @@ class Trials:
     def _served_in_turn(
         self, trial: _Trial, families: Sequence[str], look: tuple[int, int], on_step: OnStep
     ) -> Iterator[tuple[str, list[Sample]]]:
-        """Yield the families' samples of the groups of a `look`, from its first number up to its second.
-
-        An engine that starts slowly serves all families at once. Another one serves a family when it is asked for, and
-        cold several at once; but plants are chosen alone, as it takes long, and for nothing where an earlier family
-        fails.
-        """
+        """Yield the families' samples of the groups from `look[0]` up to `look[1]`. An engine that starts slowly serves
+        all families at once. Another serves each when it is asked for, and cold several at once. Plants are chosen
+        alone: that takes long, and is for nothing if an earlier family fails."""
         if self._engines.starts_slowly:
             rounds = [[list(families)]]
         else:
@@ -281,7 +266,7 @@ class Trials:
                 served = self._server.samples(COLD_OTHERWISE_ARM, missing)
                 self._otherwise |= {sample.case_id: sample for sample in served}
             for names in together:
-                # A user's own cases may have come to their end.
+                # A user's own cases may have ended.
                 cases = [case for name in names for case in chosen[name]]
                 served = self._server.samples(trial.arm, cases, on_step) if cases else []
                 _check_candidate_was_tried(served)
@@ -316,7 +301,6 @@ class Trials:
         return self._planter.hardest(plants, profile, -(-len(plants) // TRIES))
 
     def _cases(self, family: str, first: int, end: int) -> list[Case]:
-        """Return the cases of these groups, as far as there are any."""
         written = self._groups.setdefault(family, [])
         if len(written) < end and family not in self._ended:
             more = groups(self._write(family, len(written), end - len(written)))

@@ -45,7 +45,7 @@ _LOOKUP_MS = 60_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the log, how it is read, the memory, and what is written."""
+    """Add the log, how it is read, the memory, and what is written."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the prompts, in the order in which they came")
     parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: told by its beginning)")
     parser.add_argument("--limit", type=count, metavar="N", help="replay the first N prompts alone")
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replays, prints and writes. Raises SemBlendError and OSError."""
+    """Replay, print and write. Raises SemBlendError and OSError."""
     from semblend_trt.reuse_profile import ReuseProfile
     from validation.estimate.figures import H200_TIMES, LatencyModel, Serving, recorded_observations
     from validation.estimate.prompts import Encoder
@@ -177,7 +177,6 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
 
 
 def _replayed(arguments: argparse.Namespace, encoder: Encoder, serving: Serving) -> tuple[Figures, Skipped]:
-    """Return what was found, and what was passed over."""
     from itertools import islice
 
     from tqdm import tqdm
@@ -205,7 +204,6 @@ def _opened(path: Path, buffering: int) -> BinaryIO:
 
 
 def _shown(report: dict[str, Any]) -> str:
-    """Return the report as text for a terminal."""
     shares, memory = report["shares"], report["memory"]
     parts = [
         f"{report['prompts']:,} prompts of {report['tokens']:,} tokens, the longest {report['longest_prompt']:,}; room "

@@ -52,11 +52,8 @@ def line_of(donor_id: str) -> int:
 
 
 class Served(NamedTuple):
-    """What became of one prompt.
-
-    `prefix_alone` tokens come from a prefix cache without our donors; with them, `prefix` from the prefix cache and
-    `spans` from donors, or `reason` says why none do.
-    """
+    """What became of one prompt. `prefix_alone`: tokens from a prefix cache without our donors. With donors `prefix`
+    tokens come from the prefix cache and `spans` from donors, or `reason` says why none do."""
 
     prefix_alone: int
     prefix: int
@@ -82,7 +79,7 @@ class _PrefixCache:
         return held
 
     def end(self, exact_tokens: tuple[int, ...]) -> None:
-        """Ends the request; its blocks of these leading tokens, whose KV a cold run would produce, are held."""
+        """End the request; its blocks of these leading tokens, whose KV a cold run would produce, are held."""
         self._blocks.publish(0, exact_tokens)
         self._blocks.release(0)
 
@@ -99,7 +96,7 @@ class Serving:
         self._served = 0
 
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
-        """Serves one prompt (int32 [n], n >= 1), which is in line `line`."""
+        """Serve one prompt (int32 [n], n >= 1), which is in line `line`."""
         self._served += 1
         held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
         alone, prefix = self._alone.begin(namespace, held), self._prefixes.begin(namespace, held)
@@ -128,7 +125,7 @@ class Serving:
             if self._donors.begin_save(intent, namespace, kept, (), intent.generation):
                 self._donors.saved(SavedDonor(intent.donor_id, len(kept)))
         self._prefixes.end(held if plan is None else held[: plan.exact_token_count])
-        # The tiers do at once what they are told; there is no disk tier.
+        # The tiers obey at once; there is no disk tier.
         promoted = self._donors.offload.take_commands().promotions
         self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
         spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans
@@ -174,10 +171,9 @@ def recorded_observations(path: Path) -> list[Observation]:
 class LatencyModel:
     """Milliseconds to the first token: `intercept_ms`, and what each computed token, reused token and pair costs.
 
-    A pair is a computed token and a token that it attends to: c computed tokens after r reused ones make
-    c x (r + c / 2). The ranges are those of the observations that the model was fitted to. `check_ms` is what the check
-    of a moved token adds, the mean over the checked observations, which are not fitted; None without one.
-    """
+    A pair is a computed token and a token that it attends to: c computed tokens after r reused ones make c x (r + c /
+    2). The ranges are those of the fitted observations. `check_ms`: what the check of a moved token adds, the mean over
+    the checked observations, which are not fitted; None without one."""
 
     source: str
     observations: int
@@ -191,10 +187,8 @@ class LatencyModel:
 
     @classmethod
     def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
-        """Fits by least squares of the relative errors, no cost below 0: times span orders of magnitude.
-
-        Raises ConfigurationError for too few observations.
-        """
+        """Fit by least squares of the relative errors, as times span orders of magnitude; no cost is below 0. Raises
+        ConfigurationError for too few observations."""
         computed, reused, ttft = _arrays([each for each in observations if not each.is_checked])
         if len(ttft) < _FEWEST or len(np.unique(computed)) < 3:
             raise ConfigurationError(
@@ -263,9 +257,8 @@ MAX_FIRST_LINES = 3
 
 @dataclass(slots=True)
 class Document:
-    """Text that was reused after other text than it was first seen after. `name` is a digest of its tokens, `tokens`
-    the longest run of it, `uses` how often a run was reused, `reused_tokens` the tokens of all these runs, and
-    `first_lines` those in which it was seen first."""
+    """Text that was reused after other text than at first. `name`: a digest of its tokens. `tokens`: its longest run.
+    `uses` and `reused_tokens` are sums over its runs, `first_lines` where it was seen first."""
 
     name: str
     first_lines: list[int]
@@ -282,7 +275,7 @@ class Documents:
         self._by_anchor: dict[int, Document] = {}
 
     def add(self, line: int, span: PlanSpan, tokens: TokenArray) -> None:
-        """Counts the run of `span` in the prompt `tokens` (int32 [n]) of this line."""
+        """Count the run of `span` in the prompt `tokens` (int32 [n]) of this line."""
         run = tokens[span.target_start : span.target_end]
         hashes = fingerprint(run, shortest=GUARANTEED_RUN).hashes
         if not len(hashes):
@@ -300,7 +293,7 @@ class Documents:
             self._by_anchor = dict(kept)
 
     def most_reused(self, count: int) -> list[Document]:
-        """Return the `count` documents of which most tokens were reused, the most first."""
+        """Return the `count` documents with the most reused tokens, the most first."""
         return sorted(self._by_anchor.values(), key=lambda each: (-each.reused_tokens, each.name))[:count]
 
 
@@ -315,12 +308,11 @@ class Figures:
         self.documents, self.prompts = Documents(), 0
         self._reasons, self._namespaces = Counter[str](), set[str]()
         self._runs, self._run_tokens = Counter[int](), Counter[int]()
-        # Of each prompt: its tokens, those that a prefix cache alone holds, those that are held with our donors, and
-        # the moved ones among these.
+        # Per prompt: its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
         self._numbers = array("q")
 
     def add(self, line: int, namespace: str, tokens: TokenArray, served: Served) -> None:
-        """Takes in one prompt (int32 [n]) of this line."""
+        """Take in one prompt (int32 [n]) of this line."""
         moved = [span for span in served.spans if not span.exact]
         for span in moved:
             of_class = max(each for each in (0, *RUN_CLASSES) if each <= span.length)
@@ -336,10 +328,8 @@ class Figures:
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
         """Return milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix
-        cache, with donors, and with donors of which every moved token is checked (where the model knows that cost).
-
-        `extrapolated_share` of the prompts lie, with donors, outside of what the model was fitted to.
-        """
+        cache, with donors, and with all moved tokens checked (if the model knows that cost). With donors,
+        `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
         tokens, alone, held, moved = self._columns()
         with_donors = model.predict(tokens - held, held)
         times = {
@@ -359,10 +349,8 @@ class Figures:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form of all but documents and times.
-
-        Donors can take a little from the prefix cache, into which KV after moved text does not go.
-        """
+        """Return the JSON-ready form of all but documents and times. Donors can take a little from the prefix cache,
+        into which KV after moved text does not go."""
         columns = self._columns()
         tokens, alone, held, _ = (int(each.sum()) for each in columns)
         ends = (*(each - 1 for each in RUN_CLASSES[1:]), None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.discovery.fingerprint import TokenArray
 
-# Bytes of a log by which its form is told.
+# Bytes of a log that decide its form.
 HEAD_BYTES = 1 << 20
 # The most prompts that are encoded together, and about their most characters.
 _BATCH_PROMPTS, _BATCH_CHARACTERS = 256, 2 << 20
@@ -44,10 +44,7 @@ _VLLM_REQUEST = re.compile(
 
 
 def format_of(head: bytes) -> str:
-    """Return the form of a log that begins with `head`.
-
-    jsonl: a request, a chat, a text or token ids a line. vllm: vLLM's own log. text: a prompt a line.
-    """
+    """Return a log's form: jsonl (a request, chat, text or token ids a line), vllm (its own) or text (a prompt a line)."""
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
         return "jsonl"
     return "vllm" if _VLLM_START.search(head.decode("utf-8", "replace")) else "text"
@@ -59,8 +56,7 @@ class UnreadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of line `line`, counted from 1: a text, or token ids int32 [n]. Prompts of one `namespace` may share
-    KV. A text that `is_rendered` holds its special tokens."""
+    """A text or token ids int32 [n]. Prompts of one `namespace` may share KV; `is_rendered`: with special tokens."""
 
     line: int
     namespace: str
@@ -85,8 +81,7 @@ class Encoder:
             self._backend.no_padding()
 
     def render(self, body: dict[str, Any]) -> tuple[str, bool]:
-        """Return a chat as the model reads it, and whether its special tokens are in it. Without a template, all its
-        texts. Raises UnreadError."""
+        """Return a chat by its template, else its texts, and whether special tokens are in it. Raises UnreadError."""
         if getattr(self._tokenizer, "chat_template", None):
             try:
                 text, special = render_chat(body, self._tokenizer)
@@ -129,10 +124,8 @@ def encoded(prompts: Iterable[Prompt], encoder: Encoder) -> Iterator[tuple[Promp
 
 
 class PromptLog:
-    """Iterates over the prompts of an open `file`, once. What cannot be read is counted in `skipped`.
-
-    `on_bytes` hears how many bytes of the file were read since it was called last.
-    """
+    """Iterates once over the prompts of an open `file`; what cannot be read is counted in `skipped`. `on_bytes` hears
+    how many bytes of the file were read since its last call."""
 
     def __init__(
         self,
@@ -161,7 +154,6 @@ class PromptLog:
                 self.skipped.add(line, "nested too deeply")
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines that are not blank, without their ends."""
         for number, (content, size) in enumerate(bounded_lines(self._file), 1):
             self._on_bytes(size)
             if why := too_long(content):
@@ -270,8 +262,7 @@ def _several(content: Any) -> list[Any]:
 
 
 def _message(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of a chat, also for other APIs' items, without a role or with parts of their own. Raises
-    UnreadError."""
+    """Return a message of a chat, also of other APIs, without a role or with their own parts. Raises UnreadError."""
     if isinstance(found.get("role"), str):
         content = found.get("content")
         return {**found, "content": list(map(_part, content))} if isinstance(content, list) else found

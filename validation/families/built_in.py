@@ -36,7 +36,7 @@ def reordered(group: Group) -> list[Case]:
 
 
 def system_prompt(group: Group) -> list[Case]:
-    """Unchanged stock lists behind another system prompt."""
+    """Unchanged stock lists after another system prompt."""
     earlier, opening = group.openings(group.form.system_prompts)
     shown = group.stock_lists(group.room)
     last, *questions = ask(group.rng, shown, group.questions + 1)
@@ -99,10 +99,7 @@ def repeat(group: Group) -> list[Case]:
 
 
 def near_duplicates(group: Group) -> list[Case]:
-    """The donor's lists in the donor's order; in every second one, one count differs by a digit.
-
-    Questions are on these counts, and on others of the same lists where there are too few.
-    """
+    """The donor's lists in its order; in every second one a count differs by a digit. Questions ask for these first."""
     rng = group.rng
     earlier, opening = group.openings()
     before = group.stock_lists(group.room)
@@ -129,11 +126,9 @@ _LISTS = 6
 
 
 def link(group: Group) -> list[Case]:
-    """A register in front says which place each list belongs to; only the register has changed.
-
-    The second yardstick answers all of it cold. Moved KV loses three answers of ten, two of them to the donor's, and so
-    it does with two layers computed whole; a check there computes two tokens of a prompt anew and loses none.
-    """
+    """A register before the lists says which place each belongs to; only the register has changed. The second yardstick
+    answers all of it cold. Moved KV loses three of ten answers, two of them to the donor's, also with two layers
+    computed whole. A check there computes two tokens of a prompt and loses none."""
     names, places, counts = _lists_without_place(group)
     own, donor = dict(zip(names, places, strict=True)), dict(zip(names, _rotated(places), strict=True))
     before, after = (
@@ -144,11 +139,8 @@ def link(group: Group) -> list[Case]:
 
 
 def edited_field(group: Group) -> list[Case]:
-    """The same register, and in every list the field with its name was edited: the rows behind it have drawn their
-    conclusion from the name that stood there.
-
-    The second yardstick answers it cold as it does `link`.
-    """
+    """The same register, and an edited name in every list: the rows after it have drawn conclusions from the old name.
+    The second yardstick answers it cold as it does `link`."""
     names, places, counts = _lists_without_place(group)
     before, after = (
         [documents.named_list(*each) for each in zip(fields, owners, counts, strict=True)]
@@ -180,15 +172,13 @@ def _rotated(values: Sequence[str]) -> list[str]:
     return [*values[1:], *values[:1]]
 
 
-# Items that a round leaves, and moves between them; the first moves, which differ, stand in front of both.
+# Items that a round leaves, and moves between them. The first moves, which differ, come before both.
 _LEFT, _MOVES, _FIRST_MOVES = 12, 4, 2
 
 
 def state(group: Group) -> list[Case]:
     """Rounds through a house: an item's floor follows from all moves before it, of which the first have changed.
-
-    Neither the shipped model nor a yardstick answers it cold: a model has to be trained for it.
-    """
+    Neither the shipped model nor a yardstick answers it cold: a model has to be trained for it."""
     rng, room, before, after = group.rng, group.room, list[Document](), list[Document]()
     for name in rng.sample(documents.LIST_NAMES, len(documents.LIST_NAMES)):
         donor, own = _rounds(group, name)
@@ -220,8 +210,7 @@ def _rounds(group: Group, name: str) -> tuple[Document, Document]:
 def _asked_of_both(
     group: Group, before: list[Document], after: list[Document], fronts: Sequence[Document] = ()
 ) -> list[Case]:
-    """Return questions on documents that say something else `before`, in the donor; `fronts`: what comes before the
-    documents in the donor and in the prompt."""
+    """Return questions on `after`; the donor holds `before`. `fronts` precede the documents in donor and prompt."""
     rng = group.rng
     earlier, opening = group.openings()
     wrong = {question.text: question.answer for document in before for question in document.questions}
@@ -231,10 +220,8 @@ def _asked_of_both(
 
 
 def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -> Callable[[Group], list[Case]]:
-    """Return the family whose lists, of the same items under `heading`, are exchanged for the pairs of `places`.
-
-    The first `rows_between` rows of a list stay. As many pairs as fit, in another order in the donor.
-    """
+    """Return the family whose lists, of the same items under `heading`, are exchanged for the pairs of `places`. The
+    first `rows_between` rows of a list stay. It holds the pairs that fit, in another order in the donor."""
 
     def lists(group: Group, pair: tuple[str, str]) -> tuple[list[Document], list[Document]]:
         items = group.items(rows_between)
@@ -277,7 +264,7 @@ def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
 
 
 def _alike(group: Group) -> Iterator[tuple[str, str]]:
-    """Yield two places of one kind whose names share as many first letters as can be, the most alike first."""
+    """Yield two places of one kind whose names share the most first letters, the most alike first."""
     words, rng = group.form.vocabulary, group.rng
     # A planter takes the most alike of 64 names.
     names = sorted(rng.sample(words.place_names, min(64, len(words.place_names))))

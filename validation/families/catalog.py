@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kind(str, Enum):
-    """What a correct system does with a family: reuse; check, since other text changes the meaning; nothing; keep the
-    exact prefix."""
+    """What a correct system does: reuse; check, as other text changes the meaning; nothing; keep the exact prefix."""
 
     HARMLESS = "harmless"
     TRAP = "trap"
@@ -35,11 +34,8 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`write` makes the cases of one group.
-
-    `is_text`: long references without one right answer, compared by perplexity. `needs_eval_data`: the family reads
-    files of a folder of evaluation sets.
-    """
+    """`write` makes one group's cases. `is_text`: long references without one right answer, compared by perplexity.
+    `needs_eval_data`: the family reads a folder of evaluation sets."""
 
     name: str
     kind: Kind
@@ -92,12 +88,9 @@ def write_family(
     eval_data: Path | None = None,
     first: int = 0,
 ) -> list[Case]:
-    """Return `groups` x `questions` cases of at most `tokens` tokens each; those of a group share their donors.
-
-    Equal arguments write equal cases, and a group is the same whichever is the `first` that is written. `eval_data`:
-    the folder of evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data
-    that is missing, cannot be read or holds too little.
-    """
+    """Return `groups` x `questions` cases of at most `tokens` tokens each; those of a group share their donors. Equal
+    arguments write equal cases, and a group is the same whatever `first` is. Raises ConfigurationError for an unknown
+    family, too few tokens, or evaluation data that is missing, unreadable or too little."""
     wanted = family(name)
     if wanted.needs_eval_data and eval_data is None:
         raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
@@ -111,11 +104,8 @@ def write_family(
 
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
-    """`groups` groups of `questions` prompts of at most `tokens` tokens for each family, from group `first` on.
-
-    Empty `names` mean all families whose data is there; `form` None the one that the tokenizer knows. With
-    `generations` the donors are built on each other that often.
-    """
+    """`groups` groups of `questions` prompts of up to `tokens` tokens for each family, from group `first` on. Empty
+    `names`: all families whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
 
     names: tuple[str, ...] = ()
     groups: int = 50
@@ -152,9 +142,8 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
 
 
-# What a timed run serves unless its user brings cases: families, groups of a full run and of a first look, questions,
-# tokens. Harmless prompts, a trap, and controls; a first look has of every kind enough for all gates, within a minute
-# on two cores.
+# What a timed run without own cases serves: families, groups (full run, first look), questions, tokens. A first look
+# has enough of every kind for all gates, within a minute on two cores.
 TIMED = (
     (("reordered",), 4, 4, 6, 2_048),
     (("reordered",), 2, 1, 6, 4_096),
@@ -169,10 +158,7 @@ TIMED = (
 
 
 def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list[Case]:
-    """Return the cases of TIMED, of a full run or of a first look, whose prompts fit into `context` tokens.
-
-    Raises ConfigurationError when none do.
-    """
+    """Return TIMED's cases that fit into `context` tokens. Raises ConfigurationError if there are none."""
     fitting = [row for row in TIMED if row[-1] <= context]
     if not fitting:
         raise ConfigurationError(

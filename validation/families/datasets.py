@@ -83,11 +83,8 @@ class _Story(BaseModel):
 
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return SQuAD v1.1 (`squad-dev-v1.1.json`), one reading an article, one passage a paragraph.
-
-    The first answer of a question is its reference. Raises ConfigurationError when the file cannot be read or is not of
-    that form, as the others here do.
-    """
+    """Return SQuAD v1.1 (`squad-dev-v1.1.json`), one reading an article, one passage a paragraph. First answers are
+    references. Raises ConfigurationError, as the others here do, if the file is unreadable or has another form."""
     readings = []
     for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
         passages = tuple(each.context.strip() for each in article.paragraphs)
@@ -98,8 +95,7 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
 
 @functools.cache
 def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return QMSum (`qmsum/*.json`), one reading a meeting; a query belongs to the passage in which the text that
-    answers it begins."""
+    """Return QMSum (`qmsum/*.json`), one reading a meeting; a query belongs to the passage where its answer begins."""
     paths = sorted((folder / "qmsum").glob("*.json"))
     if not paths:
         raise ConfigurationError(
@@ -121,8 +117,7 @@ def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
 
 @functools.cache
 def squality_texts(folder: Path) -> tuple[Reading, ...]:
-    """Return SQuALITY (`squality-dev.jsonl`), one reading a story; every question is on the whole of it, its first
-    response is the reference."""
+    """Return SQuALITY (`squality-dev.jsonl`), one reading a story; a question's first response is its reference."""
     path, readings = folder / "squality-dev.jsonl", []
     for line in filter(bytes.strip, content_of(path).splitlines()):
         story = parsed(_Story, line, _WRONG.format(path))
@@ -149,10 +144,8 @@ def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
 
 
 def passages(read: Callable[[Path], tuple[Reading, ...]], known: bool, group: Group) -> list[Case]:
-    """Return questions on a part of a text. Where answers are not `known`, questions may be on its other parts too.
-
-    Raises ConfigurationError when no text has enough questions.
-    """
+    """Return questions on a part of a text; if answers are not `known`, questions may be on its other parts too. Raises
+    ConfigurationError if no text has enough questions."""
     texts, rng, form = read(group.eval_data), group.rng, group.form
     earlier, opening = group.openings()
     for text in rng.sample(texts, len(texts)):

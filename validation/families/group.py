@@ -25,10 +25,8 @@ _SMALLEST_ROOM = 160
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one group of a family is written from; equal groups write equal cases.
-
-    `count` gives the number of a text's tokens. Prompts and donors have at most `tokens` tokens.
-    """
+    """What one group of a family is written from; equal groups write equal cases. `count` gives the number of a text's
+    tokens. Prompts and donors have at most `tokens` tokens."""
 
     family: str
     name: str
@@ -73,7 +71,7 @@ class Group:
         raise ConfigurationError(f"The prompt form {self.form.name} has {limit} places, too few for one prompt.")
 
     def items(self, rows_between: int = 0) -> list[str]:
-        """Return items of one list with as many rows as the form has, and `rows_between` more for each of two lists."""
+        """Return the items of one list of the form's length, and `rows_between` more for each of two lists."""
         rows = self.rng.randint(*self.form.rows)
         return self.rng.sample(self.form.vocabulary.items, rows + 2 * rows_between)
 
@@ -86,8 +84,7 @@ class Group:
         return counts
 
     def stock_lists(self, room: int, extra: int = 0, places: Iterator[str] | None = None) -> list[Document]:
-        """Return stock lists of different places that fill `room` tokens, with `extra` tokens around each; at least
-        two."""
+        """Return at least two stock lists of different places that fill `room` tokens, `extra` tokens around each."""
         places, shown, used = places or self.places(), list[Document](), 0
         while True:
             document = counted_list(next(places), self.counts(self.items()))
@@ -151,10 +148,8 @@ def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
 
 
 def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
-    """Return `count` different questions, from different documents as far as there are enough.
-
-    Raises ConfigurationError when the documents have fewer questions.
-    """
+    """Return `count` different questions, from different documents while there are enough. Raises ConfigurationError if
+    the documents have fewer."""
     pools = [rng.sample(document.questions, len(document.questions)) for document in shown]
     rng.shuffle(pools)
     if count > sum(map(len, pools)):

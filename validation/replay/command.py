@@ -39,7 +39,7 @@ could be read, 130 interrupted.
 
 
 def parse_replay(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a replay; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of a replay; exit with status 2 if argparse refuses any."""
     parser = arguments.Parser("replay", _DESCRIPTION)
     told = "request telemetry or a published trace, as JSON lines"
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=told)
@@ -58,7 +58,7 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_replay(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything; always True. Raises SemBlendError and OSError."""
+    """Run and write everything; always True. Raises SemBlendError and OSError."""
     _check(options)
     document, page = paths = [options.output / name for name in FILE_NAMES]
     for path in paths:
@@ -122,8 +122,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`hit_share` and `saved_tokens` are of all prompts' tokens. `hit_share_over_lru`: minus that of lru with the same
-    rule and capacity."""
+    """Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
 
     rule: str
     policy: str
@@ -184,11 +183,11 @@ RESAMPLES = 2_000
 
 
 def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
-    """Return the sum of `numerators` over that of `denominators`, numbers [requests] in order, with its bounds.
+    """Return the sum of `numerators` over that of `denominators`, [requests] in order, with bounds; None below 4
+    requests.
 
-    None with fewer than 4 requests. A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive
-    requests are resampled, since requests reuse the blocks of earlier ones. Equal seeds give equal bounds.
-    """
+    A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive requests are resampled, since
+    requests reuse the blocks of earlier ones. Equal seeds give equal bounds."""
     above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if len(above) < 4:
         return None

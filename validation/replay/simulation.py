@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockHistory(DonorHistory):
-    """The past of a held block, which is a donor to a policy.
-
-    `block` is its number and `added` the tick at which it came. `last_seconds` is the trace's time of its last use.
-    """
+    """A held block's past, a donor to a policy. `added`: tick of its arrival. `last_seconds`: the trace's, at its last use."""
 
     block: int = 0
     kind: BlockKind = BlockKind.OTHER
@@ -54,8 +51,7 @@ DEFAULT_WEIGHTS = {
     BlockKind.OTHER: 0.8,
     BlockKind.USER_QUERY: 0.7,
 }
-# The time before any gap was seen, which the SemanticKV system fixes. It weighs as much as some gaps, so that no early
-# gap decides.
+# SemanticKV's fixed time, for as long as no gap was seen. It weighs as several gaps, so that no early gap decides.
 FIRST_SECONDS, _FIRST_GAPS = 60.0, 8
 # The weight that an older gap keeps when another comes: about the last thousand count.
 MEMORY = 0.999
@@ -71,10 +67,8 @@ MAX_REMEMBERED = 4096
 
 
 class KindUse:
-    """What uses teach of each kind: a factor on its weight, and how long its blocks wait for their next use.
-
-    A regret is a block that comes back after it was evicted. The last MAX_REMEMBERED evicted blocks are known.
-    """
+    """What uses teach of each kind: a factor on its weight, and how long its blocks wait for their next use. A regret
+    is a block that comes back after its eviction; the last MAX_REMEMBERED evicted blocks are known."""
 
     def __init__(self) -> None:
         self.factors = dict.fromkeys(BlockKind, 1.0)
@@ -82,23 +76,20 @@ class KindUse:
         self._gone: OrderedDict[int, float] = OrderedDict()
 
     def seconds(self, kind: BlockKind) -> float:
-        """Return the mean time, above 0, from any moment to the next use of blocks of `kind` that are used again.
-
-        For gaps g between two uses it is sum(g^2) / (2 sum(g)), the mean residual life of renewal theory: a moment
-        falls into a long gap more often than into a short one.
-        """
+        """Return the mean time, above 0, from any moment to the next use of blocks of `kind` that are used again. For
+        gaps g it is sum(g^2) / (2 sum(g)), the mean residual life of renewal theory: most moments lie in long gaps."""
         gaps, squares = self._sums[kind]
         return squares / (2.0 * gaps)
 
     def came_back(self, kind: BlockKind, gap_seconds: float, factor: float = HIT_FACTOR) -> None:
-        """Learns that a block of `kind` was used, this long after its last use."""
+        """Learn that a block of `kind` was used, this long after its last use."""
         self._scale(kind, factor)
         gap = max(gap_seconds, _LEAST_GAP_SECONDS)
         gaps, squares = self._sums[kind]
         self._sums[kind] = MEMORY * gaps + gap, MEMORY * squares + gap * gap
 
     def evicted(self, history: BlockHistory) -> None:
-        """Learns that a block had to make room."""
+        """Learn that a block had to make room."""
         if not history.uses:
             self._scale(history.kind, UNUSED_FACTOR)
         self._gone[history.block] = history.last_seconds
@@ -106,7 +97,7 @@ class KindUse:
             self._gone.popitem(last=False)
 
     def came(self, history: BlockHistory) -> None:
-        """Learns that a block is held now. It is a regret if it was evicted before."""
+        """Learn that a block is held now. It is a regret if it was evicted before."""
         last_seconds = self._gone.pop(history.block, None)
         if last_seconds is not None:
             self.came_back(history.kind, history.last_seconds - last_seconds, REGRET_FACTOR)
@@ -122,14 +113,12 @@ _MOVED = math.log(1.1)
 class AdaptiveSemanticEviction(EvictionPolicy[BlockHistory]):
     """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
 
-    Weights and the sum over n are the SemanticKV system's. Its fixed time of 60 s is not: t is the time that blocks of
-    the kind were seen to wait for their next use. So no count and no weight keeps an overdue block for long, and the
-    order is the same at any pace of requests. Size does not count: what a block saves and the room that it takes both
-    grow with its tokens.
+    Weights and the sum over n are the SemanticKV system's. Its fixed time of 60 s is not: t is how long blocks of the
+    kind were seen to wait for their next use. So nothing keeps an overdue block for long, and the order is the same at
+    any pace. Size does not count: what a block saves and the room that it takes both grow with its tokens.
 
-    Age lowers all blocks of a kind alike, and the kind's factor is common to them. So each kind has a ranking that only
-    uses change, `candidates` merges the rankings, and blocks are ranked again only when t has moved.
-    """
+    Age and the kind's factor are common to the blocks of a kind. So each kind has a ranking that only uses change,
+    `candidates` merges the rankings, and blocks are ranked again only when t has moved."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives the seconds in which `BlockHistory.last_seconds` counts."""
@@ -197,7 +186,7 @@ class ReplayPolicy(str, Enum):
 
 
 def replay_policy(name: ReplayPolicy, clock: Callable[[], float]) -> EvictionPolicy[BlockHistory]:
-    """Makes the policy of one cache; `clock` gives the trace's time in seconds."""
+    """Make the policy of one cache; `clock` gives the trace's time in seconds."""
     if name is ReplayPolicy.ADAPTIVE_SEMANTIC:
         return AdaptiveSemanticEviction(clock)
     if name is ReplayPolicy.FIFO:
@@ -210,10 +199,8 @@ def replay_policy(name: ReplayPolicy, clock: Callable[[], float]) -> EvictionPol
 class BlockCache:
     """A cache of `capacity` tokens, in which each held block is one donor to `policy`. Not thread safe.
 
-    A block is held only while its parent is. With `looks_ahead`, for a policy that knows the future, the blocks of a
-    served request may be evicted at once. `before`: the block in front of each held one in the request that brought it,
-    or NONE.
-    """
+    A block is held only while its parent is. With `looks_ahead`, for a policy that knows the future, blocks of a served
+    request may go at once. `before`: the block before each held one in the request that brought it, or NONE."""
 
     def __init__(
         self, blocks: Blocks, policy: EvictionPolicy[BlockHistory], capacity: int, *, looks_ahead: bool = False
@@ -230,11 +217,8 @@ class BlockCache:
         return block in self._held
 
     def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
-        """Serves a request of these blocks at a time in seconds; returns those that were held before.
-
-        Missing blocks that fit beside the request's others are held from then on. The first block counts as
-        the last used, so that the end of a prompt is evicted first.
-        """
+        """Serve a request of these blocks at a time in seconds; return those that were held before. The first block
+        counts as the last used, so that the end of a prompt is evicted first."""
         before: dict[int, int] = {}
         for last, block in pairwise((NONE, *wanted)):
             before.setdefault(block, last)
@@ -279,7 +263,6 @@ class BlockCache:
         self._policy.added(str(block), history)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Evicts blocks that are not `pinned` until `tokens` more fit."""
         for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
             del self._held[block]
             self._children.pop(block, None)
@@ -308,13 +291,11 @@ class BlockCache:
 
 
 class Optimum(EvictionPolicy[BlockHistory]):
-    """Evicts the block whose next use is farthest (Belady 1966), in a `BlockCache` that looks ahead.
-
-    No policy has more hits where all blocks have one size. Where sizes differ it is no bound.
-    """
+    """Evicts the block whose next use is farthest (Belady 1966), in a `BlockCache` that looks ahead. No policy has more
+    hits where all blocks have one size; where sizes differ it is no bound."""
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
-        """`requests` are the blocks of each request in order; `request` says which of them is being served."""
+        """`requests`: the blocks of each request in order. `request` returns the number of the one that is served."""
         super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, blocks in enumerate(requests):
@@ -337,11 +318,9 @@ EXACT_PREFIX, SPAN = "exact_prefix", "span"
 
 @dataclass(frozen=True, slots=True)
 class ReuseRule:
-    """Which held blocks are reused. With `as_prefixes` the leading run of held blocks, as in a prefix cache.
-
-    Otherwise spans at any position: runs of held blocks in the order in which they came, of at least `min_tokens`
-    tokens, of which the first `recompute_tokens` are computed again. A request's last token is always computed.
-    """
+    """Which held blocks are reused. With `as_prefixes` the leading run of held blocks, as in a prefix cache. Otherwise
+    all runs of held blocks in the order of their arrival, of at least `min_tokens` tokens. Their first
+    `recompute_tokens` are computed again. A request's last token is always computed."""
 
     name: str
     as_prefixes: bool
@@ -364,10 +343,8 @@ class ReuseRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """`reused` int64 [requests]: tokens that each request did not compute, in the order of `Trace.requests`.
-
-    `evictions` counts blocks, `regrets` those that were asked for again after they had been evicted.
-    """
+    """`reused` int64 [requests]: tokens that each request did not compute, in the order of `Trace.requests`. `regrets`
+    counts the blocks that were asked for again after their eviction."""
 
     reused: npt.NDArray[np.int64]
     evictions: int
@@ -375,7 +352,7 @@ class Outcome:
 
 
 def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -> Outcome:
-    """Serves the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM."""
+    """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM."""
     blocks, looks_ahead = rule.blocks(trace), policy == OPTIMUM
     index, seconds = 0, 0.0
     cache = BlockCache(

@@ -80,10 +80,9 @@ MAX_BLOCK_USES = 4_000_000
 class Trace:
     """Requests in the order of their times, without texts and metadata.
 
-    Blocks of `spans` differ by tenant, model, content and length; blocks of `prefixes` also by all blocks before them,
+    Blocks of `spans` differ by tenant, model, content and length; those of `prefixes` also by all blocks before them,
     the last of which is their parent. A block without content_hash and text is not shared. `empty` counts requests
-    without tokens, which are not replayed; `skipped` lines that are no requests.
-    """
+    without tokens, which are not replayed; `skipped` lines that are no requests."""
 
     def __init__(self) -> None:
         self.form = TraceFormat.ROUTER
@@ -93,7 +92,7 @@ class Trace:
         self._starts, self._prompt_tokens, self._seconds = array("q", [0]), array("q"), array("d")
 
     def add(self, line: TraceLine) -> None:
-        """Adds a request, without its empty blocks. Raises ConfigurationError when there are too many."""
+        """Add a request, without its empty blocks. Raises ConfigurationError if there are too many."""
         blocks = [block for block in line.blocks if block.token_count]
         if not blocks:
             self.empty += 1
@@ -136,7 +135,7 @@ class Trace:
 
     @property
     def held_prefix_blocks(self) -> int:
-        """How many uses of blocks an unlimited prefix cache answers."""
+        """The uses of blocks that an unlimited prefix cache answers."""
         seen: set[int] = {NONE}
         held = 0
         for _, request in self.requests(as_prefixes=True):
@@ -163,11 +162,8 @@ def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
 
 
 def trace_file(path: Path, requests: int | None = None) -> Trace:
-    """Reads the first `requests` of a file of JSON lines.
-
-    The first line that can be read tells the format; what cannot be read is counted in `skipped`. Raises
-    ConfigurationError naming the file when nothing is left.
-    """
+    """Read the first `requests` of a file of JSON lines, in the format of the first readable line; others are
+    `skipped`. Raises ConfigurationError naming the file if nothing is left."""
     trace = Trace()
     try:
         with open_input(path, may_be_pipe=True) as file:
@@ -216,11 +212,8 @@ class _MooncakeRequest(BaseModel):
 
 
 def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat]:
-    """Return the request and its format, which is `form` unless that is None.
-
-    The last block of a request of Mooncake's may have fewer tokens, with an id or without. Raises _UnreadError and
-    ValidationError.
-    """
+    """Return the request and its format, which is `form` unless that is None. Raises _UnreadError and ValidationError.
+    The last block of a Mooncake request may have fewer tokens, with an id or without."""
     try:
         values = from_json(text)
     except ValueError:
