@@ -62,6 +62,11 @@ class Fleet:
     url: str
     tenants: Tenants
 
+    @property
+    def salt(self):
+        """The salt that the router makes for acme."""
+        return self.tenants.caller({"Authorization": "Bearer key of acme"}).salt
+
     def client(self, tenant, url=None):
         return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
 
@@ -142,7 +147,7 @@ def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(
     assert (receipt["policy"], receipt["outcome"]) == ("position_fix", "backend_materialized_reuse")
     assert 400 < receipt["reused_tokens"] <= routed.usage.prompt_tokens_details.cached_tokens
     assert routed.kv_transfer_params is None
-    salt = {"extra_body": {"cache_salt": fleet.tenants.salt_of("acme")}}
+    salt = {"extra_body": {"cache_salt": fleet.salt}}
     straight = fleet.client("acme", fleet.workers[holder].url).completions.create(prompt=prompt, **GREEDY, **salt)
     assert straight.kv_transfer_params == {"semblend.receipt": receipt}
 
@@ -173,7 +178,7 @@ def test_a_tenants_salt_reaches_vllm(fleet):
     assert fleet.ask(prompt, extra_body={"cache_salt": "guessed"})[0] == holder
     assert fleet.ask(prompt, "globex")[1:] == (expected, 0)
     worker = fleet.client("acme", fleet.workers[holder].url)
-    for salt, is_known in ((fleet.tenants.salt_of("acme"), True), ("guessed", False), (None, False)):
+    for salt, is_known in ((fleet.salt, True), ("guessed", False), (None, False)):
         answer = worker.completions.create(prompt=prompt, **GREEDY, extra_body={"cache_salt": salt})
         assert (told(answer)[1] > 400) == is_known, salt
 
