@@ -1,4 +1,5 @@
 """Prometheus metrics of reuse, in the registry that a host server's /metrics shows. Serving never fails by them.
+
 All engines of a process share one set of series; the donor gauges sum over the engines at each scrape. Labels come from
 fixed lists, never from users. Under PROMETHEUS_MULTIPROC_DIR the donor gauges, the faults and the audit log's losses
 are missing: only the engine's own process can count them."""

@@ -46,6 +46,7 @@ class Neighbour:
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
     """What became of one request's prompt tokens; `outcome` is the value of an Outcome.
+
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
     `sampled_tokens` before them; `largest_kept` is the largest deviation among those reused. `computed_holes` are
     tokens promised to the engine that the wrapper computed, recomputed ones among them. `generation` is the highest of

@@ -1,4 +1,5 @@
 """ReuseProfile: what a calibration found safe for one model on the engines that it lists, as a JSON file.
+
 The profile holds for its own namespace only: all fields that decide what the KV is bind. Block size, tenant, template
 and cache salt decide who may share it, and do not bind. Names of model and tokenizer bind only where no digest
 identifies their content. A field that either side does not know counts as a difference."""
@@ -140,6 +141,7 @@ class _Figure(BaseModel):
 
 class ReuseProfile(_Part):
     """The cheapest `policy` that a calibration found as good as cold. Build one with `made_for`.
+
     The first `head_tokens` tokens of every run are always computed. KV computed after checked KV becomes a donor of the
     next generation, up to `generations`; such a donor is always checked. `engines` are engines with their cache
     layouts, as a namespace names them. `digest` is that of all other fields, as `write` made it."""

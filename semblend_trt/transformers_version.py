@@ -14,6 +14,7 @@ _lock = threading.Lock()
 
 def imported(name: str, module: str = "transformers") -> Any:
     """Import `name` from Transformers, or from a package that imports it. Raises ImportError. Any thread may ask first.
+
     Transformers replaces its module at the end of its import: an import statement waiting in another thread gets the
     first module, which lacks the names."""
     with _lock:

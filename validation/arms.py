@@ -36,6 +36,7 @@ ALL_NAMES = (
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`variables` are the connector's settings; None runs without one.
+
     An `isolated` arm gives each group of cases its own cache salt: it computes the group's first request in full, and
     further questions find the exact KV. `full_layers`: lowest layers that an approximate plan computes for every token.
     `chunk_tokens`: most tokens of one prompt in a forward."""

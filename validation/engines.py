@@ -68,6 +68,7 @@ class ArmEngine(Protocol):
 
 class Engines(ServedModel, Protocol):
     """Open engines over one model. `token_bytes`: most bytes of a token's KV. `notes`: limits of a timed run.
+
     Engines that start slowly run one at a time, and get all requests at once.
     `prefix_unit`: an engine's own exact prefix is a multiple of it, in tokens."""
 

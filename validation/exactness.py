@@ -45,6 +45,7 @@ class Exactness:
 
 def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness:
     """Compare the wrapper with the plain Hugging Face forward on the first MAX_TOKENS of `token_ids`.
+
     It compares all rows without a plan, at once and in two chunks. With a plan that recomputes every layer, it compares
     the rows after a span of garbage KV: they must not depend on it. Raises ConfigurationError below MIN_TOKENS."""
     tokens = [int(token) for token in token_ids[:MAX_TOKENS]]
@@ -83,6 +84,7 @@ def stock_difference(
     engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int, also: Sequence[str] = ()
 ) -> Exactness:
     """Compare the wrapper with the `engine` without it: without a plan, and under one that recomputes every layer.
+
     A donor holds half of the prompt at other positions. The prompt is `token_ids`, repeated or cut to fit; `also` names
     further arms. Raises SemBlendError when the engine executes no plan."""
     count = min(MAX_TOKENS, engines.facts.max_positions - _ANSWER_TOKENS)

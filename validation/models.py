@@ -42,6 +42,7 @@ def shipped_model() -> Path:
 
 def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     """Load `model`, or the shipped one, which runs on the CPU unless a device is named.
+
     `dtype` auto is float32 on a CPU, where smaller types are slow, else the checkpoint's own. Raises ConfigurationError
     and UnsupportedModelError."""
     place = resolve_device(device or ("cpu" if model is None else "auto"))

@@ -56,6 +56,7 @@ def _marked(mark: str, *parts: str) -> str:
 @dataclass(frozen=True, slots=True)
 class PromptForm:
     """How a model is prompted. `rows`: least and most rows of a stock list that the model reads reliably.
+
     `qualified`: how a heading and a question name a place ("name") with one of the `units` or `dates` ("word").
     Without `has_marks`, plain headings replace the marks."""
 

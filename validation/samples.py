@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """Where a prompt's tokens came from, and how the request ended for the connector.
+
     `cached`: in the engine's own exact prefix. `offered`: in the plan's spans, which are `reused` or `recomputed`.
     `sampled`, then `checked`: compared with the donor's KV. `largest_kept`: largest deviation of those that are reused.
     `generation`: highest of the plan's donors. `spans`: (start, length) in the prompt."""
@@ -89,6 +90,7 @@ def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One arm's answer to one case, compared with cold's; None if the case does not define the figure.
+
     Token counts, `generation` and `spans` are as in `Reuse`; times are in seconds.
     `computed_share`: tokens times layers that were computed, of those after the engine's own exact prefix.
     `expected_exact_tokens`: shared from position 0 on with a donor that this arm computed exactly. They are whole units
@@ -206,6 +208,7 @@ def sample_of(
 @dataclass(frozen=True, slots=True)
 class Line:
     """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept` and `generation`.
+
     `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses.
     Bounds: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: of offered tokens."""
 

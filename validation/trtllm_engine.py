@@ -47,6 +47,7 @@ def open_llm(
     **options: Any,
 ) -> Any:
     """Open an LLM that can execute plans: eager, over the V1 cache manager, with chunked prefill.
+
     `connector`: the module of our classes. `variables`: their settings, SEMBLEND_*. `cache`: fields of KvCacheConfig.
     Raises SemBlendError when it does not start."""
     # `tensorrt_llm.llmapi` itself has KvCacheConfig only.

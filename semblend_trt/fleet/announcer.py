@@ -67,6 +67,7 @@ def _guarded(method: Callable[_P, None]) -> Callable[_P, None]:
 
 class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
+
     A donor that an earlier process saved is announced after a request names its namespace. `close` calls `leave` once.
     All methods but `close` and `embedded` belong to the scheduler's thread."""
 

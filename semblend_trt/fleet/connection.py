@@ -48,6 +48,7 @@ class ConnectionLostError(SemBlendError):
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
     """Where events are sent, and the credentials.
+
     The representation shows no secret. With `per_worker` each worker has its own subject: `subject` with the worker id
     appended. Readers accept a worker's events from it only, so the server's permissions decide who may send them."""
 
@@ -132,6 +133,7 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
 
 async def flush(client: Any) -> None:
     """Wait until the server has taken all that the client was asked to send.
+
     Raise what the client raises, after ANSWER_SECONDS for each of two answers. nats-py 2.16 sends a flush's ping before
     what still waits to be written, so only a second answer comes after it."""
     for _ in range(2):

@@ -139,6 +139,7 @@ class FollowedDonor(msgspec.Struct, gc=False):
 @dataclass(slots=True, eq=False)
 class FollowedWorker:
     """A worker: its number in the indexes, its last event, its donors by id and the XOR of their `donor_digest`.
+
     `is_synced`: no event was missed since its last reset. `is_partial`: some donors found no room, so heartbeats are
     compared only when there is room again. `is_unplaced`: there were too many namespaces for some donors. `unheeded`
     counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors."""
@@ -162,6 +163,7 @@ class FollowedWorker:
 
 class FairLock:
     """A lock that a waiting thread gets before one that asks again at once.
+
     `threading.Lock` goes to a running thread, so a thread that takes it in a loop would keep others out. Here the
     waiting thread holds the turn, so that no other thread can ask."""
 
@@ -200,6 +202,7 @@ _MEANING = {
 
 class Directory:
     """Takes messages with `observe` and answers with `holders`.
+
     Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. Where `accepted`
     is given, only these workers are followed. `counts` counts messages by verdict and problem; `on_problem` gets each
     problem's name and a sentence."""
@@ -256,6 +259,7 @@ class Directory:
 
     def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
         """Return the workers that hold text of a prompt (integers [n]), the largest share first.
+
         `tokens` are estimated over all donors of a worker in one namespace: text that two of them hold counts once.
         Donors must have the same raw `tenant_salt`. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
         prompts = self._fingerprints(token_ids, tenant_salt)

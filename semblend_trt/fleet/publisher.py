@@ -67,6 +67,7 @@ CLOSE_SECONDS = 2.0
 
 class EventCounters:
     """Counts of one publisher, also in Prometheus where prometheus_client is installed.
+
     Raises nothing. `sent` counts events by kind, once the server has answered after them. `dropped` counts changes
     without an event of their own, by reason; a resync makes up for them."""
 
@@ -109,6 +110,7 @@ def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
 @dataclass(slots=True, eq=False)
 class Held:
     """A donor as the serving path left it.
+
     `tokens` are int32 [n], and None once the donor is sketched. The donor is published only after a request names its
     `namespace`. `salted_key` is the sketch key of a request with a salt, else empty. `embedding` is float32 [dim]. An
     `is_unfit` donor cannot be announced."""

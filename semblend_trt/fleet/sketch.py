@@ -126,6 +126,7 @@ class Sketch:
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptFingerprints:
     """A prompt's anchors under one key, in the prompt's order; `tokens` is the prompt's length.
+
     `entries` (uint32 [n]) are the hashes' low 32 bits, `levels` (uint8 [n]) the highest level of each. `eligible`
     (int64 [MAX_LEVEL + 1]) counts the anchors of each level."""
 

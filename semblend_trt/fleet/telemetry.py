@@ -155,6 +155,7 @@ class TraceBlock(_Part):
 
 class TraceLine(_Part):
     """One request: its blocks in the prompt's order, and what was observed of its answer.
+
     `timestamp_ms` is the arrival, since 1970. `observed_ttft_ms` is for streamed answers only: others come in one
     piece. `observed_prefix_hit_tokens` came from the replica's prefix cache; it computed `observed_prefill_tokens`."""
 

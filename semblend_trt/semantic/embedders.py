@@ -178,6 +178,7 @@ class StaticEmbedder(Embedder):
 
 class JaccardEmbedder(Embedder):
     """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
+
     Entry i is +-1/32, signed by a bit of the i-th hash function's least value over the words. Two sets share that value
     with probability J, their Jaccard index. Inner products have mean J and standard deviation 1/32 at most."""
 

@@ -138,6 +138,7 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How long prompts are added: a family's answers are compared after each number of groups in `looks`, ascending.
+
     With `proof` a family passes if its loss is shown to be within `margin`. It is given up if it lost more in a quarter
     of its prompts. Without `proof` it passes if it has lost no more, as few prompts show little."""
 

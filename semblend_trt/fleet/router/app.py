@@ -74,6 +74,7 @@ class ReadPrompt:
 @dataclass(frozen=True, slots=True)
 class ColdCheck:
     """How to compare an answer with a cold run: `payload` is that run's body, None where two runs may differ.
+
     Of the sample (`is_sample`), only counters and log get the result. `strips_tokens`: only the router asked for the
     answer's tokens."""
 
@@ -141,6 +142,7 @@ class Placer:
 
 class Router:
     """One router; `app()` may be served once.
+
     Raises ConfigurationError. Without `nats`, where donor events are read, requests are placed by load or earlier
     prompts. `tokenizer` is the replicas' Transformers tokenizer. The share `audit_sample` of requests with reuse is
     compared with cold runs."""

@@ -83,6 +83,7 @@ def _texts_of(choice: Mapping[str, Any]) -> tuple[str, str, str]:
 
 class ColdRuns:
     """Compares answers with cold runs, and draws a `share` of the requests for it.
+
     Belongs to one event loop. `count` gets each result, one of COLD_RUN_RESULTS. Runs of the sample go one at a time.
     At most MAX_WAITING wait for their turn, and no request waits for them."""
 

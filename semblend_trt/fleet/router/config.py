@@ -146,6 +146,7 @@ class TelemetryConfig(_Table):
 
 class RouterConfig(_Table):
     """The whole file.
+
     `model` is the folder or hub id of the replicas' tokenizer, `name` the model's name in requests. `nats_url`,
     `nats_subject` and `audit_sample` override the variables of these names. `load_weight` is span_overlap's."""
 
@@ -277,6 +278,7 @@ class Tenants:
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return the caller, by Authorization, X-Tenant-ID, X-Session-ID and X-SemBlend-Verify.
+
         A request may name a tenant of its key, and must where the key has several. Raise RequestRefusedError: 401
         unknown_key, 403 tenant_forbidden and verify_forbidden, 400 tenant_missing, bad_session and bad_verify."""
         session, named, asked = map(headers.get, (SESSION_HEADER, TENANT_HEADER, VERIFY_HEADER))

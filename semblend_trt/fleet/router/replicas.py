@@ -164,6 +164,7 @@ class ReplicaFailedError(SemBlendError):
 @dataclass(slots=True)
 class Observed:
     """Observations of an answer: HTTP status, seconds since the request, and the last bytes.
+
     `began` is on `time.perf_counter`'s clock. `broken`: why a stream broke off. `kept`: all of a stream to compare,
     None for others and for one that is too long."""
 
@@ -178,6 +179,7 @@ class Observed:
 
 class Forwarder:
     """Forwards requests with `session`, within the bounds of `config`.
+
     `first_byte_seconds` ends with the first event or the header. `silence_seconds` bounds the time between events, or
     for the rest of the answer. `max_answer_bytes` bounds an answer that is not streamed."""
 

@@ -98,6 +98,7 @@ class ServerBounds:
 
 class Connections:
     """The connections of one server, bounded in all and per peer.
+
     Belongs to the server's event loop. A new connection closes the one that has waited longest for its client. Where no
     connection waits, the new one is closed. `count` gets the reason, one of DROPPED."""
 
