@@ -70,8 +70,7 @@ def make_runner(folder: Path, layers: int) -> ModelRunner:
 def write_config(
     folder: Path, small: Mapping[str, Any] | None = None, *, is_latent: bool = False
 ) -> Qwen2Config | DeepseekV3Config:
-    """Writes the model's config.json to `folder`, for an engine that makes the weights itself; `small` changes it.
-    `is_latent`: of the model with latent attention (MLA) in its place."""
+    """Write config.json for an engine that makes the weights itself; `small` changes it, `is_latent` gives it MLA."""
     kind, own = (DeepseekV3Config, _DEEPSEEK_V3) if is_latent else (Qwen2Config, _QWEN_7B)
     config = kind(**own | dict(small or {}))
     config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
@@ -91,7 +90,7 @@ class Prompts:
         return drawn
 
     def document(self, size: int) -> list[int]:
-        """The part that a donor and the shifted prompts of `size` tokens share."""
+        """Return the part that a donor and the shifted prompts of `size` tokens share."""
         return self.fresh(size - NEW_TOKENS)
 
     def donor(self, document: list[int]) -> list[int]:
@@ -102,5 +101,5 @@ class Prompts:
 
 
 def label(size: int) -> str:
-    """24576 as 24k."""
+    """Return 24576 as 24k."""
     return f"{size // 1024}k" if size % 1024 == 0 else str(size)

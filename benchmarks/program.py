@@ -17,7 +17,7 @@ FOLDER = Path("benchmarks/results")
 
 
 def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
-    """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
+    """Return a parser of the argument that every benchmark takes; `default` is where rows go without it."""
     parser = argparse.ArgumentParser(prog=command(()), description=description)
     shown = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
     parser.add_argument("--json", type=Path, metavar="DIR", help=shown)
@@ -42,11 +42,8 @@ def run_counted(
     arguments: Sequence[str] | None = None,
     **more: Mapping[str, Any],
 ) -> None:
-    """Runs a benchmark that needs no card: calls `run` with the counts of the command line and the rows, prints the
-    rows and writes them to this machine's folder.
-
-    `more` options, with `add_argument`'s keywords, go to `run` by name.
-    """
+    """Run a benchmark without a card: call `run` with the command line's counts and the rows, print and write the rows.
+    `more` options, with `add_argument`'s keywords, go to `run` by name."""
     parser = parser_of(description)
     for name, described in more.items():
         parser.add_argument(f"--{name}", **described)
@@ -63,12 +60,12 @@ def run_counted(
 
 
 def seconds(call: Callable[..., object], *arguments: object) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     began = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - began
 
 
 def resident_mib() -> float:
-    """Memory that this process holds, in MiB."""
+    """Return the memory that this process holds, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20

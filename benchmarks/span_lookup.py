@@ -49,8 +49,7 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one run measures: donors, prompts, tokens of a prompt, rounds, prompts whose recall is checked, documents,
-    changes, and look-ups of a long prompt in each set of donors."""
+    """What one run measures. `checked` prompts have their recall checked; `long_lookups` are for each set of donors."""
 
     donors: int = 100_000
     prompts: int = 200
@@ -67,8 +66,7 @@ QUICK = Sizes(donors=2_000, prompts=20, rounds=3, checked=10, documents=16, chan
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`common` int32 tokens that donors are cut from, `documents` int32 [n, DOCUMENT_TOKENS], `own` int32 tokens of the
-    prompts around them; `source` says in words what text they are."""
+    """int32: `common` tokens that donors are cut from, `documents` [n, DOCUMENT_TOKENS], `own` tokens of prompts."""
 
     source: str
     common: TokenArray
@@ -77,7 +75,7 @@ class Corpus:
 
     @classmethod
     def of(cls, source: str, tokens: TokenArray, num_documents: int) -> Corpus:
-        """Divides a text's tokens. Raises ValueError when there are too few."""
+        """Divide a text's tokens. Raises ValueError when there are too few."""
         documents = num_documents * DOCUMENT_TOKENS
         common = (len(tokens) - documents) * 4 // 5
         if common < 4 * DOCUMENT_DONOR_TOKENS:
@@ -86,7 +84,8 @@ class Corpus:
         return cls(source, tokens[:common], held, tokens[common + documents :])
 
     def donors(self, count: int) -> Iterator[TokenArray]:
-        """`count` donors. The first hold a document each among other text; the others are four slices of text each."""
+        """Yield `count` donors. The first hold a document each among other text; the others are four slices of text
+        each."""
         rng = np.random.default_rng(2)
         for number in range(count):
             if number < len(self.documents):
@@ -98,7 +97,7 @@ class Corpus:
             yield np.concatenate(parts)
 
     def prompts(self, count: int, length: int) -> list[TokenArray]:
-        """`count` prompts of `length` tokens of own text; every other one holds a document at a random place."""
+        """Return `count` prompts of `length` tokens of own text; every other one holds a document at a random place."""
         rng = np.random.default_rng(1)
         prompts = []
         for number in range(count):
@@ -111,17 +110,15 @@ class Corpus:
         return prompts
 
     def cut(self, rng: np.random.Generator, length: int) -> TokenArray:
-        """Text that is in many donors."""
+        """Return text that is in many donors."""
         begin = int(rng.integers(0, len(self.common) - length + 1))
         cut: TokenArray = self.common[begin : begin + length].copy()
         return cut
 
 
 def read_corpus(path: Path, num_documents: int) -> Corpus:
-    """Reads and tokenises a text (UTF-8, gzipped when its name ends in .gz) with the shipped model's tokenizer.
-
-    Raises ValueError when the text is too short.
-    """
+    """Read and tokenise a text (UTF-8, or .gz) with the shipped model's tokenizer. Raises ValueError if it is too
+    short."""
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
     tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
@@ -136,14 +133,14 @@ def read_corpus(path: Path, num_documents: int) -> Corpus:
 
 
 def random_corpus(num_documents: int) -> Corpus:
-    """Random tokens, for a dry run."""
+    """Return random tokens, for a dry run."""
     count = num_documents * DOCUMENT_TOKENS + 5 * LONG_PROMPT + 5
     tokens = np.random.default_rng(0).integers(0, 2_048, count, dtype=np.int32)
     return Corpus.of("random tokens", tokens, num_documents)
 
 
 def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
-    """Donors of a prompt that hold it in many runs, and how many of its tokens: three quarters of each of 256, 655 and
+    """Yield donors that hold a prompt in many runs, and how many of its tokens: three quarters of each of 256, 655 and
     1,300 pieces in another order; all but one token of 500, and of 200; or 655 pieces in two donors each, which hold a
     little of the one before as well."""
     rng = np.random.default_rng(7)
@@ -161,7 +158,7 @@ def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
 
 
 def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[npt.NDArray[np.bool_]]:
-    """For every prompt, which of its tokens lie in a window of RUN_TOKENS tokens that is in some donor."""
+    """Return for every prompt which of its tokens lie in a window of RUN_TOKENS tokens that is in some donor."""
     hashes = [_window_hashes(prompt) for prompt in prompts]
     known = np.unique(np.concatenate(hashes))
     is_held = np.zeros(len(known), dtype=np.bool_)
@@ -192,7 +189,7 @@ def _window_hashes(tokens: TokenArray) -> Hashes:
 
 
 def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
-    """Adds all rows."""
+    """Add all rows."""
     index, tokens, small = SpanIndex(), 0, np.empty((0, 0))
     prompts = corpus.prompts(sizes.prompts, sizes.prompt_tokens)
     for number, donor in enumerate(corpus.donors(sizes.donors)):
@@ -217,15 +214,14 @@ def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
 
 
 def lookup_times(index: SpanIndex, prompts: Sequence[TokenArray], rounds: int) -> npt.NDArray[np.float64]:
-    """Milliseconds of every prompt's fastest look-up, [prompts]. A round goes through all prompts, so that none finds
-    its own part of the table in the cache."""
+    """Return the fastest look-up of each prompt in ms. Rounds over all prompts keep its part of the table uncached."""
     times = [[seconds(index.find, SPACE, prompt, RUN_TOKENS) for prompt in prompts] for _ in range(rounds)]
     fastest: npt.NDArray[np.float64] = np.min(times, axis=0) * 1e3
     return fastest
 
 
 def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> None:
-    """Tokens in runs that the index finds, over all tokens of the prompts that are in a run of some donor."""
+    """Add the tokens in runs that the index finds, over all the prompts' tokens that are in a run of some donor."""
     found = total = 0
     for prompt, possible in zip(prompts, reusable_tokens(prompts, donors), strict=True):
         mask = np.zeros(len(prompt), dtype=np.bool_)
@@ -238,7 +234,7 @@ def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], d
 
 
 def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, count: int) -> None:
-    """Adding and removing donors of 8k tokens when the index is full."""
+    """Measure adding and removing donors of 8k tokens when the index is full."""
     rng = np.random.default_rng(4)
     donors = {f"change-{number}": corpus.cut(rng, DOCUMENT_DONOR_TOKENS) for number in range(count)}
     added = [seconds(changed, index, index.add, SPACE, name, donor) for name, donor in donors.items()]
@@ -249,13 +245,13 @@ def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, count: int) -> 
 
 
 def changed(index: SpanIndex, change: Callable[..., object], *arguments: object) -> None:
-    """Makes a change and waits until the index has done it."""
+    """Make a change and wait until the index has done it."""
     change(*arguments)
     index.wait()
 
 
 def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
-    """Plans of a long prompt that donors hold in hundreds of runs, at the default settings but for the policy."""
+    """Plan a long prompt that donors hold in hundreds of runs, at the default settings but for the policy."""
     times, shares = list[float](), list[float]()
     settings = load_settings(policy=ReusePolicy.POSITION_FIX)
     request = LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True)
@@ -283,7 +279,7 @@ def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Builds the index, then measures look-ups, recall, changes and memory."""
+    """Build the index, then measure look-ups, recall, changes and memory."""
     parser = parser_of(__doc__)
     parser.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     given = parser.parse_args(arguments)

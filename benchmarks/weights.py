@@ -27,7 +27,7 @@ BUFFERS = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 def model_of(layers: int, elements: int, device: torch.device) -> nn.Module:
-    """A module that holds the tensors of `layers` layers, `elements` in each parameter."""
+    """Return a module that holds the tensors of `layers` layers, `elements` in each parameter."""
     model = nn.ModuleList()
     for _ in range(layers):
         layer = nn.Module()
@@ -41,7 +41,7 @@ def model_of(layers: int, elements: int, device: torch.device) -> nn.Module:
 
 
 def run(megabytes: int, rows: Results) -> None:
-    """Adds the rows of both checks, on the card where there is one."""
+    """Add the rows of both checks, on the card where there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights, taken = Weights(model_of(LAYERS, 64, device)), []
     for _ in range(STEPS):

@@ -72,8 +72,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Victims of one model, which are answered right cold. By arm: how many got a `wrong` answer, how many the
-    planter's (`hijacked`), and how many reused tokens (`fires`). `held`: the terms of verified."""
+    """Victims of one model that are answered right cold; by arm, those that got a `wrong` or the planter's answer."""
 
     name: str
     victims: int
@@ -92,12 +91,13 @@ def shipped() -> Target:
 
 
 def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
-    """Plants that are searched for a construction, and victims of the best ones; the strongest one has more of both."""
+    """Return the plants searched for a construction, and the victims of the best ones; the strongest has more of
+    both."""
     return (tries * MORE_TRIES, victims * MORE_VICTIMS) if construction == PLANTED else (tries, victims)
 
 
 def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
-    """Searches plants against one model and serves their victims under every arm."""
+    """Search plants against one model and serve their victims under every arm."""
     runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
     cases = [
@@ -120,7 +120,7 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
 def strongest(
     runner: ModelRunner, profile: ReuseProfile, construction: str, tries: int, victims: int, seed: int
 ) -> list[Case]:
-    """The victims of the construction's plants that the profile's policy misses most."""
+    """Return the victims of the construction's plants that the profile's policy misses most."""
     engines = EmbeddedEngines(runner)
     plants = write_plants(engines, FamilyRequest(seed=seed), [construction], tries)
     collector = DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
@@ -129,7 +129,7 @@ def strongest(
 
 
 def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
-    """Attacks every model, and adds a row for each policy."""
+    """Attack every model, and add a row for each policy."""
     targets = (shipped(), *(Target(*given) for given in target))
     attacks = [attack(each, tries, victims, seed) for each in targets]
     most_tries, most_victims = effort(PLANTED, tries, victims)

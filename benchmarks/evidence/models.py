@@ -38,7 +38,7 @@ class PublishedModel:
     config: dict[str, Any]
 
     def answer(self) -> KnownModel | Finding:
-        """What the connector says to this configuration."""
+        """Return what the connector says to this configuration."""
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
             self.save(Path(folder))
             return known_model(folder, AUTO)
@@ -50,19 +50,19 @@ class PublishedModel:
 
 @cache
 def published() -> tuple[PublishedModel, ...]:
-    """All models that the page lists, in its order."""
+    """Return all models that the page lists, in its order."""
     content = json.loads((files("validation") / "assets" / "models.json").read_text(encoding="utf-8"))
     return tuple(PublishedModel(name, **fields) for name, fields in content.items())
 
 
 def table() -> str:
-    """The page's table."""
+    """Return the page's table."""
     rows = [_cells(model, model.answer()) for model in published()]
     return output.markdown_table("model | KV a token | answer", rows) + "\n"
 
 
 def with_table(text: str) -> str:
-    """The page with a new table. Raises ValueError where it has no place for one."""
+    """Return the page with a new table. Raises ValueError where it has no place for one."""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not (start and end):
@@ -83,7 +83,7 @@ def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ..
 
 
 def run(most: int, rows: Results, page: Path | None) -> None:
-    """Counts those served of the first `most`, and makes the table of `page`."""
+    """Count those served of the first `most`, and make the table of `page`."""
     models = published()[:most]
     served = sum(isinstance(model.answer(), KnownModel) for model in models)
     baseline = f"of {len(models)} popular models, by the connector's answers to their published config.json"

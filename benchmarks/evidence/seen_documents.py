@@ -41,7 +41,7 @@ QUERIES, DOCUMENTS, EACH = 600, 600, 8
 # The share of the prompts, the last ones, whose documents are counted.
 COUNTED_SHARE = 1 / 6
 GENERATIONS, GOAL = 3, 0.97
-# A document counts as reused where donors hold so much of its tokens.
+# A document counts as reused if donors hold this share of its tokens.
 COVERED = 0.9
 ANSWER_TOKENS = 16
 
@@ -57,8 +57,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How many of a prompt's documents an earlier prompt has shown, and how many are reused; the tokens that its plan
-    offered and those that stayed after the check; and whether the answer is right."""
+    """A prompt's documents that were seen before, and those reused; the tokens that its plan offered, and those
+    kept."""
 
     seen: int
     reused: int
@@ -68,7 +68,7 @@ class Answered:
 
 
 def queries_of(count: int, documents: int, form: PromptForm, encode: Callable[[str], list[int]]) -> list[Query]:
-    """`count` prompts, each about EACH of `documents` stock lists; equal arguments give equal prompts."""
+    """Return `count` prompts, each about EACH of `documents` stock lists; equal arguments give equal prompts."""
     draws, rng = np.random.default_rng(0), random.Random(0)
     group = Group("seen_documents", "", form, lambda text: len(encode(text)), rng, 1, 0, Path())
     lists = [counted_list(place, group.counts(group.items())) for place in islice(group.places(), documents)]
@@ -86,7 +86,7 @@ def queries_of(count: int, documents: int, form: PromptForm, encode: Callable[[s
 
 
 def answers(llm: LLM, queries: Sequence[Query], tokeniser: Tokeniser, title: str) -> list[Answered]:
-    """Serves the prompts one after the other, each once the one before is saved."""
+    """Serve the prompts one after the other, each once the one before is saved."""
     plans, shown, found = executed_plans(llm), set[int](), list[Answered]()
     with progress(title, len(queries)) as step:
         for query in queries:
@@ -109,7 +109,7 @@ def answers(llm: LLM, queries: Sequence[Query], tokeniser: Tokeniser, title: str
 
 
 def executed_plans(llm: LLM) -> dict[int, SemanticKvPlan]:
-    """Is filled with the plans that the engine executes from now on, by request."""
+    """Return the plans that the engine executes from now on, by request; they come in as it runs."""
     plans, runner = dict[int, SemanticKvPlan](), llm.executor.model_runner
     take = runner.plan_source
 
@@ -124,7 +124,7 @@ def executed_plans(llm: LLM) -> dict[int, SemanticKvPlan]:
 
 
 def add_reused(rows: Results, name: str, found: Sequence[Answered], goal: float | None) -> None:
-    """Adds the share of the last prompts' seen documents that is reused."""
+    """Add the share of the last prompts' seen documents that is reused."""
     last = found[-max(1, round(len(found) * COUNTED_SHARE)) :]
     seen, reused = sum(each.seen for each in last), sum(each.reused for each in last)
     offered, kept = sum(each.offered_tokens for each in last), sum(each.reused_tokens for each in last)
@@ -136,7 +136,7 @@ def add_reused(rows: Results, name: str, found: Sequence[Answered], goal: float 
 
 
 def add_compared(rows: Results, name: str, found: Sequence[Answered], cold: Sequence[Answered]) -> None:
-    """Adds the difference in right answers to a cold engine's."""
+    """Add the difference in right answers to a cold engine's."""
     differences = [float(ours.is_right) - float(theirs.is_right) for ours, theirs in zip(found, cold, strict=True)]
     bound = evidence(differences, range(len(differences)))
     assert bound is not None
@@ -145,7 +145,7 @@ def add_compared(rows: Results, name: str, found: Sequence[Answered], cold: Sequ
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, serves the prompts thrice, prints and writes. Raises ConfigurationError."""
+    """Parse the command line, serve the prompts thrice, print and write. Raises ConfigurationError."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", metavar="PATH_OR_ID", help="default: the shipped model")
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)")

@@ -43,10 +43,7 @@ NO_TENANT, OTHER, OWN = "none", "other", "own"
 
 @dataclass(slots=True)
 class Arm:
-    """What the requests of one arm showed: no tenant holds their document, the other one does, or their own.
-
-    `counts`: all that a request tells of its tokens and reuse, which must be the same for all requests.
-    """
+    """Requests whose document no tenant, another one or their own holds. `counts` must be the same for all requests."""
 
     seconds: list[float] = field(default_factory=list)
     counts: list[tuple[object, ...]] = field(default_factory=list)
@@ -59,7 +56,7 @@ class Arm:
 
 
 def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
-    """Serves a document for `holder`, and then a prompt with it. Where no tenant holds it, another one is served."""
+    """Serve a document for `holder`, and then a prompt with it. Where no tenant holds it, serve another one first."""
     document = prompts.document(SIZE)
     served = prompts.document(SIZE) if holder == NO_TENANT else document
     llm.generate([prompts.donor(served)], ONE_TOKEN, cache_salt=OWN_SALT if holder == OWN else OTHER_SALT)
@@ -71,7 +68,7 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
 
 @contextmanager
 def engine() -> Iterator[tuple[LLM, Prompts]]:
-    """An engine after its warm-ups, and the prompts for it."""
+    """Yield an engine after its warm-ups, and the prompts for it."""
     variables = {
         **RANDOM_WEIGHTS,
         "POLICY": "position_fix",
@@ -91,7 +88,7 @@ def engine() -> Iterator[tuple[LLM, Prompts]]:
 
 
 def arms_of(samples: int) -> dict[str, Arm]:
-    """`samples` requests of each arm, in random order."""
+    """Send `samples` requests of each arm, in random order."""
     order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
     arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
     with engine() as (llm, prompts):
@@ -101,7 +98,7 @@ def arms_of(samples: int) -> dict[str, Arm]:
 
 
 def memory_of(salts: int) -> float:
-    """MB by which the process grows while each of `salts` salts has a prompt served."""
+    """Return the MB by which the process grows while each of `salts` salts has a prompt served."""
     with engine() as (llm, prompts):
         before = resident_mib()
         for number in range(salts):
@@ -111,7 +108,7 @@ def memory_of(salts: int) -> float:
 
 
 def run(samples: int, salts: int, rows: Results) -> None:
-    """Measures all rows."""
+    """Measure all rows."""
     arms = arms_of(samples)
     baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
     p = float(ks_2samp(arms[OTHER].seconds, arms[NO_TENANT].seconds).pvalue)

@@ -56,7 +56,7 @@ PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
 
 # Messages in a second, for how long and how often, and lookups in a second meanwhile.
 WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S, WRITTEN_AT_ONCE = 50_000, 2, 3, 200, 20
-# Seconds that the messages may be ahead of their pace, so that the pauses of who sends them do not count.
+# Seconds that the messages may be ahead of their pace, so that a sender's pauses do not count.
 AHEAD_SECONDS = 0.002
 
 
@@ -80,7 +80,7 @@ class Fleet:
             self.directory.observe(self._registered(number, sketch))
 
     def writes(self, count: int) -> list[bytes]:
-        """Messages that evict the oldest donors and register others, in turn."""
+        """Return messages that evict the oldest donors and register others, in turn."""
         held, messages = len(self.sketches), []
         for number in range(count // 2):
             messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}"))
@@ -93,7 +93,7 @@ class Fleet:
         return writer.registered(f"donor-{number}", NAMESPACE, "device", tokens, number, sketch)
 
     def prompt(self) -> _Tokens:
-        """A prompt of several documents, int32 [PROMPT_TOKENS]."""
+        """Return a prompt of several documents, int32 [PROMPT_TOKENS]."""
         documents = [self._documents[each] for each in self._rng.integers(0, DOCUMENTS, PROMPT_DOCUMENTS)]
         known = np.concatenate([self._start, *documents])
         return np.concatenate([known, self._text(PROMPT_TOKENS - len(known))])
@@ -103,7 +103,7 @@ class Fleet:
 
 
 def lookup_p99_ms(fleet: Fleet) -> float:
-    """The 99th percentile of a lookup's milliseconds, without the prompt's fingerprints, in the best round."""
+    """Return the 99th percentile of a lookup's milliseconds, without the prompt's fingerprints, in the best round."""
     directory, p99s = fleet.directory, []
     prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
     for _ in range(ROUNDS):
@@ -119,10 +119,8 @@ def lookup_p99_ms(fleet: Fleet) -> float:
 
 
 def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.NDArray[np.float64], float]:
-    """Milliseconds of each lookup, float64 [lookups], and the messages in a second that the directory took meanwhile.
-
-    Messages are taken at WRITES_PER_S where the machine can, else as fast as it can.
-    """
+    """Return each lookup's milliseconds, float64 [lookups], and the messages a second that the directory took
+    meanwhile. It takes them at WRITES_PER_S where the machine can, else as fast as it can."""
     directory = fleet.directory
     prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
     taken, is_over, began = 0, threading.Event(), time.perf_counter()
@@ -151,7 +149,7 @@ def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.N
 
 
 def run(donors: int, results: Results) -> None:
-    """Adds the rows of both measurements."""
+    """Add the rows of both measurements."""
     fleet = Fleet(donors)
     baseline = (
         f"{donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
@@ -162,7 +160,7 @@ def run(donors: int, results: Results) -> None:
 
 
 def add_writes(donors: int, fleet: Fleet, results: Results) -> None:
-    """Adds the rows of the lookups under writes, of the round that kept the pace best, and then has the best p99."""
+    """Add the rows of the lookups under writes, of the round that kept the pace best, and then has the best p99."""
     # A tenth more than is due, since a round may last a little longer.
     messages = iter(fleet.writes(WRITE_ROUNDS * min(WRITES_PER_S * WRITE_SECONDS, donors) * 11 // 10))
     rounds = [lookups_under_writes(fleet, messages) for _ in range(WRITE_ROUNDS)]

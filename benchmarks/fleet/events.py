@@ -55,7 +55,7 @@ class LoopbackServer:
     monitor: str
 
     def messages_taken(self) -> int:
-        """Messages that clients have published since the server began."""
+        """Return how many messages clients have published since the server began."""
         with urllib.request.urlopen(f"{self.monitor}/varz", timeout=10) as answer:
             return int(json.load(answer)["in_msgs"])
 
@@ -80,7 +80,8 @@ def loopback_server() -> Iterator[LoopbackServer]:
 
 
 def costs(observer: DonorObserver, donors: int, prefix: str) -> npt.NDArray[np.float64]:
-    """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
+    """Return microseconds of each event of `donors` donors that come, move down and go, oldest first: float64
+    [events]."""
     prompts, taken, now = _texts(64, TOKENS), list[int](), time.perf_counter_ns
     began = now()
     for number in range(donors):
@@ -104,7 +105,7 @@ def costs(observer: DonorObserver, donors: int, prefix: str) -> npt.NDArray[np.f
 
 
 def best_round(observer: DonorObserver) -> npt.NDArray[np.float64]:
-    """The `costs` of the round with the lowest 99th percentile."""
+    """Return the `costs` of the round with the lowest 99th percentile."""
     rounds = [costs(observer, DONORS, f"round-{number}") for number in range(ROUNDS)]
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
 
@@ -117,7 +118,7 @@ class Donors:
         self._texts, self._count = _texts(256, tokens), 0
 
     def step(self) -> None:
-        """One donor comes, and the oldest goes where there are too many."""
+        """Have one donor come, and the oldest go where there are too many."""
         name = f"0123456789ab-{self._count}"
         self._announcer.intended(name, NAMESPACE, None)
         self._announcer.held(name, self._texts[self._count % len(self._texts)], "host")
@@ -130,7 +131,7 @@ class Donors:
 
 
 def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int) -> tuple[float, float]:
-    """Events a second that the server took, and microseconds of CPU here for each. Ends the program when events were
+    """Return events a second that the server took, and CPU microseconds for each. Ends the program if events were
     lost."""
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events")
     # Nothing asks for heartbeats or resyncs.
@@ -165,7 +166,7 @@ def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int)
 
 
 def run(seconds: int, tokens: int, results: Results) -> None:
-    """Adds the rows of both measurements."""
+    """Add the rows of both measurements."""
     gc.collect()
     silent = best_round(DonorObserver())
     with loopback_server() as server:

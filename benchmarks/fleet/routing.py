@@ -53,8 +53,7 @@ class Arrival:
 
 
 class SimulatedWorker:
-    """Prefills in order of arrival, keeps what it computed while there is room, and announces its donors in
-    messages."""
+    """Prefills in order of arrival, keeps what it computed while there is room, and announces its donors."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker: Worker = (worker_id, 0)
@@ -69,7 +68,7 @@ class SimulatedWorker:
         return document in self._donors
 
     def begin(self) -> float:
-        """Starts on the first that waits; returns the seconds it takes."""
+        """Start on the first that waits; return the seconds it takes."""
         arrival = self.waiting[0].arrival
         reused = len(arrival.tokens) - OWN_BEFORE - OWN_BEHIND if self.holds(arrival.document) else 0
         seconds = (len(arrival.tokens) - (1 - REUSE_COST) * reused) / TOKENS_PER_S
@@ -78,7 +77,7 @@ class SimulatedWorker:
         return seconds
 
     def end(self) -> tuple[_Placed, list[bytes]]:
-        """Ends the first request that waits; returns it and the messages about donors that come and go by it."""
+        """End the first request that waits; return it and the messages about donors that come and go by it."""
         placed = self.waiting.popleft()
         self.outstanding -= placed.expected_tokens
         document, tokens = placed.arrival.document, placed.arrival.tokens
@@ -115,12 +114,12 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """The busiest worker's time over the mean."""
+        """Return the busiest worker's time over the mean."""
         return float(max(self.busy_seconds) / np.mean(self.busy_seconds))
 
 
 def arrivals_of(requests: int) -> list[Arrival]:
-    """Requests at random times, all of which the workers could just serve if they reused nothing."""
+    """Return requests at random times, all of which the workers could just serve if they reused nothing."""
     rng = np.random.default_rng(0)
     documents = [_text(rng, int(length)) for length in rng.integers(SHORTEST, LONGEST, DOCUMENTS)]
     popularity = 1 / np.arange(1, DOCUMENTS + 1)
@@ -135,7 +134,7 @@ def arrivals_of(requests: int) -> list[Arrival]:
 
 
 def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
-    """Sends all requests through a policy."""
+    """Send all requests through a policy."""
     workers, directory, outcome = [SimulatedWorker(number) for number in range(WORKERS)], Directory(), Outcome()
     # (time, order, what happens): a worker's number ends its first request, bytes are a message.
     due: list[tuple[float, int, int | bytes | Arrival]] = [(each.at, -1, each) for each in arrivals]
@@ -175,7 +174,7 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
 
 
 def run(requests: int, results: Results) -> None:
-    """Adds three rows for each policy."""
+    """Add three rows for each policy."""
     arrivals = arrivals_of(requests)
     baseline = (
         f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "

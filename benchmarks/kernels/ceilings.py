@@ -42,7 +42,7 @@ SHIFT = 7
 
 
 def run_on_card(name: str, measure: Callable[[Results], None], description: str | None) -> None:
-    """Parses the command line, measures, prints and writes. Ends the program with one sentence without a card."""
+    """Parse the command line, measure, print and write. Ends the program with one sentence without a card."""
     options = parser_of(description).parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none.")
@@ -54,7 +54,7 @@ def run_on_card(name: str, measure: Callable[[Results], None], description: str 
 
 
 def add_share(results: Results, name: str, milliseconds: float, num_bytes: float, goal: float | None = None) -> float:
-    """Adds how fast bytes were read and written as a share of the card's copy; returns that share."""
+    """Add how fast bytes were read and written as a share of the card's copy; return that share."""
     speed = num_bytes / milliseconds / 1e6
     baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s; copy {copy_gbps():.0f} GB/s, read + written"
     results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, goal, "higher")
@@ -62,9 +62,7 @@ def add_share(results: Results, name: str, milliseconds: float, num_bytes: float
 
 
 def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """Returns the relative error in the 2-norm. Ends the program if the result is wrong: its figures would mean
-    nothing.
-    """
+    """Return the relative error in the 2-norm. Ends the program if the result is wrong: figures would mean nothing."""
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     if not error <= tolerance:
         sys.exit(f"{what} is wrong: relative error {error:.2e}, above {tolerance:g}")
@@ -72,11 +70,8 @@ def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, toleran
 
 
 def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> float:
-    """Median milliseconds of `function` on the card, between CUDA events on the current stream.
-
-    Before each run the L2 cache is overwritten and the card is kept busy for about a millisecond, so that the host's
-    preparation of the run stays out of the figure.
-    """
+    """Return the median milliseconds of `function` on the card, between CUDA events on the current stream. Before each
+    run the L2 cache is overwritten and the card kept busy, so that the host's preparation does not count."""
     for _ in range(warm_up):
         function()
     flush = _flush_buffer()
@@ -95,7 +90,7 @@ def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int =
 
 @cache
 def copy_gbps() -> float:
-    """GB/s of a device-to-device copy of random bytes, counting bytes read and written."""
+    """Return GB/s of a device-to-device copy of random bytes, counting bytes read and written."""
     source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / time_ms(lambda: target.copy_(source)) / 1e6
@@ -103,7 +98,7 @@ def copy_gbps() -> float:
 
 @cache
 def matmul_tflops() -> float:
-    """TFLOP/s of a bf16 product of two square random matrices."""
+    """Return TFLOP/s of a bf16 product of two square random matrices."""
     first, second = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
     output = torch.empty_like(first)
     return 2 * MATMUL_SIZE**3 / time_ms(lambda: torch.mm(first, second, out=output)) / 1e9
@@ -111,7 +106,7 @@ def matmul_tflops() -> float:
 
 @cache
 def host_gbps(to_device: bool) -> float:
-    """GB/s of one copy from pinned host memory to the card, or from the card to it."""
+    """Return GB/s of one copy from pinned host memory to the card, or from the card to it."""
     host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(7)
     device = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device="cuda")
     target, source = (device, host) if to_device else (host, device)
@@ -125,20 +120,20 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> ContiguousKv:
-    """A donor of `tokens` random tokens on the card."""
+    """Return a donor of `tokens` random tokens on the card."""
     shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
     return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
 
 
 def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
-    """A pool of random values that holds `tokens` tokens in shuffled blocks."""
+    """Return a pool of random values that holds `tokens` tokens in shuffled blocks."""
     blocks = _shuffled_blocks(QWEN_7B, tokens)
     shape = (len(blocks), QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.row_elements)
     return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, QWEN_7B)
 
 
 def random_layers(layout: str, tokens: int) -> PagedKv:
-    """As `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
+    """Do as `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
     sizes = replace(QWEN_7B, block_size=VLLM_BLOCK_SIZE)
     blocks = _shuffled_blocks(sizes, tokens)
     axes = VLLM_LAYOUTS[layout]
@@ -152,7 +147,7 @@ def random_layers(layout: str, tokens: int) -> PagedKv:
 
 
 def random_latents(tokens: int) -> PagedKv:
-    """As `random_layers`, of DEEPSEEK_V3, as vLLM lays its rows out."""
+    """Do as `random_layers` with DEEPSEEK_V3, as vLLM lays its rows out."""
     sizes = DEEPSEEK_V3
     blocks = _shuffled_blocks(sizes, tokens)
     shape = (len(blocks), 1, sizes.block_size, sizes.head_dim)
@@ -165,7 +160,7 @@ def _shuffled_blocks(sizes: KvGeometry, tokens: int) -> torch.Tensor:
 
 
 def add_ceilings(results: Results) -> None:
-    """Adds the rows."""
+    """Add the rows."""
     copied = f"copy of {COPY_BYTES} bytes, read + written"
     results.add("copy_gbps", copy_gbps(), "GB/s", copied, better="higher")
     results.add("matmul_bf16_tflops", matmul_tflops(), "TFLOP/s", f"{MATMUL_SIZE}^3 through torch.mm", better="higher")

@@ -34,7 +34,7 @@ LAYER = 2
 
 
 def measure(results: Results) -> None:
-    """Checks some calls against torch, and measures the kernel by tokens and by vLLM's layouts."""
+    """Check some calls against torch, and measure the kernel by tokens and by vLLM's layouts."""
     say(f"relative error against torch: {_check():.1e}")
     for tokens in TOKENS:
         span, fresh = Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32)

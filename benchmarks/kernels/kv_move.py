@@ -46,7 +46,7 @@ OTHER_COPY_GOAL = 0.85
 
 
 def measure(results: Results) -> None:
-    """Checks one plan a layout against torch, and measures."""
+    """Check one plan a layout against torch, and measure."""
     _check(random_pool(320), random_pool(320))
     for layout in VLLM_LAYOUTS:
         _check(random_layers(layout, 320), random_layers(layout, 320))
@@ -64,7 +64,7 @@ def measure(results: Results) -> None:
 
 
 def kernel_ms(move: Move, target: PagedKv | ContiguousKv, rotation: Rotation = ROTATION) -> float:
-    """Milliseconds of the kernel alone, its table ready on the card."""
+    """Return the milliseconds of the kernel alone, its table ready on the card."""
     from kernels.kv_move import triton_move
 
     run = triton_move.prepared([move], target, rotation)
@@ -72,7 +72,7 @@ def kernel_ms(move: Move, target: PagedKv | ContiguousKv, rotation: Rotation = R
 
 
 def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> int:
-    """Bytes read and written."""
+    """Return the bytes read and written."""
     return 2 * tokens * sizes.bytes_per_token(dtype)
 
 
@@ -88,7 +88,7 @@ def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) ->
 
 
 def _measure_size(results: Results, tokens: int) -> float:
-    """Adds the rows of one size; returns the share of the copy speed."""
+    """Add the rows of one size; return the share of the copy speed."""
     milliseconds = kernel_ms(Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32))
     name = f"kv_move_{tokens // 1024}k"
     limit = f"kernel alone; copy speed would take {bytes_moved(tokens) / copy_gbps() / 1e6:.3f} ms"

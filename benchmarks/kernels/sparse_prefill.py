@@ -63,11 +63,11 @@ class Case:
         return 4.0 * self.attended * self.q.shape[1] * QWEN_7B.head_dim
 
     def run(self) -> torch.Tensor:
-        """One launch."""
+        """Make one launch."""
         return sparse_prefill(self.q, PoolLayer(self.pool, LAYER, QWEN_7B), (self.sequence,), SCALE, None, None)
 
     def check(self, output: torch.Tensor) -> float:
-        """Relative error of some rows against float64 attention; ends the program if it is large."""
+        """Return the relative error of some rows against float64 attention; end the program if it is large."""
         count = self.sequence.count
         rows = torch.linspace(0, count - 1, min(count, 16)).long()
         # keys, values: [kv_heads, tokens, head_dim]
@@ -81,13 +81,13 @@ class Case:
         return check_close("sparse_prefill", output[rows.to(self.q.device)], expected, MAX_ERROR)
 
     def dense_kv(self) -> torch.Tensor:
-        """[2, kv_heads, tokens, head_dim] of the sequence, gathered."""
+        """Return [2, kv_heads, tokens, head_dim] of the sequence, gathered."""
         blocks = indexable(pool_view(self.pool, QWEN_7B))[self.sequence.block_ids, LAYER].view(self.pool.dtype)
         return blocks.to(self.q.dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.sequence.last_position + 1]
 
 
 def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
-    """A case with the given positions of a sequence, in shuffled blocks."""
+    """Return a case with the given positions of a sequence, in shuffled blocks."""
     needed = QWEN_7B.blocks_for(int(positions[-1]) + 1)
     blocks = torch.randperm(needed, generator=torch.Generator().manual_seed(7))
     shape = (needed, QWEN_7B.num_layers, 2, QWEN_7B.row_elements)
@@ -97,13 +97,13 @@ def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -
 
 
 def random_rows(tokens: int, percent: int) -> torch.Tensor:
-    """Sorted positions of `percent` per cent of `tokens`, the last token always among them."""
+    """Return sorted positions of `percent` per cent of `tokens`, the last token always among them."""
     chosen = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(percent))
     return torch.cat((chosen[: tokens * percent // 100 - 1].sort().values, torch.tensor([tokens - 1])))
 
 
 def sdpa_ms(case: Case) -> float:
-    """Milliseconds of torch's causal attention on the same queries, K and V, gathered beforehand."""
+    """Return milliseconds of torch's causal attention on the same queries, K and V, gathered beforehand."""
     # keys, values: [1, kv_heads, tokens, head_dim]
     keys, values = (kind[None].contiguous() for kind in case.dense_kv())
     queries = case.q.transpose(0, 1)[None].contiguous()
@@ -117,7 +117,7 @@ def sdpa_ms(case: Case) -> float:
 
 
 def measure_dense(results: Results) -> float:
-    """Adds the rows of dense prefill; returns its milliseconds at SPARSE_TOKENS."""
+    """Add the rows of dense prefill; return its milliseconds at SPARSE_TOKENS."""
     times, shares = {}, {}
     for tokens in DENSE_TOKENS:
         case, size = make_case(torch.arange(tokens)), f"{tokens // 1024}k"
@@ -134,7 +134,7 @@ def measure_dense(results: Results) -> float:
 
 
 def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal: float | None = None) -> None:
-    """Adds the rows of some rows of SPARSE_TOKENS: time over (their share of the causal work x the dense time)."""
+    """Add the rows of some rows of SPARSE_TOKENS: time over (their share of the causal work x the dense time)."""
     error = case.check(case.run())
     ours, share = time_ms(case.run), case.attended / (SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2)
     baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
@@ -143,7 +143,7 @@ def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal:
 
 
 def measure_few_rows(results: Results, dense_ms: float) -> None:
-    """Adds the rows of random rows, of a short suffix, and of decode; of the last two in fp8 too."""
+    """Add the rows of random rows, of a short suffix, and of decode; of the last two in fp8 too."""
     for percent in SPARSE_PERCENT:
         case = make_case(random_rows(SPARSE_TOKENS, percent))
         measure_rows(results, f"sparse_prefill_{percent}pct", case, dense_ms, SPARSE_GOAL)
@@ -162,7 +162,7 @@ def measure_few_rows(results: Results, dense_ms: float) -> None:
 
 
 def measure_write(results: Results) -> None:
-    """Adds the row of write_rows over all rows of a dense prefill, and checks what it wrote."""
+    """Add the row of write_rows over all rows of a dense prefill, and check what it wrote."""
     case = make_case(torch.arange(SPARSE_TOKENS))
     shape = (2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim)
     k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16).unbind()
@@ -174,7 +174,7 @@ def measure_write(results: Results) -> None:
 
 
 def measure(results: Results) -> None:
-    """Adds all rows."""
+    """Add all rows."""
     measure_few_rows(results, measure_dense(results))
     measure_write(results)
 
