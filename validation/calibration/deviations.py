@@ -80,7 +80,7 @@ class PromptDeviations:
         return means
 
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens keep the donor's KV, bool [checked tokens]: after span heads, those that pass any `check`."""
+        """Return which tokens keep the donor's KV, bool [checked tokens]: all, or those that pass `check`, less heads."""
         return self.kept_and_compared(check, head_tokens)[0]
 
     def kept_and_compared(
