@@ -44,7 +44,7 @@ _VLLM_REQUEST = re.compile(
 
 
 def format_of(head: bytes) -> str:
-    """Return a log's form: jsonl (request, chat, text or token ids a line), vllm (its own) or text (a prompt a line)."""
+    """Return a log's form: jsonl (a request, chat, text or ids a line), vllm (its own) or text (a prompt a line)."""
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
         return "jsonl"
     return "vllm" if _VLLM_START.search(head.decode("utf-8", "replace")) else "text"
