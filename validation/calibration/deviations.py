@@ -80,7 +80,7 @@ class PromptDeviations:
         return means
 
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens keep the donor's KV, bool [checked tokens]: all, or those that pass `check`, less heads."""
+        """Return which tokens keep donor KV, bool [checked tokens]: those after heads that pass `check`, if any."""
         return self.kept_and_compared(check, head_tokens)[0]
 
     def kept_and_compared(
