@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockHistory(DonorHistory):
-    """A held block's past, a donor to a policy. `added`: the tick when it came. `last_seconds`: time of its last use."""
+    """A held block's past, a donor to a policy. `added`: its tick of arrival. `last_seconds`: time of its last use."""
 
     block: int = 0
     kind: BlockKind = BlockKind.OTHER
