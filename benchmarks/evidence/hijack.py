@@ -72,7 +72,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One model's victims, all answered right cold. `fires`: those that reused tokens. `held`: the terms of verified."""
+    """One model's victims, all right when cold. `fires`: those that reused tokens. `held`: the terms of verified."""
 
     name: str
     victims: int
