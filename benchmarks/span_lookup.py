@@ -84,7 +84,7 @@ class Corpus:
         return cls(source, tokens[:common], held, tokens[common + documents :])
 
     def donors(self, count: int) -> Iterator[TokenArray]:
-        """Yield `count` donors. The first hold a document each among other text, the others four slices of text each."""
+        """Yield `count` donors. The first hold a document each in other text, the others four slices of text each."""
         rng = np.random.default_rng(2)
         for number in range(count):
             if number < len(self.documents):
