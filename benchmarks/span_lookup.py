@@ -84,8 +84,7 @@ class Corpus:
         return cls(source, tokens[:common], held, tokens[common + documents :])
 
     def donors(self, count: int) -> Iterator[TokenArray]:
-        """Yield `count` donors. The first hold a document each among other text; the others are four slices of text
-        each."""
+        """Yield `count` donors. The first hold a document each in other text, the others four slices of text each."""
         rng = np.random.default_rng(2)
         for number in range(count):
             if number < len(self.documents):
@@ -117,8 +116,7 @@ class Corpus:
 
 
 def read_corpus(path: Path, num_documents: int) -> Corpus:
-    """Read and tokenise a text (UTF-8, or .gz) with the shipped model's tokenizer. Raises ValueError if it is too
-    short."""
+    """Read and tokenise a text (UTF-8, or .gz) with the shipped model's tokenizer. Raises ValueError if too short."""
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
     tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))

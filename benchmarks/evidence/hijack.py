@@ -72,7 +72,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Victims of one model that are answered right cold; by arm, those that got a `wrong` or the planter's answer."""
+    """One model's victims, all right when cold. `fires`: those that reused tokens. `held`: the terms of verified."""
 
     name: str
     victims: int
@@ -91,8 +91,7 @@ def shipped() -> Target:
 
 
 def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
-    """Return the plants searched for a construction, and the victims of the best ones; the strongest has more of
-    both."""
+    """Return the counts of plants and of victims of the best ones; the strongest construction has more of both."""
     return (tries * MORE_TRIES, victims * MORE_VICTIMS) if construction == PLANTED else (tries, victims)
 
 

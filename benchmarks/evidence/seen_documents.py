@@ -57,8 +57,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt's documents that were seen before, and those reused; the tokens that its plan offered, and those
-    kept."""
+    """`seen` and `reused` count a prompt's documents. `reused_tokens`: offered tokens that stayed after the check."""
 
     seen: int
     reused: int

@@ -80,8 +80,7 @@ def loopback_server() -> Iterator[LoopbackServer]:
 
 
 def costs(observer: DonorObserver, donors: int, prefix: str) -> npt.NDArray[np.float64]:
-    """Return microseconds of each event of `donors` donors that come, move down and go, oldest first: float64
-    [events]."""
+    """Return microseconds of each event of `donors` that come, move down and go, oldest first: float64 [events]."""
     prompts, taken, now = _texts(64, TOKENS), list[int](), time.perf_counter_ns
     began = now()
     for number in range(donors):
@@ -131,8 +130,7 @@ class Donors:
 
 
 def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int) -> tuple[float, float]:
-    """Return events a second that the server took, and CPU microseconds for each. Ends the program if events were
-    lost."""
+    """Return events a second that the server took, and CPU microseconds each. Ends the program if events were lost."""
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events")
     # Nothing asks for heartbeats or resyncs.
     publisher = EventPublisher(

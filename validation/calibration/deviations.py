@@ -218,7 +218,7 @@ class DeviationCollector:
 
 
 def _at_once(items: Iterable[int], tokens_of: Callable[[int], int]) -> Iterator[list[int]]:
-    """Yield the items in order, as many at once as have _TOKENS_AT_ONCE tokens together."""
+    """Yield the items in order, in lists of about _TOKENS_AT_ONCE tokens together."""
     together: list[int] = []
     tokens = 0
     for item in items:

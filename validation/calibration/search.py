@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_SPAN_SHARE = 0.5
 # A plan that saves less costs more than it saves.
 MIN_SAVED_SHARE = 0.1
-# One token of SAMPLE_EVERY is sampled, or one of half as many, in windows of both lengths. The first window of a run,
+# One token of SAMPLE_EVERY is sampled, or of half of it, in windows of both lengths. The first window of a run,
 # which is compared whole, is most of a short run.
 SAMPLE_EVERY = 16
 _SAMPLE_WINDOWS = (WINDOW_TOKENS, WINDOW_TOKENS // 2)

@@ -171,8 +171,8 @@ def recorded_observations(path: Path) -> list[Observation]:
 class LatencyModel:
     """Milliseconds to the first token: `intercept_ms`, and what each computed token, reused token and pair costs.
 
-    A pair is a computed token and a token that it attends to: c computed tokens after r reused ones make c x (r + c /
-    2). The ranges are those of the fitted observations. `check_ms`: what the check of a moved token adds, the mean over
+    A pair is a computed token and a token that it attends to; c computed after r reused ones make c x (r + c / 2).
+    The ranges are those of the fitted observations. `check_ms`: what the check of a moved token adds, the mean over
     the checked observations, which are not fitted; None without one."""
 
     source: str
