@@ -35,7 +35,7 @@ def answers(served, cases, *, donors):
         texts = [donor for case in cases for donor in case.donors]
         served.ask(*(tokenizer.encode(text, add_special_tokens=False) for text in texts), max_tokens=1)
         served.settle()
-    found = [served.ask(*encoded.values())] if len(encoded) == 1 else served.ask(*encoded.values())
+    found = served.ask(*encoded.values())
     texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in found]
     right = sum(text.strip() == case.reference for text, case in zip(texts, cases, strict=True))
     wrong = sum(text.strip() == case.donor_answer for text, case in zip(texts, cases, strict=True))
