@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AliasChoices, AliasPath, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Expectation, Form, content_of, parsed
@@ -37,32 +37,26 @@ class Reading:
     general: tuple[Question, ...] = ()
 
 
-class _Asked(BaseModel):
-    """A question with its first answer, by the names of every set."""
-
-    text: _Text = Field(validation_alias=AliasChoices("question", "query", "question_text"))
-    answer: _Text = Field(
-        validation_alias=AliasChoices(
-            AliasPath("answers", 0, "text"), "answer", AliasPath("responses", 0, "response_text")
-        )
-    )
-    relevant_text_span: list[tuple[int, int]] = []
-
-    def stripped(self) -> Question:
-        return Question(self.text.strip(), self.answer.strip())
+class _SquadAnswer(BaseModel):
+    text: _Text
 
 
-class _Paragraph(BaseModel):
+class _SquadQuestion(BaseModel):
+    question: _Text
+    answers: Annotated[list[_SquadAnswer], Field(min_length=1)]
+
+
+class _SquadParagraph(BaseModel):
     context: _Text
-    qas: list[_Asked]
+    qas: list[_SquadQuestion]
 
 
-class _Article(BaseModel):
-    paragraphs: list[_Paragraph]
+class _SquadArticle(BaseModel):
+    paragraphs: list[_SquadParagraph]
 
 
 class _Squad(BaseModel):
-    data: list[_Article]
+    data: list[_SquadArticle]
 
 
 class _Turn(BaseModel):
@@ -70,15 +64,33 @@ class _Turn(BaseModel):
     content: str
 
 
+class _Query(BaseModel):
+    query: _Text
+    answer: _Text
+    relevant_text_span: list[tuple[int, int]] = []
+
+    def stripped(self) -> Question:
+        return Question(self.query.strip(), self.answer.strip())
+
+
 class _Meeting(BaseModel):
     meeting_transcripts: list[_Turn]
-    specific_query_list: list[_Asked]
-    general_query_list: list[_Asked] = []
+    specific_query_list: list[_Query]
+    general_query_list: list[_Query] = []
+
+
+class _Response(BaseModel):
+    response_text: _Text
+
+
+class _StoryQuestion(BaseModel):
+    question_text: _Text
+    responses: Annotated[list[_Response], Field(min_length=1)]
 
 
 class _Story(BaseModel):
     document: _Text
-    questions: list[_Asked]
+    questions: list[_StoryQuestion]
 
 
 @functools.cache
@@ -88,7 +100,10 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
     readings = []
     for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
         passages = tuple(each.context.strip() for each in article.paragraphs)
-        questions = (tuple(Question(one.text.strip(), one.answer) for one in each.qas) for each in article.paragraphs)
+        questions = (
+            tuple(Question(one.question.strip(), one.answers[0].text) for one in each.qas)
+            for each in article.paragraphs
+        )
         readings.append(Reading(passages, tuple(questions)))
     return tuple(readings)
 
@@ -121,7 +136,7 @@ def squality_texts(folder: Path) -> tuple[Reading, ...]:
     path, readings = folder / "squality-dev.jsonl", []
     for line in filter(bytes.strip, content_of(path).splitlines()):
         story = parsed(_Story, line, _WRONG.format(path))
-        general = tuple(Question(each.text, each.answer) for each in story.questions)
+        general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
         passages = tuple(map(" ".join, _gathered(_SENTENCE.split(" ".join(story.document.split())))))
         readings.append(Reading(passages, ((),) * len(passages), general))
     return tuple(readings)

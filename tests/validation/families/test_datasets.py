@@ -100,6 +100,36 @@ def test_other_files_are_refused(folder, name, path, content, message):
         write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
 
 
+SQUAD, QMSUM, SQUALITY = "squad-dev-v1.1.json", "qmsum/M1.json", "squality-dev.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "field", "question", "message"),
+    [
+        ("squad", SQUAD, "qas", {"question": "When?", "answers": []}, "qas.0.answers: List should have at least 1"),
+        ("squad", SQUAD, "qas", {"query": "When?", "answers": [{"text": "1"}]}, "qas.0.question: Field required"),
+        ("squad", SQUAD, "qas", {"question": "When?", "answer": "1"}, "qas.0.answers: Field required"),
+        ("squad", SQUAD, "qas", {"question": "When?", "answers": [{"text": "1"}, {}]}, "qas.0.answers.1.text: Field"),
+        ("qmsum", QMSUM, "specific_query_list", {"question": "When?", "answer": "1"}, "list.0.query: Field required"),
+        ("qmsum", QMSUM, "general_query_list", {"query": "When?"}, "general_query_list.0.answer: Field required"),
+        ("squality", SQUALITY, "questions", {"question": "When?"}, "questions.0.question_text: Field required"),
+        (
+            *("squality", SQUALITY, "questions"),
+            {"question_text": "When?", "responses": [{"response_text": ""}]},
+            "questions.0.responses.0.response_text: String should have at least 1 character",
+        ),
+        ("squality", SQUALITY, "questions", {"question_text": "When?", "answer": "1"}, "0.responses: Field required"),
+    ],
+)
+def test_a_question_of_another_form_is_refused_by_the_name_of_its_field(folder, name, path, field, question, message):
+    content = json.loads((folder / path).read_text("utf-8"))
+    holder = content["data"][0]["paragraphs"][0] if name == "squad" else content
+    holder[field] = [question]
+    (folder / path).write_text(json.dumps(content), "utf-8")
+    with pytest.raises(ConfigurationError, match=message):
+        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
+
+
 def test_too_few_questions_are_refused(folder):
     with pytest.raises(ConfigurationError, match="No text of squality answers 9 questions"):
         write_family("squality", SHIPPED, words, 1, 1, 9, 700, folder)
