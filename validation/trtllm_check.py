@@ -67,10 +67,13 @@ class Workload:
 def workload(groups: int, rows: int) -> Workload:
     """Return stock lists, four a prompt: as donors, and reversed under another instruction as targets."""
     rng = random.Random(0)
-    lists = [[stock_list(rng, rows=rows) for _ in range(4)] for _ in range(groups)]
     long = "Read the lists, then give the number that is asked for, and nothing else."
-    donors = tuple(_asked(rng, _SHORT, each) for each in lists)
-    return Workload(donors, tuple(_asked(rng, long, each[::-1]) for each in lists))
+    donors, targets = list[Question](), list[Question]()
+    for _ in range(groups):
+        lists = [stock_list(rng, rows=rows) for _ in range(4)]
+        donors.append(_asked(rng, _SHORT, lists))
+        targets.append(_asked(rng, long, lists[::-1]))
+    return Workload(tuple(donors), tuple(targets))
 
 
 def crowd(rounds: int, beginnings: int, rows: int) -> tuple[tuple[str, ...], ...]:

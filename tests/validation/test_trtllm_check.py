@@ -10,7 +10,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
 from validation.models import PROFILE_NAME, shipped_model
-from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve, serve_crowd
+from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve, serve_crowd, workload
 
 SMALL = ("--groups", "2", "--rows", "6")
 NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profile", "verified"]
@@ -27,6 +27,11 @@ def lines(capsys):
 
 def failing(findings):
     return [finding.name for finding in findings if not finding.holds]
+
+
+def test_more_groups_leave_the_first_ones_as_they_are():
+    few, many = workload(1, 6), workload(3, 6)
+    assert (few.donors, few.targets) == (many.donors[:1], many.targets[:1])
 
 
 def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
