@@ -305,11 +305,11 @@ class Optimum(EvictionPolicy[BlockHistory]):
             uses.reverse()
         self._request = request
 
-    def _next_use(self, history: BlockHistory) -> tuple[float]:
+    def _next_use(self, history: BlockHistory) -> tuple[float, float]:
         later = self._uses[history.block]
         while later and later[-1] <= self._request():
             later.pop()
-        return (-later[-1] if later else -math.inf,)
+        return -later[-1] if later else -math.inf, history.added
 
 
 OPTIMUM = "optimum"

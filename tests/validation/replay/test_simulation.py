@@ -26,6 +26,7 @@ from validation.replay.simulation import (
     BlockCache,
     BlockHistory,
     KindUse,
+    Optimum,
     ReplayPolicy,
     ReuseRule,
     replay_policy,
@@ -201,6 +202,15 @@ def test_the_optimum_hits_as_much_as_any_choice_could(trace_from, requests, plac
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
+
+
+def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go(trace_from):
+    names = "abcdefghijkl"
+    trace = trace_from([*names, *names], dict.fromkeys(names, 10))
+    cache = BlockCache(trace.spans, Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
+    for block in range(12):
+        cache.serve([block], 0.0)
+    assert [block for block in range(12) if block in cache] == [10, 11]
 
 
 STEPS = st.lists(
