@@ -49,7 +49,7 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     told = f"eviction policies: {', '.join(names)}; lru is always among them"
     parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
     told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
-    parser.add_argument("--capacity-tokens", nargs="+", type=int, default=[], metavar="N", help=told)
+    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=told)
     arguments.add(parser, "--min-match-length", help="shortest span that is reused, in tokens")
     told = "first tokens of each reused span that are computed again"
     parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
@@ -64,11 +64,12 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     for path in paths:
         check_writable(path)
     trace = trace_file(options.trace, options.requests)
-    rules, facts, measured = [ReuseRule(EXACT_PREFIX, as_prefixes=True)], _facts(trace), Measured.now(command, "cpu")
+    rules, facts = [ReuseRule(EXACT_PREFIX, as_prefixes=True)], _facts(trace)
     # An id of Mooncake's depends on all text before its block, so it says nothing of spans.
     if trace.form is not TraceFormat.MOONCAKE:
         rules.append(ReuseRule(SPAN, False, options.min_match_length, options.recompute_tokens))
     lines, unlimited = _replayed(trace, rules, options)
+    measured = Measured.now(command, "cpu")
     found = {
         "source": str(options.trace),
         "facts": facts,
@@ -106,7 +107,7 @@ def _check(options: argparse.Namespace) -> None:
         arguments.check_integers(options, requests=1)
         if options.requests > MAX_REQUESTS:
             raise ConfigurationError(f"--requests is {options.requests}; it must be at most {MAX_REQUESTS}.")
-    for capacity in options.capacity_tokens:
+    for capacity in options.capacity_tokens or ():
         if not 1 <= capacity <= arguments.HIGHEST:
             raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
 

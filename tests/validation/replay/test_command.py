@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from validation.cli import main
-from validation.replay.command import FILE_NAMES, ratio_interval
+from validation.replay.command import FILE_NAMES, parse_replay, ratio_interval
 
 
 def run(arguments, output):
@@ -67,6 +67,13 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
     check_refused(["replay", *arguments], sentence)
+
+
+def test_the_default_capacities_are_named_in_the_help_alone(capsys):
+    assert parse_replay(["--trace", "t"]).capacity_tokens is None
+    with pytest.raises(SystemExit):
+        parse_replay(["--help"])
+    assert "(default: [])" not in capsys.readouterr().out
 
 
 def test_equal_differences_leave_no_doubt_and_a_few_requests_say_nothing():
