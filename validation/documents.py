@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import itertools
 import re
@@ -17,6 +18,7 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+@functools.cache
 def _asset(name: str) -> str:
     return (importlib.resources.files("validation") / "assets" / name).read_text(encoding="utf-8").strip()
 
@@ -29,7 +31,6 @@ _FIRST_NAMES, _LAST_NAMES = words(WORDS["first names"]), words(WORDS["last names
 _TRADES = words(WORDS["trades"])
 # The second yardstick knows lists by these names only.
 LIST_NAMES = words(WORDS["list names"])
-_PROSE = _asset("excerpt.txt")
 MOVES = {"up": 1, "down": -1}
 LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
@@ -159,7 +160,7 @@ def fact_sheet(rng: random.Random, people: int = 4) -> Document:
 
 def excerpt(rng: random.Random, characters: int) -> Document:
     """Return a `passage` of the shipped public-domain prose, without questions."""
-    return Document(passage(rng, _PROSE, characters), ())
+    return Document(passage(rng, _asset("excerpt.txt"), characters), ())
 
 
 def passage(rng: random.Random, prose: str, characters: int) -> str:
