@@ -85,27 +85,33 @@ class Judge:
             process = subprocess.Popen(
                 self.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
-        with process, selectors.DefaultSelector() as selector:
-            read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
-            for pipe in read:
-                selector.register(pipe, selectors.EVENT_READ)
+        with process:
             try:
-                while selector.get_map():
-                    ready = selector.select(max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        raise subprocess.TimeoutExpired(self.command, self.timeout_seconds)
-                    for key, _ in ready:
-                        chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
-                        read[key.fd] += chunk
-                        if len(read[key.fd]) > MAX_OUTPUT_BYTES:
-                            raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
-                        if not chunk:
-                            selector.unregister(key.fd)
-                printed, errors = (each.decode("utf-8", "replace") for each in read.values())
+                printed, errors = _outputs(process, deadline)
                 return process.wait(max(0.0, deadline - time.monotonic())), printed, errors
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
+    """Read stdout and stderr to their ends. Raises TimeoutExpired, and ValueError for too much output."""
+    read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
+    with selectors.DefaultSelector() as selector:
+        for pipe in read:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(process.args, 0.0)
+            for key, _ in ready:
+                chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
+                read[key.fd] += chunk
+                if len(read[key.fd]) > MAX_OUTPUT_BYTES:
+                    raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
+                if not chunk:
+                    selector.unregister(key.fd)
+    return [each.decode("utf-8", "replace") for each in read.values()]
 
 
 def judged(
