@@ -172,16 +172,13 @@ _MEANS = (
     *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
-# Figures of a summary, by their table on the page.
-_TABLES = {
-    "Speed: TTFT of timed prompts, tokens a prompt": (
-        *("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires"),
-    ),
-    "Answers: exact match with the known answer, the rest against cold": (
-        *("samples", "exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold"),
-        *("perplexity_ratio", "first_token_kl", "token_agreement"),
-    ),
-}
+_SPEED = ("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires")
+_ANSWERS = (
+    *("samples", "exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold"),
+    *("perplexity_ratio", "first_token_kl", "token_agreement"),
+)
+# A table in words: title, headings and rows.
+Grid = tuple[str, list[str], list[list[str]]]
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -361,21 +358,29 @@ class Report:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def grids(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Return tables of every arm, workload and size, and the noise floor: title, headings and rows, in words."""
-        keys, lines = ["workload", "size", "arm"], [*summaries(self.samples), self._noise_floor()]
-        found = []
-        for title, names in _TABLES.items():
-            cells = ([line[key] for key in keys] + [_cell(line[name]) for name in names] for line in lines)
-            found.append((title, [name.replace("_", " ") for name in (*keys, *names)], list(cells)))
-        return found
+    def grids(self) -> list[Grid]:
+        """Return tables of speed and of answers, by arm, workload and size; the noise floor ends that of answers."""
+        lines = summaries(self.samples)
+        answers = "Answers: exact match with the known answer, the rest against cold"
+        return [
+            _grid("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
+            _grid(answers, _ANSWERS, [*lines, self._noise_floor()]),
+        ]
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
 
 
+def _grid(title: str, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Grid:
+    keys = ("workload", "size", "arm")
+    rows = [[*(line[key] for key in keys), *(_cell(line[name]) for name in names)] for line in lines]
+    return title, [name.replace("_", " ") for name in (*keys, *names)], rows
+
+
 def _cell(value: float | None) -> str:
-    return "-" if value is None else figure(value) if math.isfinite(value) else str(value)
+    if value is None:
+        return "-"
+    return figure(value) if math.isfinite(value) else str(value)
 
 
 def end_to_end_rows(

@@ -187,6 +187,12 @@ def test_grids_have_a_line_for_each_workload_and_arm(report):
         assert "unrelated" in {workload for workload, *_ in lines}
 
 
+def test_the_noise_floor_ends_the_table_of_answers_alone(report):
+    (_, _, speed), (_, _, answers) = report.grids()
+    assert [row[:3] for row in answers] == [*(row[:3] for row in speed), ["all", "all", "cold_again"]]
+    assert "all" not in {row[0] for row in speed}
+
+
 def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample):
     samples = [make_sample(ttft_s=1.0, computed_tokens=90), make_sample(ttft_s=3.0, computed_tokens=110)]
     samples += [make_sample(ttft_s=9.0, computed_tokens=4, timed=False, speedup=None, exact_match=False)]
