@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from semblend_trt.config import Settings
+    from semblend_trt.donors.catalog import CatalogStats
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
     from validation.estimate.figures import Figures, Serving
@@ -90,30 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     figures, skipped = _replayed(arguments, encoder, serving)
     if not figures.prompts:
-        told = f"{arguments.file} holds no prompt; give a log of requests, one a line"
-        if skipped.counts:
-            told = f"{arguments.file} holds no prompt that can be read; one request a line is expected. "
-            told += skipped.sentence()
-        sys.stderr.write(f"semblend-trt: {printable(told)}\n")
+        sys.stderr.write(f"semblend-trt: {printable(_nothing(arguments.file, skipped))}\n")
         return USAGE_ERROR
-    held, a_token = serving.stats(), pool.geometry.bytes_per_token(pool.dtype)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         **figures.to_dict(),
         "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
         "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
         "expected_ttft": figures.expected_ttft(model),
-        "memory": {
-            "donors": held.ready,
-            "donor_bytes": held.used_bytes,
-            "evicted_donors": held.evicted,
-            "kv_bytes_a_token": a_token,
-            "host_bytes": settings.host_bytes,
-            "host_tokens": settings.host_bytes // a_token,
-            "pool_tokens": pool.num_blocks * pool.geometry.block_size,
-            "max_donors": settings.max_donors,
-            "min_span_tokens": settings.min_span_tokens,
-        },
+        "memory": _memory(settings, pool, serving.stats()),
         "tokenizer": arguments.tokenizer or "shipped",
     }
     sys.stdout.write(_shown(report) + "\n")
@@ -201,6 +187,28 @@ def _opened(path: Path, buffering: int) -> BinaryIO:
         return open_input(path, may_be_pipe=True, buffering=buffering)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
+
+
+def _memory(settings: Settings, pool: PoolFacts, held: CatalogStats) -> dict[str, int]:
+    """Return the donors held at the end, and the room for them and for the engine's own KV."""
+    a_token = pool.geometry.bytes_per_token(pool.dtype)
+    return {
+        "donors": held.ready,
+        "donor_bytes": held.used_bytes,
+        "evicted_donors": held.evicted,
+        "kv_bytes_a_token": a_token,
+        "host_bytes": settings.host_bytes,
+        "host_tokens": settings.host_bytes // a_token,
+        "pool_tokens": pool.num_blocks * pool.geometry.block_size,
+        "max_donors": settings.max_donors,
+        "min_span_tokens": settings.min_span_tokens,
+    }
+
+
+def _nothing(file: Path, skipped: Skipped) -> str:
+    if not skipped.counts:
+        return f"{file} holds no prompt; give a log of requests, one a line"
+    return f"{file} holds no prompt that can be read; one request a line is expected. {skipped.sentence()}"
 
 
 def _shown(report: dict[str, Any]) -> str:
