@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from validation import metrics
+from validation.cases import Expectation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +85,9 @@ class Answer:
 def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> bool:
     """Return whether a model knows a family, by its cold answers; on others, reuse shows nothing.
     It gives half of the right answers, or a text's `loss`, in nats a token, is below a blind guess's."""
-    return exact_match >= 0.5 if exact_match is not None else loss is None or loss < math.log(vocabulary)
+    if exact_match is not None:
+        return exact_match >= 0.5
+    return loss is None or loss < math.log(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +152,7 @@ class Sample:
 
     @property
     def may_reuse(self) -> bool:
-        return self.expects in ("reuse", "any")
-
-
-_REUSE_TOKENS = ("offered", "sampled", "checked", "reused", "recomputed")
+        return self.expects in (Expectation.REUSE.value, Expectation.ANY.value)
 
 
 def sample_of(
@@ -184,9 +184,16 @@ def sample_of(
         answer_tokens=len(ours.tokens),
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
-        **{f"{name}_tokens": getattr(reuse, name) for name in _REUSE_TOKENS},
+        offered_tokens=reuse.offered,
+        sampled_tokens=reuse.sampled,
+        checked_tokens=reuse.checked,
+        reused_tokens=reuse.reused,
+        recomputed_tokens=reuse.recomputed,
         computed_tokens=ours.prompt_tokens - reuse.cached - reuse.reused,
         computed_share=1.0 - moved / max(1, ours.prompt_tokens - reuse.cached),
+        largest_kept=reuse.largest_kept,
+        outcome=reuse.outcome,
+        reason=reuse.reason,
         exact_match=metrics.exact_match(ours.text, reference) if case.known_answer and reference else None,
         follows_donor=None if case.donor_answer is None else metrics.exact_match(ours.text, case.donor_answer),
         rouge1_cold=rouge1_cold,
@@ -201,7 +208,8 @@ def sample_of(
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
         likelihood=ours.likelihood,
-        **{name: getattr(reuse, name) for name in ("largest_kept", "outcome", "reason", "generation", "spans")},
+        generation=reuse.generation,
+        spans=reuse.spans,
     )
 
 
@@ -275,9 +283,7 @@ def line_of(
     def average(name: str) -> float:
         return math.fsum(getattr(sample, name) for sample in samples) / len(samples)
 
-    tokens: dict[str, Any] = {
-        name: sum(getattr(sample, f"{name}_tokens") for sample in samples) for name in _REUSE_TOKENS
-    }
+    offered, reused = sum(each.offered_tokens for each in samples), sum(each.reused_tokens for each in samples)
     loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
     return Line(
         family=family,
@@ -293,8 +299,12 @@ def line_of(
         agreement=average("token_agreement"),
         first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        **tokens,
-        reused_share=tokens["reused"] / tokens["offered"] if tokens["offered"] else None,
+        offered=offered,
+        sampled=sum(sample.sampled_tokens for sample in samples),
+        checked=sum(sample.checked_tokens for sample in samples),
+        reused=reused,
+        recomputed=sum(sample.recomputed_tokens for sample in samples),
+        reused_share=reused / offered if offered else None,
         computed_share=average("computed_share"),
         largest_kept=max(sample.largest_kept for sample in samples),
         generation=max(sample.generation for sample in samples),
