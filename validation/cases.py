@@ -116,6 +116,10 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
+# Two groups to choose by and two to confirm with: fewer bound nothing.
+MIN_CASES = 4
+
+
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
     """Return cases to score by their references. Raises ConfigurationError naming what lacks, or for too few."""
     for what, lacking in (
@@ -128,9 +132,10 @@ def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
                 f"--prompts {path}: {len(lacking)} of {len(cases)} cases have no {what} ({shown}); a calibration "
                 f"compares what donors do to references, so give each case a {what}."
             )
-    # Two groups to choose by and two to confirm with: fewer bound nothing.
-    if len(cases) < 4:
-        raise ConfigurationError(f"--prompts {path} holds {len(cases)} cases; a calibration needs at least 4.")
+    if len(cases) < MIN_CASES:
+        raise ConfigurationError(
+            f"--prompts {path} holds {len(cases)} cases; a calibration needs at least {MIN_CASES}."
+        )
     return [replace(case, known_answer=False) for case in cases]
 
 

@@ -35,6 +35,8 @@ MAX_OUTPUT_BYTES = 1 << 16
 # A judge that times out this often in a row is not asked for the remaining answers.
 MAX_TIMEOUTS = 3
 _SLOW = "no answer within"
+# The question ends the prompt; more of the prompt makes scoring slow and changes little.
+MAX_PROMPT_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +154,13 @@ class Scorer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason_of(error)}") from error
         self._device = device
-        self._context = int(getattr(self._model.config, "max_position_embeddings", 1_024))
+        self._context = int(getattr(self._model.config, "max_position_embeddings", MAX_PROMPT_TOKENS))
 
     @torch.inference_mode()
     def score(self, prompt: str, answer: str) -> float | None:
         """Return the perplexity of `answer` after the end of `prompt`; None for an answer without a token."""
         target = self._tokenizer.encode(answer, add_special_tokens=False)[: self._context // 2]
-        # The question ends the prompt; more of the prompt makes scoring slow and changes little.
-        before = self._tokenizer.encode(prompt)[-min(1_024, self._context - len(target)) :]
+        before = self._tokenizer.encode(prompt)[-min(MAX_PROMPT_TOKENS, self._context - len(target)) :]
         if not (target and before):
             return None
         ids = torch.tensor([before + target], device=self._device)

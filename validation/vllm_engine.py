@@ -32,6 +32,8 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+# A save begins in one step and is reported in a later one.
+_SETTLING_STEPS = 1_000
 
 
 class VllmEngines:
@@ -187,12 +189,12 @@ class VllmEngine:
 
 def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
     """Wait until what has ended in an engine's core is saved. Raises SemBlendError."""
-    # A save begins in one step and is reported in a later one, so short requests are served.
-    for _ in range(1_000):
+    # Short requests make the engine take steps.
+    for _ in range(_SETTLING_STEPS):
         if not core.scheduler.requests:  # it holds ended requests until they are saved
             return
         ask_shortly()
-    raise SemBlendError("saves have not ended after 1000 steps")
+    raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
 
 
 def _sampling(params: SamplingParams) -> Any:
