@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ROUGE = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
 def normalised_words(text: str) -> list[str]:
     """Return words without case, punctuation and articles, as SQuAD's evaluation script (Rajpurkar et al. 2016)."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def exact_match(answer: str, reference: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +88,10 @@ class PromptForm:
         return self._put(_marked(INSTRUCTION_MARK, instruction) + _marked(DOCUMENT_MARK, *pages))
 
     def _put(self, prompt: str) -> str:
-        if self.has_marks:
-            return prompt
-        return re.sub("|".join(map(re.escape, MARKS)), lambda mark: _HEADINGS[mark[0]], prompt)
+        if not self.has_marks:
+            for mark, heading in _HEADINGS.items():
+                prompt = prompt.replace(mark, heading)
+        return prompt
 
 
 # Both small models know places of two words only, so a unit or a date takes the place of the first.

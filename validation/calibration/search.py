@@ -277,9 +277,13 @@ class Search:
                 if share < winner.computed_share:
                     sampled.append(replace(winner, check=check, computed_share=share))
             screened = filter(self._is_screened, sorted(sampled, key=lambda each: each.computed_share))
-            any(map(self._is_confirmed, itertools.islice(screened, self.sample_tries)))
+            for candidate in itertools.islice(screened, self.sample_tries):
+                if self._is_confirmed(candidate):
+                    break
         winner = self.found.winner or winner
-        all(self._is_confirmed(replace(winner, generations=each)) for each in self.generations)
+        for generations in self.generations:
+            if not self._is_confirmed(replace(winner, generations=generations)):
+                break
 
     def _is_confirmed(self, candidate: Candidate) -> bool:
         """Whether the candidate holds on new prompts; it is the winner then. None is tried twice."""

@@ -195,9 +195,9 @@ class LatencyModel:
                 f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
                 f"computed tokens; a latency model needs at least {_FEWEST} and 3, name a file that has them."
             )
-        costs = _costs(_columns(computed, reused), ttft)
+        costs = _costs(_terms(computed, reused), ttft)
         checked = _arrays([each for each in observations if each.is_checked and each.reused])
-        added = (checked[2] - _columns(*checked[:2]) @ costs) / checked[1]
+        added = (checked[2] - _terms(*checked[:2]) @ costs) / checked[1]
         return cls(
             source=source,
             observations=len(ttft),
@@ -210,7 +210,7 @@ class LatencyModel:
     def predict(self, computed: Integers, reused: Integers) -> Floats:
         """Return milliseconds, float64 [requests], for int64 [requests] of tokens."""
         costs = np.array([getattr(self, name) for name in _COSTS])
-        return np.asarray(_columns(computed, reused) @ costs, dtype=np.float64)
+        return np.asarray(_terms(computed, reused) @ costs, dtype=np.float64)
 
     def outside(self, computed: Integers, reused: Integers) -> npt.NDArray[np.bool_]:
         """Return where the model extrapolates, bool [requests]."""
@@ -234,7 +234,7 @@ def _arrays(observations: Sequence[Observation]) -> tuple[Integers, Integers, Fl
     return computed, reused, np.array([each.ttft_ms for each in observations], dtype=np.float64)
 
 
-def _columns(computed: Integers, reused: Integers) -> Floats:
+def _terms(computed: Integers, reused: Integers) -> Floats:
     c, r = computed.astype(np.float64), reused.astype(np.float64)
     return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
 
@@ -330,7 +330,7 @@ class Figures:
         """Return milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix
         cache, with donors, and with all moved tokens checked (if the model knows that cost). With donors,
         `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
-        tokens, alone, held, moved = self._columns()
+        tokens, alone, held, moved = self._per_prompt()
         with_donors = model.predict(tokens - held, held)
         times = {
             "cold": model.predict(tokens, np.zeros_like(tokens)),
@@ -351,7 +351,7 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form of all but documents and times. Donors can take a little from the prefix cache,
         into which KV after moved text does not go."""
-        columns = self._columns()
+        columns = self._per_prompt()
         tokens, alone, held, _ = (int(each.sum()) for each in columns)
         ends = (*(each - 1 for each in RUN_CLASSES[1:]), None)
         return {
@@ -374,6 +374,6 @@ class Figures:
             "prompts_without_donors": dict(self._reasons.most_common()),
         }
 
-    def _columns(self) -> Integers:
+    def _per_prompt(self) -> Integers:
         columns: Integers = np.array(self._numbers, dtype=np.int64).reshape(-1, 4).T
         return columns

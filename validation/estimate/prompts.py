@@ -292,13 +292,14 @@ def _text_of(content: Any) -> str:
         raise UnreadError("without a prompt")
     said = []
     for part in [content] if isinstance(content, dict) else content:
-        about = {"text": part} if isinstance(part, str) else part if isinstance(part, dict) else {}
-        if isinstance(about.get("text"), str):
-            said.append(about["text"])
-        elif about.get("type") == "tool_result":
-            said.append(_text_of(about.get("content")))
-        elif about.get("type") == "tool_use":
-            said.append(json.dumps([about.get("name"), about.get("input")]))
+        if isinstance(part, str):
+            said.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            said.append(part["text"])
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            said.append(_text_of(part.get("content")))
+        elif isinstance(part, dict) and part.get("type") == "tool_use":
+            said.append(json.dumps([part.get("name"), part.get("input")]))
         else:
             raise UnreadError("with images or other input than text")
     return "".join(said)
