@@ -121,7 +121,8 @@ MIN_CASES = 4
 
 
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """Return cases to score by their references. Raises ConfigurationError naming what lacks, or for too few."""
+    """Return cases to score by their references.
+    Raises ConfigurationError for cases without a reference or donor, which it names, and for too few cases."""
     for what, lacking in (
         ("reference", [case.id for case in cases if case.reference is None]),
         ("donor", [case.id for case in cases if not case.donors]),
@@ -178,7 +179,8 @@ class Tokeniser:
         return self.tokenise_all([case])[0]
 
     def tokenise_all(self, cases: Sequence[Case]) -> list[TokenisedCase]:
-        """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
+        """Tokenise the cases in order, as `tokenise` does one.
+        Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
         # All at once, so that fast tokenizers use every core; once each, as cases of a group share their donors.
         texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
         ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}

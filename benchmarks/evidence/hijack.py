@@ -72,7 +72,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One model's victims, all right when cold. `fires`: those that reused tokens. `held`: the terms of verified."""
+    """Victims of one model, which answers all of them right cold. `held`: the terms of verified.
+    By arm: victims with a `wrong` answer, with the planter's answer (`hijacked`), and with reused tokens (`fires`)."""
 
     name: str
     victims: int

@@ -57,7 +57,8 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run a command of `python -m validation`. Raises CalledProcessError unless it ends with 0 or 1 (not shown)."""
+    """Run a command of `python -m validation`. Raises CalledProcessError unless its exit status is 0 or 1.
+    Status 1 says that the command did not show something to hold."""
     call = [sys.executable, "-m", "validation", *arguments]
     if (status := subprocess.run(call, check=False).returncode) not in (0, 1):
         raise subprocess.CalledProcessError(status, call)

@@ -40,7 +40,8 @@ _HEADS = (0, 8)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy for a profile. `computed_share`: predicted part of the tokens times layers that harmless plans offer."""
+    """A policy that a profile can hold.
+    `computed_share`: of the tokens times layers that harmless plans offer, the part that it should compute."""
 
     policy: str
     computed_share: float

@@ -82,7 +82,7 @@ class KindUse:
         return squares / (2.0 * gaps)
 
     def came_back(self, kind: BlockKind, gap_seconds: float, factor: float = HIT_FACTOR) -> None:
-        """Learn that a block of `kind` was used, this long after its last use."""
+        """Learn that a block of `kind` was used `gap_seconds` after its last use, which raises its kind by `factor`."""
         self._scale(kind, factor)
         gap = max(gap_seconds, _LEAST_GAP_SECONDS)
         gaps, squares = self._sums[kind]
