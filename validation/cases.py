@@ -61,6 +61,8 @@ def groups(cases: Sequence[Case]) -> list[list[Case]]:
 
 _Text = Annotated[str, Field(min_length=1)]
 WORKLOAD = "prompts"
+# Two groups to choose by and two to confirm with: fewer bound nothing.
+MIN_CASES = 4
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -116,13 +118,8 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
-# Two groups to choose by and two to confirm with: fewer bound nothing.
-MIN_CASES = 4
-
-
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """Return cases to score by their references.
-    Raises ConfigurationError for cases without a reference or donor, which it names, and for too few cases."""
+    """Return cases to score by references. Raises ConfigurationError if a reference, a donor or a case is missing."""
     for what, lacking in (
         ("reference", [case.id for case in cases if case.reference is None]),
         ("donor", [case.id for case in cases if not case.donors]),
@@ -179,8 +176,7 @@ class Tokeniser:
         return self.tokenise_all([case])[0]
 
     def tokenise_all(self, cases: Sequence[Case]) -> list[TokenisedCase]:
-        """Tokenise the cases in order, as `tokenise` does one.
-        Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
+        """Tokenise in order. Raises ConfigurationError for a prompt or donor that is empty or exceeds the context."""
         # All at once, so that fast tokenizers use every core; once each, as cases of a group share their donors.
         texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
         ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}

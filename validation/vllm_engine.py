@@ -32,8 +32,7 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-# A save begins in one step and is reported in a later one.
-_SETTLING_STEPS = 1_000
+_SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later one
 
 
 class VllmEngines:
@@ -189,7 +188,6 @@ class VllmEngine:
 
 def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
     """Wait until what has ended in an engine's core is saved. Raises SemBlendError."""
-    # Short requests make the engine take steps.
     for _ in range(_SETTLING_STEPS):
         if not core.scheduler.requests:  # it holds ended requests until they are saved
             return

@@ -103,8 +103,7 @@ class LmcacheEngine:
     """vLLM with LMCache's connector as CacheBlend needs it: eager, no prefix cache of vLLM's, a prompt in one step."""
 
     def __init__(self, folder: Path, separator: str, longest: int, host_bytes: int, **options: Any) -> None:
-        """`separator`: the text whose tokens, without the first, separate segments. `longest`: tokens of a prompt.
-        Raises what LMCache and vLLM raise if they do not start."""
+        """Tokens of `separator` after the first separate segments. `longest`: tokens a prompt. Raises as vLLM does."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or LMCache would not find the model
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ |= {"LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

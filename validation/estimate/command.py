@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from semblend_trt.config import Settings
-    from semblend_trt.donors.catalog import CatalogStats
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
     from validation.estimate.figures import Figures, Serving
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
         "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
         "expected_ttft": figures.expected_ttft(model),
-        "memory": _memory(settings, pool, serving.stats()),
+        "memory": _memory(settings, pool, serving),
         "tokenizer": arguments.tokenizer or "shipped",
     }
     sys.stdout.write(_shown(report) + "\n")
@@ -189,9 +188,8 @@ def _opened(path: Path, buffering: int) -> BinaryIO:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
 
 
-def _memory(settings: Settings, pool: PoolFacts, held: CatalogStats) -> dict[str, int]:
-    """Return the donors held at the end, and the room for them and for the engine's own KV."""
-    a_token = pool.geometry.bytes_per_token(pool.dtype)
+def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:
+    held, a_token = serving.stats(), pool.geometry.bytes_per_token(pool.dtype)
     return {
         "donors": held.ready,
         "donor_bytes": held.used_bytes,

@@ -100,10 +100,8 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
     readings = []
     for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
         passages = tuple(each.context.strip() for each in article.paragraphs)
-        questions = (
-            tuple(Question(one.question.strip(), one.answers[0].text) for one in each.qas)
-            for each in article.paragraphs
-        )
+        asked = (each.qas for each in article.paragraphs)
+        questions = (tuple(Question(each.question.strip(), each.answers[0].text) for each in own) for own in asked)
         readings.append(Reading(passages, tuple(questions)))
     return tuple(readings)
 
