@@ -459,9 +459,12 @@ class _Cover:
         self.runs.insert(at, piece)
 
     def free_parts(self, piece: Run) -> list[Run]:
-        position, end, parts = piece.target_start, piece.target_end, list[Run | None]()
+        position, end, parts = piece.target_start, piece.target_end, list[Run]()
         at = bisect_right(self._ends, position)
         while at < len(self.runs) and self._starts[at] < end:
-            parts.append(piece.within(position, self._starts[at]))
+            if (part := piece.within(position, self._starts[at])) is not None:
+                parts.append(part)
             position, at = self._ends[at], at + 1
-        return [part for part in (*parts, piece.within(position, end)) if part is not None]
+        if (part := piece.within(position, end)) is not None:
+            parts.append(part)
+        return parts
