@@ -410,7 +410,6 @@ class SpanIndex:
             return scan
         self.wait()
         anchors = fingerprint(prompt, len(prompt), shortest)
-        scan.anchors = len(anchors.positions)
         is_surplus = anchors.surplus(self._bounds.max_repeats)
         repeats = is_surplus.any()
         scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, scan))
@@ -495,9 +494,9 @@ class SpanIndex:
 class Scan:
     """Find the `runs` of one prompt, and count the cost.
 
-    `places` were read for the `anchors`, and `extensions` of them compared. `compared` counts equal tokens, plus one
-    for each end of a comparison. `left` are positions of anchors with a nominated place that was not compared;
-    `unread`, of those with older places."""
+    `places` were read, and `extensions` of them compared. `compared` counts equal tokens, plus one for each end of a
+    comparison. `left` are positions of anchors with a nominated place that was not compared; `unread`, of those with
+    older places."""
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
         self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
@@ -505,7 +504,7 @@ class Scan:
         self.runs: list[Run] = []
         self.left: list[Positions] = []
         self.unread: list[Positions] = []
-        self.anchors = self.places = self.extensions = self.compared = 0
+        self.places = self.extensions = self.compared = 0
 
     def compare(self, nominations: list[_Nomination]) -> None:
         """Add the runs at the nominated places until a bound is reached; sort the runs."""
