@@ -298,7 +298,7 @@ class Router:
                 self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
-                    response = await self._forwarder.forward(*sent, taken, observed, verifies=caller.verifies)
+                    response = await self._forwarder.forward(*sent, taken, observed)
                     # vLLM answers so when its engine has died. An error of a sound engine would repeat elsewhere.
                     is_error = response.status == 500 and not response.prepared
                     if is_error and not await self._replicas.is_well(choice.worker):
@@ -347,8 +347,7 @@ class Router:
                 elif receipt.get("reused_tokens") != 0:
                     self._cold_runs.later(said_in(bytes(answered)), run_cold)
                 return response
-            # The embedded engine's server has compared it; a stream has been sent.
-            if response.prepared or "verified" in receipt:
+            if response.prepared:  # a stream has been sent
                 return response
             answer = json.loads(observed.tail)
             verified = await self._cold_runs.verdict(said_in(observed.tail), run_cold)
