@@ -354,9 +354,17 @@ def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference
     """Return the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
 
     Of equally long ones a near donor's is taken, and none of an approximate donor."""
-    from_start = [run for run in runs if run[1] == run[2] == 0 and run.donor_id not in preference.generations]
-    ranks = [(-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id) for run in from_start]
-    return from_start[ranks.index(min(ranks))].within(begin, end) if ranks else None
+    from_start = [
+        run
+        for run in runs
+        if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in preference.generations
+    ]
+    best = min(
+        from_start,
+        key=lambda run: (-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id),
+        default=None,
+    )
+    return None if best is None else best.within(begin, end)
 
 
 def _cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
