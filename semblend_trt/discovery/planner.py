@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, ReuseTerms
-from semblend_trt.reuse_profile import terms_of
+from semblend_trt.policy import ReusePolicy, ReuseTerms, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
