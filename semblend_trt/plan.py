@@ -144,10 +144,11 @@ class EngineExecution:
             raise PlanError("check_outside_model", f"check layer {check.layer} is outside 0..{layers - 1}")
         if head < 0:
             raise PlanError("head_tokens_negative", f"head_tokens is {head}; it must be at least 0")
-        asked = {"boundary": boundary, "check": check is not None, "head": head}
-        for invariant in (name for name, value in asked.items() if value and self.mode is EngineMode.STOCK):
-            message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
-            raise PlanError(f"{invariant}_needs_wrapper", message)
+        if self.mode is EngineMode.STOCK:
+            for invariant, is_asked in (("boundary", boundary), ("check", check is not None), ("head", head)):
+                if is_asked:
+                    message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
+                    raise PlanError(f"{invariant}_needs_wrapper", message)
 
 
 @dataclass(frozen=True, slots=True)

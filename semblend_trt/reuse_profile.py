@@ -31,7 +31,7 @@ from semblend_trt.namespace import (
     is_unknown,
 )
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
-from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
+from semblend_trt.policy import ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry
@@ -350,38 +350,6 @@ def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
     if check is not None:
         return f"{policy} layer {check.layer} threshold {check.threshold:.4g}"
     return f"{policy} {boundary}" if boundary else policy
-
-
-def terms_of(
-    policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
-) -> ReuseTerms | None:
-    """Return the terms that the settings alone give; None for exact spans only, and for VERIFIED, whose profile gives
-    them. Raises ConfigurationError for a layer that the model lacks, a check below `lowest_check_layer`, or an unset
-    boundary: at 0 BOUNDARY would be POSITION_FIX under another name."""
-    if policy is ReusePolicy.POSITION_FIX:
-        return ReuseTerms()
-    if policy is ReusePolicy.EPIC:
-        return ReuseTerms(head_tokens=settings.epic_tokens)
-    if policy is ReusePolicy.BOUNDARY:
-        boundary = settings.recompute_boundary_layer
-        if not 1 <= boundary <= num_layers:
-            raise ConfigurationError(
-                f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
-                "policy boundary needs it in that range"
-            )
-        return ReuseTerms(boundary=boundary)
-    if policy is not ReusePolicy.CACHEBLEND:
-        return None
-    why = None
-    if num_layers <= CACHEBLEND_LAYER:
-        why = f" has {num_layers} layer"
-    elif lowest_check_layer > CACHEBLEND_LAYER:
-        why = f"'s layers below {lowest_check_layer} see no further than a window"
-    if why is not None:
-        raise ConfigurationError(
-            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model{why}; use another policy"
-        )
-    return ReuseTerms(check=SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share))
 
 
 def _digest_of(values: dict[str, Any]) -> str:

@@ -14,8 +14,7 @@ from semblend_trt.connector.contract import V11
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.outcome import Scope, advice
-from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import terms_of
+from semblend_trt.policy import ReusePolicy, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

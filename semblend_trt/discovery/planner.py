@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, ReuseTerms
-from semblend_trt.reuse_profile import terms_of
+from semblend_trt.policy import ReusePolicy, ReuseTerms, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -354,9 +353,17 @@ def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference
     """Return the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
 
     Of equally long ones a near donor's is taken, and none of an approximate donor."""
-    from_start = [run for run in runs if run[1] == run[2] == 0 and run.donor_id not in preference.generations]
-    ranks = [(-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id) for run in from_start]
-    return from_start[ranks.index(min(ranks))].within(begin, end) if ranks else None
+    from_start = [
+        run
+        for run in runs
+        if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in preference.generations
+    ]
+    best = min(
+        from_start,
+        key=lambda run: (-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id),
+        default=None,
+    )
+    return None if best is None else best.within(begin, end)
 
 
 def _cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
@@ -459,9 +466,12 @@ class _Cover:
         self.runs.insert(at, piece)
 
     def free_parts(self, piece: Run) -> list[Run]:
-        position, end, parts = piece.target_start, piece.target_end, list[Run | None]()
+        position, end, parts = piece.target_start, piece.target_end, list[Run]()
         at = bisect_right(self._ends, position)
         while at < len(self.runs) and self._starts[at] < end:
-            parts.append(piece.within(position, self._starts[at]))
+            if (part := piece.within(position, self._starts[at])) is not None:
+                parts.append(part)
             position, at = self._ends[at], at + 1
-        return [part for part in (*parts, piece.within(position, end)) if part is not None]
+        if (part := piece.within(position, end)) is not None:
+            parts.append(part)
+        return parts

@@ -70,6 +70,8 @@ class Run(NamedTuple):
         first, last = max(begin, self.target_start), min(end, self.target_end)
         if first >= last:
             return None
+        if last - first == self.length:
+            return self
         return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
 
     def in_chunks(self, chunk: int) -> list[Run]:
@@ -408,10 +410,10 @@ class SpanIndex:
             return scan
         self.wait()
         anchors = fingerprint(prompt, len(prompt), shortest)
-        scan.anchors = len(anchors.positions)
         is_surplus = anchors.surplus(self._bounds.max_repeats)
-        scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus), scan))
-        if is_surplus.any():
+        repeats = is_surplus.any()
+        scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, scan))
+        if repeats:
             # Runs cover text that repeats itself; what is left holds a donor's text many times.
             again = is_surplus & _are_outside(anchors.positions, scan.runs)
             scan.compare(self._nominate(namespace_key, anchors.only(again), scan))
@@ -492,9 +494,9 @@ class SpanIndex:
 class Scan:
     """Find the `runs` of one prompt, and count the cost.
 
-    `places` were read for the `anchors`, and `extensions` of them compared. `compared` counts equal tokens, plus one
-    for each end of a comparison. `left` are positions of anchors with a nominated place that was not compared;
-    `unread`, of those with older places."""
+    `places` were read, and `extensions` of them compared. `compared` counts equal tokens, plus one for each end of a
+    comparison. `left` are positions of anchors with a nominated place that was not compared; `unread`, of those with
+    older places."""
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
         self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
@@ -502,7 +504,7 @@ class Scan:
         self.runs: list[Run] = []
         self.left: list[Positions] = []
         self.unread: list[Positions] = []
-        self.anchors = self.places = self.extensions = self.compared = 0
+        self.places = self.extensions = self.compared = 0
 
     def compare(self, nominations: list[_Nomination]) -> None:
         """Add the runs at the nominated places until a bound is reached; sort the runs."""
@@ -520,7 +522,9 @@ class Scan:
         length: phrases that many donors hold are shorter."""
         end = 0
         for positions, shortest in ((self.left, GRAM_TOKENS), (self.unread, self._shortest)):
-            anchors = np.concatenate([*positions, np.empty(0, dtype=np.int64)])
+            if not any(map(len, positions)):
+                continue
+            anchors = np.concatenate(positions)
             outside = np.unique(anchors[_are_outside(anchors, self.runs)])
             if len(outside):
                 parts = np.split(outside, np.flatnonzero(np.diff(outside) > self._shortest) + 1)

@@ -19,8 +19,8 @@ from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.outcome import advice
-from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ReuseProfile, terms_of
+from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:

@@ -88,6 +88,8 @@ class DonorAnnouncer(DonorObserver):
             name, held = found.popitem()
             held.namespace, held.salted_key = namespace, salted_key
             self._announce(name, held)
+        if not found:
+            self._found.pop(namespace.key, None)
 
     @_guarded
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:

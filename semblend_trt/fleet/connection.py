@@ -300,7 +300,7 @@ class DirectoryReader:
                     # The error's text may hold the server's address with a user and a password.
                     logger.warning("NATS is out of reach, donor events are not read: %s", type(error).__name__)
                 failures += 1
-            await pause(failures)
+            await pause(max(0, failures - 1))
 
     async def _follow(self) -> None:
         """Read over one connection until it is lost. Raise when it cannot be made."""

@@ -1,8 +1,7 @@
 """Schema version 1 of donor events, as the structs that untrusted messages are read into.
 
 Readers ignore unknown fields and read a message of an unknown kind as `UnknownEvent`, so that fields and kinds can be
-added. `wire.py` writes messages; docs/events.md explains the events.
-"""
+added. `wire.py` writes messages; docs/events.md explains the events."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Segment(_Part, frozen=True, gc=False):
     """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
     `digest`: see `wire.token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
-    float32, present only where the worker's settings ask for it.
-    """
+    float32, present only where the worker's settings ask for it."""
 
     segment_id: Count
     token_range: tuple[Tokens, Tokens]
@@ -130,8 +128,7 @@ class ProviderHeartbeat(_Kind, frozen=True, gc=False, tag="provider_heartbeat"):
     """The worker is alive, and sends the next heartbeat within `interval_seconds`.
 
     A reader that received all events knows `donor_count` donors; `state_digest` is the XOR of their
-    `wire.donor_digest`.
-    """
+    `wire.donor_digest`."""
 
     provider_generation: Count
     interval_seconds: Annotated[float, Meta(gt=0, le=86400)]
@@ -153,7 +150,7 @@ class SemanticKvEvent(_Message, frozen=True, gc=False, kw_only=True):
 
     @property
     def generation(self) -> int:
-        """The generation that the event names."""
+        """Return the generation that the event names."""
         return self.data.generation if isinstance(self.data, ProviderGenerationReset) else self.data.provider_generation
 
 
@@ -164,7 +161,7 @@ class UnknownEvent(_Message, frozen=True, gc=False, kw_only=True):
 
     @property
     def generation(self) -> int | None:
-        """The generation that the event names; None where it names none."""
+        """Return the generation that the event names, or None."""
         value = self.data.get("provider_generation")
         return value if isinstance(value, int) else None
 
@@ -173,7 +170,7 @@ Event: TypeAlias = SemanticKvEvent | UnknownEvent
 
 
 def decode(payload: bytes) -> Event:
-    """Reads one message. Raises EventError with the reasons oversize, malformed, version or invalid, nothing else."""
+    """Read one message. Raise EventError with the reasons oversize, malformed, version or invalid, nothing else."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise EventError("oversize", f"a message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
     try:
@@ -193,7 +190,7 @@ def decode(payload: bytes) -> Event:
 
 
 def shown(event: Event) -> dict[str, Any]:
-    """The event as JSON shows it, without fields that are null."""
+    """Return the event as JSON shows it, without fields that are null."""
     fields: dict[str, Any] = _without_null(msgspec.to_builtins(event, enc_hook=list))
     return fields
 
@@ -216,7 +213,7 @@ _read = msgspec.msgpack.Decoder(SemanticKvEvent, dec_hook=_as_metadata).decode
 
 
 def _read_unknown(message: Any, fault: str) -> UnknownEvent:
-    """Reads a message of an unknown kind. Refuses all others by the reason for which they are no events."""
+    """Read a message of an unknown kind. Refuse all others by the reason for which they are no events."""
     if not isinstance(message, dict):
         raise EventError("malformed", f"a message is a map, not {type(message).__name__}")
     version = message.get("schema_version")

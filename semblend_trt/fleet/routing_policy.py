@@ -6,7 +6,7 @@ the tokens that it does not hold."""
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -121,7 +121,7 @@ class ExactPrefix(RoutingPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: dict[Worker, OrderedDict[int, None]] = {}
+        self._sent: dict[Worker, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Replica]) -> Choice:
         # A block is known by Python's hash of the salt and of all tokens up to its end.
@@ -133,7 +133,7 @@ class ExactPrefix(RoutingPolicy):
         known = {}
         with self._lock:
             for worker in (each.worker for each in replicas):
-                blocks = self._sent.setdefault(worker, OrderedDict())
+                blocks = self._sent[worker]
                 count = next((at for at, block in enumerate(prefix) if block not in blocks), len(prefix))
                 known[worker] = BLOCK_TOKENS * count
         choice = self._best(replicas, known, lambda replica, held: (held, -replica.load))

@@ -287,19 +287,27 @@ def _successor(
     hashed = np.int64(value)
     bucket = hashed & (len(buckets) - 1)
     found = buckets[bucket]
-    while found:
-        if sets[found, _HASH] == hashed and sets[found, _LENGTH] == end - begin:
-            start = sets[found, _START]
-            if np.array_equal(pool[start : start + end - begin], pool[begin:end]):
-                return found
+    while found and not _is_equal(sets, pool, found, hashed, begin, end):
         found = sets[found, _NEXT]
-    found = state[_UNUSED]
-    state[_UNUSED] = sets[found, _NEXT]
-    state[_LEFT] -= 1
-    state[_END] = end
-    sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
-    sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
+    if not found:
+        found = state[_UNUSED]
+        state[_UNUSED] = sets[found, _NEXT]
+        state[_LEFT] -= 1
+        state[_END] = end
+        sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
+        sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
     return found
+
+
+@inner
+def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin: int, end: int) -> bool:
+    """Return whether a set has this hash and the holders in pool[begin:end]."""
+    if sets[number, _HASH] != hashed or sets[number, _LENGTH] != end - begin:
+        return False
+    at, ahead = begin, sets[number, _START] - begin
+    while at < end and pool[at] == pool[at + ahead]:
+        at += 1
+    return at == end
 
 
 @inner

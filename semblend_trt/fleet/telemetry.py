@@ -61,13 +61,15 @@ class BlockKind(str, Enum):
     OTHER = "other"
 
 
-# Roles whose every word has one kind. The SemanticKV system writes some of these names for kinds.
+# Roles whose every word has one kind.
 _BY_ROLE = {
     **dict.fromkeys(("system", "developer"), BlockKind.SYSTEM_PROMPT),
     "assistant": BlockKind.ASSISTANT_HISTORY,
     **dict.fromkeys(("tool", "function", "ipython", "observation"), BlockKind.TOOL_OUTPUT),
 }
-_BY_NAME = {each.value: each for each in BlockKind} | {"user": BlockKind.USER_QUERY} | _BY_ROLE
+# The SemanticKV system writes the names of some roles for kinds.
+_BY_NAME = {each.value: each for each in BlockKind} | {"user": BlockKind.USER_QUERY}
+_BY_NAME |= {role: _BY_ROLE[role] for role in ("system", "assistant", "tool")}
 # ChatML, Llama 3 and plain labels at the start of a line.
 _TURN = re.compile(
     r"<\|im_start\|>(system|user|assistant|tool)\b|<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack
-from itertools import compress, pairwise
-from operator import not_
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -147,8 +146,11 @@ class PlanLoader:
         }
         target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
-        is_near = [self._reader is None or isinstance(move.source, PagedKv) for move in moves]
-        return target, list(compress(moves, is_near)), list(compress(moves, map(not_, is_near)))
+        near, far = list[Move](), list[Move]()
+        for move in moves:
+            is_near = self._reader is None or isinstance(move.source, PagedKv)
+            (near if is_near else far).append(move)
+        return target, near, far
 
     def _issue(self, loads: Sequence[_Load], stream: Stream | None, reads: ExitStack) -> None:
         distant = [(target, far) for target, _, far in loads if far]

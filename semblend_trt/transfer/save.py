@@ -242,7 +242,7 @@ class DonorSaver:
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
             if is_written:
-                self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost")
+                self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
         if is_written:
             self._write(donor_id)
@@ -255,15 +255,13 @@ class DonorSaver:
                 self._store.promote(donor_id, self._writer.copy_up)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
-            self._report(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            self._events.append(OffloadEvent(OffloadEventKind.PROMOTE_FAILED, donor_id, reason))
             return
-        self._report(OffloadEventKind.PROMOTED, donor_id)
+        self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
 
     def _write(self, donor_id: str) -> None:
         if self._transfers is None:
-            self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier")
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
         else:
             self._transfers.write(donor_id)
-
-    def _report(self, kind: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
-        self._events.append(OffloadEvent(kind, donor_id, error))

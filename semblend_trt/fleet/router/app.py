@@ -259,8 +259,9 @@ class Router:
             body = {}  # it is not read again, and a stream may last long
         request_id, attempt_metadata = uuid.uuid4().hex, dict[str, Any]()
         try:
-            sent = request, payload, request_id
-            response, worker = await self._forward(sent, prompt, caller, observed, attempt_metadata)
+            response, worker = await self._forward(
+                request, payload, request_id, prompt, caller, observed, attempt_metadata
+            )
             if check is None or observed.status != 200 or observed.broken is not None:
                 return response
             run_cold = check.payload and partial(self._run_cold, check, request.path, worker, prompt.tokens)
@@ -279,7 +280,9 @@ class Router:
 
     async def _forward(
         self,
-        sent: tuple[web.Request, bytes, str],
+        request: web.Request,
+        payload: bytes,
+        request_id: str,
         prompt: ReadPrompt,
         caller: Caller,
         observed: Observed,
@@ -298,7 +301,7 @@ class Router:
                 self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
-                    response = await self._forwarder.forward(*sent, taken, observed, verifies=caller.verifies)
+                    response = await self._forwarder.forward(request, payload, request_id, taken, observed)
                     # vLLM answers so when its engine has died. An error of a sound engine would repeat elsewhere.
                     is_error = response.status == 500 and not response.prepared
                     if is_error and not await self._replicas.is_well(choice.worker):
@@ -310,17 +313,20 @@ class Router:
                         self._replicas.found_dead(choice.worker)
                     self.counters.failed_attempts.labels(error.reason).inc()
                     continue
-            self.counters.requests.labels(worker_name(choice.worker), str(observed.status)).inc()
-            self.counters.tokens.labels("prompt").inc(prompt.tokens)
-            self.counters.tokens.labels("held").inc(choice.reused_tokens)
-            if observed.first_byte_seconds is not None:
-                self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
-            if observed.broken is not None:
-                self.counters.broken_streams.inc()
-            if observed.broken == "unreachable":
-                self._replicas.found_dead(choice.worker)
+            self._count(choice, prompt, observed)
             return response, choice.worker
         raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
+
+    def _count(self, choice: Choice, prompt: ReadPrompt, observed: Observed) -> None:
+        self.counters.requests.labels(worker_name(choice.worker), str(observed.status)).inc()
+        self.counters.tokens.labels("prompt").inc(prompt.tokens)
+        self.counters.tokens.labels("held").inc(choice.reused_tokens)
+        if observed.first_byte_seconds is not None:
+            self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
+        if observed.broken is not None:
+            self.counters.broken_streams.inc()
+        if observed.broken == "unreachable":
+            self._replicas.found_dead(choice.worker)
 
     async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> Said:
         """Return the replica's answer without reuse; a run of the sample waits until the replica is idle."""
@@ -347,8 +353,7 @@ class Router:
                 elif receipt.get("reused_tokens") != 0:
                     self._cold_runs.later(said_in(bytes(answered)), run_cold)
                 return response
-            # The embedded engine's server has compared it; a stream has been sent.
-            if response.prepared or "verified" in receipt:
+            if response.prepared:  # a stream has been sent
                 return response
             answer = json.loads(observed.tail)
             verified = await self._cold_runs.verdict(said_in(observed.tail), run_cold)

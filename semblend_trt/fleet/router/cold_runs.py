@@ -1,6 +1,6 @@
 """Cold runs: requests that are computed a second time without reuse, and their answers compared with the first.
 
-The embedded engine's server and the router compare answers where a request's header asks, and those of a sample."""
+The router compares answers where a request's header asks, and those of a sample."""
 
 from __future__ import annotations
 

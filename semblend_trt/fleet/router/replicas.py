@@ -15,7 +15,6 @@ import aiohttp
 from aiohttp import web
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.serving import error_object, refusal
 from semblend_trt.fleet.routing_policy import Replica, worker_name
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
@@ -187,11 +186,10 @@ class Forwarder:
         self._session, self._config = session, config
 
     async def forward(
-        self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed, *, verifies: bool
+        self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed
     ) -> web.StreamResponse:
-        """Answer `request` with the replica's answer; where the caller `verifies`, ask the replica to compare it.
-        Raise ReplicaFailedError when nothing was forwarded yet."""
-        headers = {**_HEADERS, "X-Request-ID": request_id, **({VERIFY_HEADER: "cold"} if verifies else {})}
+        """Answer `request` with the replica's answer. Raise ReplicaFailedError when nothing was forwarded yet."""
+        headers = {**_HEADERS, "X-Request-ID": request_id}
         name, bounds = worker_name(taken.state.worker), self._config
         deadline = time.perf_counter() + bounds.first_byte_seconds
         try:

@@ -72,7 +72,7 @@ def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
         try:
             return await handler(request)
         except RequestRefusedError as error:
-            refused = error
+            refused = error.with_traceback(None)  # else it and this frame hold each other
         except web.HTTPException as error:
             refused = RequestRefusedError(error.status, "http_error", error.reason)
         except Exception:

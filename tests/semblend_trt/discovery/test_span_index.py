@@ -92,8 +92,8 @@ def assert_found(found, donors, prompt, shortest=32, *, every=True):
 
 def assert_bounded(work, prompt, bounds=BOUNDS):
     """As `ScanBounds` says."""
-    assert work.anchors <= len(prompt)
-    assert work.places <= min(work.anchors * bounds.max_bucket, bounds.max_pairs)
+    anchors = len(fingerprint(prompt).positions)
+    assert work.places <= min(anchors * bounds.max_bucket, bounds.max_pairs)
     assert work.extensions <= max(bounds.max_extensions, len(prompt) // 32)
     assert work.compared <= bounds.max_compared + len(prompt) + 2
 

@@ -126,6 +126,7 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     donors.intended("next", plain, None)
     for _ in range(3):
         donors.intended("next", salted, "acme")
+    assert donors._found == {}
 
     assert reader.wait_for(lambda reader: len(reader.directory.donors_of((5, 0))) == 41)
     events = [decode(payload).data for payload in reader.payloads]

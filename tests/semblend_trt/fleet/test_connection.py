@@ -231,6 +231,30 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch):
     asyncio.run(starts_and_stops())
 
 
+def test_the_first_retry_of_a_reader_waits_the_least(monkeypatch):
+    lives, pauses = [OSError(), OSError(), OSError(), None, OSError()], []
+
+    async def follow(_):
+        error = lives.pop(0)
+        if error is not None:
+            raise error
+
+    async def pause(failures):
+        pauses.append(failures)
+        if not lives:
+            raise asyncio.CancelledError
+
+    async def starts():
+        reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())
+        await reader.start()
+        await asyncio.wait([reader._task])
+
+    monkeypatch.setattr(DirectoryReader, "_follow", follow)
+    monkeypatch.setattr(connection, "pause", pause)
+    asyncio.run(starts())
+    assert pauses == [0, 1, 2, 0, 0]
+
+
 @pytest.fixture
 def guarded_server(make_nats_server, tmp_path, monkeypatch):
     """A server with the documented accounts and permissions."""

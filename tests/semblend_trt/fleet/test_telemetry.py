@@ -58,7 +58,7 @@ def test_what_is_written_is_read(line):
         ("user", BlockKind.USER_QUERY),
         ("Assistant", BlockKind.ASSISTANT_HISTORY),
         ("legal_evidence", BlockKind.LEGAL_EVIDENCE),
-        ("poem", BlockKind.OTHER),
+        *((name, BlockKind.OTHER) for name in ("poem", "developer", "function", "ipython", "observation")),
     ],
 )
 def test_kinds_have_either_systems_names(name, kind):

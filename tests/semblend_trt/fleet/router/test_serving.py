@@ -2,17 +2,26 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
 import socket
+import weakref
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
 from aiohttp import web
 
-from semblend_trt.fleet.router.serving import Connections, ServerBounds, json_object, listening, refusing
+from semblend_trt.fleet.router.serving import (
+    Connections,
+    RequestRefusedError,
+    ServerBounds,
+    json_object,
+    listening,
+    refusing,
+)
 from tests.semblend_trt.fleet.router.conftest import run_within, within
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
@@ -204,3 +213,28 @@ def test_no_malformed_request_is_an_error_of_the_routers(routed, caplog, seed):
 
     routed(test, header_seconds=0.5, body_seconds=0.5)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_refused_request_is_freed_at_once():
+    """A cycle of a refusal and its frames would keep a body until the garbage collector runs."""
+
+    class Body(dict):
+        """A body that a weak reference can point to."""
+
+    bodies = []
+
+    async def refuse(_):
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise RequestRefusedError(400, "bad_json", f"{len(body)} fields")
+
+    async def test():
+        assert (await refusing()(None, refuse)).status == 400
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(test())
+        assert bodies[0]() is None
+    finally:
+        gc.enable()
