@@ -64,7 +64,6 @@ class VllmWorker:
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
-        self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._forward: PlannedForward | None = None
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
@@ -238,3 +237,8 @@ class VllmWorker:
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
         )
+
+    @property
+    def _max_rows(self) -> int:
+        """The most rows of one forward. Read it where a failure is counted: a version may not have it."""
+        return int(self._config.scheduler_config.max_num_batched_tokens)
