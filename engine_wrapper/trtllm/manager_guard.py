@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.trtllm.hooks import guard_publication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
@@ -70,6 +71,17 @@ def guard_refusal(manager: Any) -> str | None:
     return None if is_v1 or getattr(manager, "conversation_manager", None) is None else "conversation_manager"
 
 
+@contextmanager
+def _as_dummy(request: Any) -> Iterator[None]:
+    """Mark the request as a dummy for a while: the C++ manager frees a dummy's blocks and stores none of them."""
+    before = request.is_dummy_request
+    request.is_dummy_request = True
+    try:
+        yield
+    finally:
+        request.is_dummy_request = before
+
+
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
     """Return the guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
     return _GUARDS[type(manager).__name__](manager, plans)
@@ -106,14 +118,8 @@ class V1Guard(ManagerGuard):
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        is_flagged, before = self._plans.withholds(request.py_request_id), request.is_dummy_request
-        try:
-            if is_flagged:  # the C++ manager frees a dummy's blocks and stores none of them
-                request.is_dummy_request = True
+        with _as_dummy(request) if self._plans.withholds(request.py_request_id) else nullcontext():
             freed = self._stock["free_resources"](request, pin_on_release)
-        finally:
-            if is_flagged:
-                request.is_dummy_request = before
         self._plans.released(request.py_request_id)
         return freed
 
