@@ -222,13 +222,17 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
     """Have layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
     _tell_once("layers that are called one by one run vLLM's own kernels")
     with ExitStack() as undo:
-        for each in modules:
-            # A module's own `__setattr__` would take twenty times as long.
-            undo.callback(vars(each).__setitem__, "_forward_method", each._forward_method)
-            vars(each)["_forward_method"] = each.forward_cuda
+        undo.callback(_set_methods, modules, [each._forward_method for each in modules])
+        _set_methods(modules, [each.forward_cuda for each in modules])
         for op in _ir_ops() if modules else ():
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
+
+
+def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., torch.Tensor]]) -> None:
+    """Have the modules run these methods. A module's own `__setattr__` would take twenty times as long."""
+    for each, method in zip(modules, methods, strict=True):
+        vars(each)["_forward_method"] = method
 
 
 @cache
