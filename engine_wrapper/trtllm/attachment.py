@@ -223,8 +223,8 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
 
 
 def scales_of(decoder: Any) -> tuple[float, ...]:
-    """Return each layer's scale of TensorRT-LLM's decoder (None if not found), by which stored KV is multiplied when
-    read. Raises LayoutError `kv_scales` for a layer whose scale is not known."""
+    """Return the scale of each layer of TensorRT-LLM's decoder, by which stored KV is multiplied when it is read.
+    Raises LayoutError `kv_scales` for None, a decoder that was not found, and for a scale that is not known."""
     layers, scales = getattr(decoder, "layers", None), []
     if not layers:
         raise LayoutError(

@@ -100,7 +100,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `hidden`, [active rows, ...], in the engine's order. Call it after the last layer."""
+        """After the last layer, return the scheduled rows of `hidden`, [active rows, ...], in the engine's order."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()

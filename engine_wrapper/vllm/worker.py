@@ -56,8 +56,8 @@ class _Worker(SemBlendKvConnectorWorker):
 
 
 class VllmWorker:
-    """Its methods are called as vLLM calls a connector's; none raises into the engine. Planned rows compute what was
-    promised and cannot be had in the same step, or else vLLM computes it again."""
+    """Serves the worker's role as vLLM calls it; no method raises into the engine. If promised KV cannot be had,
+    planned rows compute it in the same step. If they cannot, vLLM computes it again."""
 
     def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
