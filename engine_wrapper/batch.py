@@ -76,9 +76,7 @@ def _end(work: SequenceWork, num_layers: int, room: int) -> int:
     if len(work.positions) <= room:
         return len(work.positions)
     together = work.together(num_layers)
-    if not together or room > together.stop or room <= together.start:
-        return max(0, room)
-    return together.start
+    return together.start if together.start < room <= together.stop else max(0, room)
 
 
 def run_works(

@@ -172,8 +172,7 @@ class DeviationCheck:
 
 def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_scales: torch.Tensor) -> torch.Tensor:
     """As `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
-    # As in `deviations`, the donor's keys are in their places.
-    found, no_turn = [], still(fresh.k.shape[-1])
+    found, no_turn = [], still(fresh.k.shape[-1])  # as in `deviations`
     for head, scales in enumerate(head_scales.unbind(1)):
         part, own = slice(head, head + 1), []
         for move in moves:
