@@ -55,14 +55,13 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
     for owner, work in enumerate(works):
         rest = work
         while True:
-            end = rows = len(rest.positions)
+            rows = len(rest.positions)
             room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
-            if rows > room:
-                together = rest.together(num_layers)
-                end = together.start if together.start < room <= together.stop else max(0, room)
+            end = _end(rest, num_layers, room)
             if not end and found[-1]:
                 found.append([])
                 continue
+            # If not even an empty forward can take a part of the rows, it takes all of them.
             if end in (0, rows):
                 found[-1].append(Part(rest, owner, rest.outputs))
                 break
@@ -70,6 +69,14 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
             found[-1].append(Part(rest.part(0, end, max(1, scheduled)), owner, scheduled))
             rest = rest.part(end, rows, rest.outputs - scheduled)
     return found
+
+
+def _end(work: SequenceWork, num_layers: int, room: int) -> int:
+    """How many of the first rows of `work` fit into `room` rows; 0 if none can be split off."""
+    if len(work.positions) <= room:
+        return len(work.positions)
+    together = work.together(num_layers)
+    return together.start if together.start < room <= together.stop else max(0, room)
 
 
 def run_works(

@@ -90,7 +90,7 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
-    """Return the number of each checked token's window, int64. Every span, by its length, begins a window."""
+    """Return the number of each checked token's window, int64. Each span, of these `lengths`, begins a new window."""
     tokens = np.asarray(lengths, dtype=np.int64)
     windows = -(-tokens // window)  # of each span
     sizes = np.full(int(windows.sum()), window)
@@ -160,7 +160,7 @@ def closed(
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
     """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
-    largest deviation there; `of_rows`, float32, are the deviations in other windows, 0.0 if not sampled."""
+    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample."""
 
     tokens: int = 0
     kept_tokens: int = 0

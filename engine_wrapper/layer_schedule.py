@@ -123,8 +123,8 @@ class DeviationCheck:
         differ in them; there are no samples then. Raises ValueError if a position is beyond its request's blocks."""
         # What is compared is what would be stored.
         fresh = FreshRows(saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype))
-        # The donor's keys were rotated when they were placed into the pool.
-        placed = still(geometry.head_dim)
+        # The donor's keys were rotated as they were placed into the pool, so the comparison turns them no more.
+        no_turn = still(geometry.head_dim)
         if self.is_sample:
             (work,) = self.works
             assert work.pending is not None
@@ -135,9 +135,9 @@ class DeviationCheck:
         elif head_scales is not None:
             sums = _scaled_squares(self._moves(pool, geometry), fresh, self.layer, head_scales)
         elif ranks.size == 1:
-            return deviation(self._moves(pool, geometry), fresh, self.layer, placed).amax(0)
+            return deviation(self._moves(pool, geometry), fresh, self.layer, no_turn).amax(0)
         else:
-            sums = squares(self._moves(pool, geometry), fresh, self.layer, placed)
+            sums = squares(self._moves(pool, geometry), fresh, self.layer, no_turn)
         return relative(ranks.total(sums)).amax(0)
 
     def _moves(self, pool: Pool, geometry: KvGeometry) -> list[Move]:
@@ -172,7 +172,7 @@ class DeviationCheck:
 
 def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_scales: torch.Tensor) -> torch.Tensor:
     """As `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
-    found = []
+    found, no_turn = [], still(fresh.k.shape[-1])  # as in `deviations`
     for head, scales in enumerate(head_scales.unbind(1)):
         part, own = slice(head, head + 1), []
         for move in moves:
@@ -182,7 +182,7 @@ def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_sc
             geometry, pool = replace(kv.geometry, num_layers=1, kv_heads=1), LayeredPool(*((each,) for each in kinds))
             own.append(replace(move, source=replace(kv, pool=pool, geometry=geometry)))
         rows = FreshRows(fresh.k[:, part], None if fresh.v is None else fresh.v[:, part])
-        found.append(squares(own, rows, 0, still(fresh.k.shape[-1])) * scales.square()[:, None])
+        found.append(squares(own, rows, 0, no_turn) * scales.square()[:, None])
     return torch.stack(found).sum(0)
 
 

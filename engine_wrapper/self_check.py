@@ -40,12 +40,10 @@ class LayoutError(SemBlendError):
         self.reason = reason
 
 
-def check_plan(
-    tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL, sample_every: int = 0
-) -> SemanticKvPlan:
+def _check_plan(tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, sample_every: int = 0) -> SemanticKvPlan:
     """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix. After a check in
-    layer 0 all layers above run on some of the rows. By default no token of the span deviates."""
-    check = SpanCheck(layer, threshold, sample_every=sample_every, sample_threshold=threshold)
+    layer 0 all layers above run on some of the rows. No token of the span deviates."""
+    check = SpanCheck(layer, KEEP_ALL, sample_every=sample_every, sample_threshold=KEEP_ALL)
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
         request_id=0,
@@ -76,7 +74,7 @@ def differences(
     tokens = len(token_ids)
     batch = Batch((0,), (0,), (tokens,), 1, token_ids)
     yield difference("hidden rows", run(batch, {}, None), engine_rows, kv_dtype)
-    plan = check_plan(token_ids.tolist(), geometry)
+    plan = _check_plan(token_ids.tolist(), geometry)
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
         for max_rows in (None, tokens // 4):  # half of the span
@@ -87,7 +85,7 @@ def sample_difference(
     token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, kv_dtype: torch.dtype, run: Run
 ) -> str | None:
     """As `differences`, by a plan whose whole span is a check's sample, in all layers."""
-    plan = check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
+    plan = _check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
     return _after_span("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
 
 

@@ -192,13 +192,7 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         computed, positions = np.append(drops_at[rows] == num_layers, True), begin + np.append(rows, end - begin)
         stays = closed(computed, positions, keys_per_row)
         drops_at[rows[stays[:-1]]] = num_layers
-    entering, checked = drops_at > 0, []
-    row_of = _places(entering)
-    for span in plan.spans:
-        length = span.length - execution.head_tokens
-        if length > 0 and not span.exact:
-            row = int(row_of[span.target_end - length - begin])
-            checked.append(range(row, row + length))
+    entering = drops_at > 0
     positions = begin + np.flatnonzero(entering)
     tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
@@ -206,5 +200,15 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         token_ids=np.concatenate([tokens, own.token_ids]),
         positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
-        pending=PendingCheck(plan, tuple(checked), keys_per_row) if plan.is_checked else None,
+        pending=_pending(plan, entering, keys_per_row),
     )
+
+
+def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> PendingCheck | None:
+    """The plan's check with the rows that it compares. `entering`: bool [promised tokens], those that have a row."""
+    if not plan.is_checked:
+        return None
+    first_rows, head = _places(entering), plan.execution.head_tokens
+    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
+    starts = [(int(first_rows[each.start - plan.num_computed_tokens]), len(each)) for each in checked if each]
+    return PendingCheck(plan, tuple(range(start, start + length) for start, length in starts), keys_per_row)

@@ -68,14 +68,7 @@ def attach_to_executor(
 
     The guard alone lets the engine skip reused tokens that follow one another from position 0. Plans with holes, layers
     to compute again or a check need the self-check first. All ranks call this at the same point."""
-    parts, unwatch = find_executor(worker), lambda: None
-    if runtime.pool is not None:
-        try:
-            assert parts is not None
-            runtime.weights = weights = Weights(parts.model_engine.model)
-            unwatch = watch_weights(parts.model_engine.model, parts.manager, weights)
-        except Exception:
-            logger.exception("the model's weights cannot be watched")
+    parts = find_executor(worker)
 
     def guard() -> ManagerGuard | str:
         if runtime.pool is None or facts is None:
@@ -95,6 +88,7 @@ def attach_to_executor(
             return refusal or "kv_cache_dtype"
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
 
+    unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
     if reason is not None:
         logger.warning(
@@ -112,6 +106,20 @@ def attach_to_executor(
             advice(refused, Scope.DECODER),
         )
     return Attachment(guarded, forward, None, refused, unwatch)
+
+
+def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
+    """Watch the model's weights. Without the model nothing shows that weights have changed."""
+    if runtime.pool is None:
+        return lambda: None
+    try:
+        assert parts is not None
+        model = parts.model_engine.model
+        runtime.weights = weights = Weights(model)
+        return watch_weights(model, parts.manager, weights)
+    except Exception:
+        logger.exception("the model's weights cannot be watched")
+        return lambda: None
 
 
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
@@ -215,8 +223,8 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
 
 
 def scales_of(decoder: Any) -> tuple[float, ...]:
-    """Return each layer's scale of TensorRT-LLM's decoder (None if not found), by which stored KV is multiplied when
-    read. Raises LayoutError `kv_scales` for a layer whose scale is not known."""
+    """Return the scale of each layer of TensorRT-LLM's decoder, by which stored KV is multiplied when it is read.
+    Raises LayoutError `kv_scales` for None, a decoder that was not found, and for a scale that is not known."""
     layers, scales = getattr(decoder, "layers", None), []
     if not layers:
         raise LayoutError(

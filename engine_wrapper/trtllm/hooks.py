@@ -1,7 +1,7 @@
-"""Every change of TensorRT-LLM's objects, and the one place that looks for its executor.
+"""Changes TensorRT-LLM's objects, and is the one place that looks for its executor.
 
-`docs/attach.md` lists the changes. Each has a function here, which returns what undoes it. A changed method is refused
-(`engine_wrapper.patches`).
+`docs/attach.md` lists the changes. Each change has a function here. To undo it, call what the function returns. If a
+method is changed already, it is refused (`engine_wrapper.patches`).
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to
 main); `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`); `resource_manager.py` and

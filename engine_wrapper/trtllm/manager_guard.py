@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.trtllm.hooks import guard_publication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
@@ -57,17 +58,33 @@ def guard_refusal(manager: Any) -> str | None:
         return "cache_manager_unknown"
     if getattr(manager, "is_vswa", False):
         return "sliding_window"
-    is_v1 = _GUARDS[kind] is V1Guard
-    calls = (_V1_CALLS if is_v1 else _V2_CALLS).items()
-    is_known = all(name not in vars(manager) and wanted <= _names_in(manager, name) for name, wanted in calls)
-    if is_v1 and is_known:
-        # Requests must be markable as dummies, by the request class that the manager's module imports.
-        release = inspect.unwrap(type(manager).free_resources)
-        mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
-        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and getattr(mark, "fset", None) is not None
-    if not is_known or (not is_v1 and any("commit" in _names_in(manager, name) for name in _V2_SILENT)):
+    calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
+    if any(method in vars(manager) or not wanted <= _names_in(manager, method) for method, wanted in calls.items()):
         return "publication_unknown"
-    return None if is_v1 or getattr(manager, "conversation_manager", None) is None else "conversation_manager"
+    if kind == "KVCacheManager":
+        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and _has_dummies(manager)
+        return None if is_known else "publication_unknown"
+    if any("commit" in _names_in(manager, method) for method in _V2_SILENT):
+        return "publication_unknown"
+    return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
+
+
+def _has_dummies(manager: Any) -> bool:
+    """Return True if the request class that the manager's module imports can mark a request as a dummy."""
+    release = inspect.unwrap(type(manager).free_resources)
+    mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
+    return getattr(mark, "fset", None) is not None
+
+
+@contextmanager
+def _as_dummy(request: Any) -> Iterator[None]:
+    """Mark the request as a dummy for a while: the C++ manager frees a dummy's blocks and stores none of them."""
+    before = request.is_dummy_request
+    request.is_dummy_request = True
+    try:
+        yield
+    finally:
+        request.is_dummy_request = before
 
 
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
@@ -106,14 +123,8 @@ class V1Guard(ManagerGuard):
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        is_flagged, before = self._plans.withholds(request.py_request_id), request.is_dummy_request
-        try:
-            if is_flagged:  # the C++ manager frees a dummy's blocks and stores none of them
-                request.is_dummy_request = True
+        with _as_dummy(request) if self._plans.withholds(request.py_request_id) else nullcontext():
             freed = self._stock["free_resources"](request, pin_on_release)
-        finally:
-            if is_flagged:
-                request.is_dummy_request = before
         self._plans.released(request.py_request_id)
         return freed
 

@@ -100,7 +100,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `hidden`, [active rows, ...], in the engine's order. Call it after the last layer."""
+        """After the last layer, return the scheduled rows of `hidden`, [active rows, ...], in the engine's order."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
@@ -136,18 +136,22 @@ class PlannedRows:
             alone = options.get(name)
             return getattr(options.get("forward_args"), name, None) if alone is None else alone
 
-        refusal, mask, window = None, asked("attention_mask"), self._windows[layer]
-        if unknown := [name for name in _UNKNOWN_OPTIONS if asked(name) is not None]:
-            refusal = f"the attention was called with {unknown[0]}, which is not supported here"
-        elif mask is not None and str(getattr(mask, "value", mask)) != "causal":
-            refusal = f"the attention was called with mask {mask!r}; only causal is supported"
-        elif (found := asked("attention_window_size")) != window:
-            refusal = (
-                f"layer {layer} was called with attention_window_size {found}; by the model's configuration it is "
-                f"{window}"
+        for name in _UNKNOWN_OPTIONS:
+            if asked(name) is not None:
+                raise LayoutError(
+                    "attention_call", f"the attention was called with {name}, which is not supported here"
+                )
+        mask, found, window = asked("attention_mask"), asked("attention_window_size"), self._windows[layer]
+        if mask is not None and str(getattr(mask, "value", mask)) != "causal":
+            raise LayoutError(
+                "attention_call", f"the attention was called with mask {mask!r}; only causal is supported"
             )
-        if refusal is not None:
-            raise LayoutError("attention_call", refusal)
+        if found != window:
+            raise LayoutError(
+                "attention_call",
+                f"layer {layer} was called with attention_window_size {found}; by the model's configuration it is "
+                f"{window}",
+            )
 
     def _decide(self) -> None:
         assert self._schedule.check is not None

@@ -139,8 +139,8 @@ def in_order(names: Mapping[str, Any]) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheLayout:
-    """Where a cache holds K and V, or latent rows (MLA). `shape`: kv_heads, block_size, head_dim; `dtype`: the stored
-    one, where vLLM keeps e4m3 as bytes."""
+    """Where a cache holds K and V, or latent rows (MLA). `shape`: kv_heads, block_size, head_dim. `dtype`: that of the
+    stored numbers; vLLM's own tensor of e4m3 has bytes."""
 
     view: Callable[..., Views | None]
     shape: tuple[int, int, int]

@@ -68,13 +68,7 @@ def vllm_version() -> tuple[int, int] | None:
 
 def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
     model, parallel, load = config.model_config, config.parallel_config, config.load_config
-    refusal = None
-    try:
-        settings = settings_of(getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {})
-        load_settings(**settings)
-    except ConfigurationError as error:
-        logger.error("KV reuse is off: %s", error)
-        settings, refusal = settings_off(), "settings_invalid"
+    settings, refusal = _settings(config.kv_transfer_config)
     load_format = str(getattr(load, "load_format", "")).lower()
     dtype, cache_dtype = text_of(getattr(model, "dtype", None)), getattr(config.cache_config, "cache_dtype", None)
     version, implementation = vllm_version(), str(getattr(model, "model_impl", "auto"))
@@ -117,6 +111,17 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
         settings=settings,
         refusal=refusal,
     )
+
+
+def _settings(transfer: Any) -> tuple[dict[str, Any], str | None]:
+    """The settings of the connector's configuration; the defaults and a refusal if they cannot be used."""
+    try:
+        settings = settings_of(getattr(transfer, "kv_connector_extra_config", None) or {})
+        load_settings(**settings)
+    except ConfigurationError as error:
+        logger.error("KV reuse is off: %s", error)
+        return settings_off(), "settings_invalid"
+    return settings, None
 
 
 def _asked_quantization(model: Any) -> AskedQuantization | None:
@@ -179,11 +184,7 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count as
     unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
     setting two values."""
-    named = {}
-    for setting in Settings.model_fields:
-        _, variable, *_ = names = variables_of(setting)
-        for name in (setting, f"semblend_{setting}", variable.removeprefix("SEMBLEND_"), *names):
-            named[name.lower()] = setting
+    named = _keys()
     found, old = dict[str, Any](), dict[str, Any]()
     replaced, unknown = dict[str, str](), list[str]()
     for given, value in extra.items():
@@ -222,3 +223,13 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 def settings_off() -> dict[str, Any]:
     """Return the default settings, none of them read from the environment."""
     return {name: setting.default for name, setting in Settings.model_fields.items()}
+
+
+def _keys() -> dict[str, str]:
+    """The field of each name that a setting may be given under."""
+    keys = {}
+    for setting in Settings.model_fields:
+        _, variable, *_ = names = variables_of(setting)
+        for name in (setting, f"semblend_{setting}", variable.removeprefix("SEMBLEND_"), *names):
+            keys[name.lower()] = setting
+    return keys

@@ -1,11 +1,11 @@
-"""Every change of vLLM's objects, and the one place that looks for those that vLLM does not hand over.
+"""Changes vLLM's objects, and is the one place that looks for those that vLLM does not hand over.
 
-`docs/vllm.md` lists the changes. Each has a function here; what it returns, or the end of its context, undoes it. A
-changed method is refused (`engine_wrapper.patches`). Changes of one step are logged once.
+`docs/vllm.md` lists the changes. Each change has a function here. To undo it, call what the function returns, or leave
+its context. If a method is changed already, it is refused (`engine_wrapper.patches`). A step's change is logged once.
 
 Facts: vLLM (0.25.1 to 0.32), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
-`reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (all runs in the worker by
-`collective_rpc`, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
+`reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (`collective_rpc` runs all that
+runs in the worker, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
 `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`,
 `compilation/cuda_graph.py`."""
 
@@ -161,7 +161,8 @@ def watch_worker_calls(weights: Weights) -> Undo:
 
 
 def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """Return the running step's requests in row order, from `prepare_inputs`, which all but dummy runs call."""
+    """Return a list of the running step's requests, in the order of their rows, and what ends its upkeep. The runner
+    calls `prepare_inputs`, which gives them, in every step but a dummy run."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -222,13 +223,17 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
     """Have layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
     _tell_once("layers that are called one by one run vLLM's own kernels")
     with ExitStack() as undo:
-        for each in modules:
-            # A module's own `__setattr__` would take twenty times as long.
-            undo.callback(vars(each).__setitem__, "_forward_method", each._forward_method)
-            vars(each)["_forward_method"] = each.forward_cuda
+        undo.callback(_set_methods, modules, [each._forward_method for each in modules])
+        _set_methods(modules, [each.forward_cuda for each in modules])
         for op in _ir_ops() if modules else ():
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
+
+
+def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., torch.Tensor]]) -> None:
+    """Have the modules run these methods. A module's own `__setattr__` would take twenty times as long."""
+    for each, method in zip(modules, methods, strict=True):
+        vars(each)["_forward_method"] = method
 
 
 @cache

@@ -85,8 +85,15 @@ class Steps:
             held.extend(new_blocks)
             number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
             step[request_id] = Scheduled(number, begin, count, tuple(held))
-            scheduled = {"computed_position": begin, "num_scheduled_tokens": count}
-            found.append(RequestData(request_id=number, new_tokens=[], new_block_ids=list(new_blocks), **scheduled))
+            found.append(
+                RequestData(
+                    request_id=number,
+                    new_tokens=[],
+                    new_block_ids=list(new_blocks),
+                    computed_position=begin,
+                    num_scheduled_tokens=count,
+                )
+            )
 
         for request in output.scheduled_new_reqs:
             self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back

@@ -56,15 +56,14 @@ class _Worker(SemBlendKvConnectorWorker):
 
 
 class VllmWorker:
-    """Its methods are called as vLLM calls a connector's; none raises into the engine. Planned rows compute what was
-    promised and cannot be had in the same step, or else vLLM computes it again."""
+    """Serves the worker's role as vLLM calls it; no method raises into the engine. If promised KV cannot be had,
+    planned rows compute it in the same step. If they cannot, vLLM computes it again."""
 
     def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
-        self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._forward: PlannedForward | None = None
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
@@ -238,3 +237,8 @@ class VllmWorker:
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
         )
+
+    @property
+    def _max_rows(self) -> int:
+        """The most rows of one forward. Read it where a failure is counted: a version may not have it."""
+        return int(self._config.scheduler_config.max_num_batched_tokens)

@@ -1,9 +1,12 @@
 """What keeps the worker half out of an engine: it starts all the same, says why, and serves as stock vLLM."""
 
+from copy import copy
+from types import SimpleNamespace
+
 import pytest
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import worker
+from engine_wrapper.vllm import connector, worker
 from tests.engine_wrapper.vllm.conftest import NEW
 
 
@@ -40,3 +43,15 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     assert served.scheduler.outcomes.reasons() == {reason: 1}
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
+
+
+def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, cold, monkeypatch):
+    def without_size(arguments, config):
+        config = copy(config)
+        config.scheduler_config = SimpleNamespace()
+        return worker.VllmWorker(arguments, config)
+
+    monkeypatch.setattr(connector, "VllmWorker", without_size)
+    served = engine("position_fix")
+    assert served.ask(NEW, max_tokens=16) == cold(NEW)
+    assert (served.runtime.refusal, served.runtime.faults["hook"]) == ("model_runner", 1)
