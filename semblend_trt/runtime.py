@@ -234,7 +234,7 @@ class Runtime:
     refusal: str | None = None
     is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
-    weights: Any = None
+    weights: Weights | None = None
     weights_changes: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
