@@ -15,13 +15,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
-Group = TypeVar("Group")
 
 # Newest first.
 MODULE_PATHS = (
@@ -131,21 +130,26 @@ class _WorkerBase(ABC):
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
-        _only_group(self, layout.groups)
-        self.register_kv_caches(layout.as_single_pool_tensor())
+        tensor = layout.as_single_pool_tensor()
+        if tensor is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
+                "groups is no single pool tensor; implement it"
+            )
+        self.register_kv_caches(tensor)
 
     def register_forward_pass_callable(self) -> Any:
         """Return a callable to run after each forward, or None."""
         return None
 
 
-def _only_group(connector: object, groups: Sequence[Group]) -> Group:
-    if len(groups) != 1:
+def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
+    if len(block_ids_by_layer_group) != 1:
         raise NotImplementedError(
-            f"{type(connector).__name__} has flat methods only, and a cache of {len(groups)} layer groups has no flat "
-            "block ids; implement the forms by layer group"
+            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
+            "groups has no flat block ids; implement the forms by layer group"
         )
-    return groups[0]
+    return block_ids_by_layer_group[0]
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
