@@ -217,10 +217,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """Return what reuse did for a request that runs or ended recently; None for an unknown one."""
-        report = self.outcomes.of(request_id)
+        # The table comes first: a request that ends meanwhile has its outcome before it leaves the table.
         if (tracked := self._requests.get(request_id)) is not None:
             self.take_events()
-            report = report_of(tracked, self._settings.policy.value)
+            report: ReuseReport | None = report_of(tracked, self._settings.policy.value)
+        else:
+            report = self.outcomes.of(request_id)
         if report is None or self._neighbours is None:
             return report
         return replace(report, nearest=self._neighbours.nearest(request_id))
@@ -356,7 +358,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _record_outcome(self, tracked: TrackedRequest) -> None:
         if tracked.awaits_load:  # it ended before any forward
-            tracked.plan, tracked.reason = None, "not_honoured"
+            tracked.not_honoured()
         report = report_of(tracked, self._settings.policy.value)
         self.outcomes.record(tracked.request_id, report)
         self._metrics.request_ended(report)
