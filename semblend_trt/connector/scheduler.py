@@ -154,8 +154,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if intent is not None and lookup is not None and not tracked.forward_failed:
                 count = savable_tokens(tracked, cache_block_ids, lookup.pool.geometry.block_size)
                 tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-                kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
-                if lookup.donors.begin_save(intent, *kept):
+                generation = donor_generation(tracked)
+                if lookup.donors.begin_save(intent, tracked.namespace_key, tokens, tracked.block_ids, generation):
                     return True
             self._let_go(tracked)
             return False
@@ -265,8 +265,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
             donors = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
-            own = self._profiles, self._observers, self._neighbours
-            self._lookup = Lookup(settings, self._runtime, pool, donors, namespace, adapters, *own)
+            self._lookup = Lookup(
+                settings,
+                self._runtime,
+                pool,
+                donors,
+                namespace,
+                adapters,
+                self._profiles,
+                self._observers,
+                self._neighbours,
+            )
             self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)

@@ -15,7 +15,6 @@ from semblend_trt.connector.eligibility import served_facts
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
-from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
@@ -208,7 +207,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self.saver.offload(donor_id, is_written=donor_id in commands.writes)
             for donor_id in commands.promotions:
                 self.saver.promote(donor_id, loaded)
-        ended_saves.extend(request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id))
+        for request_id in finished_gen_req_ids:
+            if not self._begin_save(request_id):
+                ended_saves.append(request_id)
         if self.saver is not None:
             ended = self.saver.finished()
             ended_saves.extend(request_id for request_id, _ in ended)
