@@ -171,14 +171,8 @@ class CacheNamespace:
 
 _FIELDS = tuple(item.name for item in fields(CacheNamespace) if item.init)
 _TEXT_FIELDS = (
-    "model",
-    "model_revision",
-    "tokenizer",
-    "tokenizer_revision",
-    "kv_layout",
-    "kv_dtype",
-    "cache_dtype",
-    "backend_cache_layout",
+    *("model", "model_revision", "tokenizer", "tokenizer_revision"),
+    *("kv_layout", "kv_dtype", "cache_dtype", "backend_cache_layout"),
 )
 
 

@@ -257,24 +257,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._refusal or self._runtime.refusal or registered
 
     def _serve(self) -> Lookup:
-        pool = self._runtime.pool
+        runtime, pool = self._runtime, self._runtime.pool
         assert self._facts is not None
         assert pool is not None
         if self._lookup is None:
             settings, engine, block_size = self._settings, self._engine, pool.geometry.block_size
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
-            donors = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
+            donors = DonorIndex(settings, pool, self._observers, runtime.disk, self._metrics.tier_event)
+            profiles, observers = self._profiles, self._observers
             self._lookup = Lookup(
-                settings,
-                self._runtime,
-                pool,
-                donors,
-                namespace,
-                adapters,
-                self._profiles,
-                self._observers,
-                self._neighbours,
+                settings, runtime, pool, donors, namespace, adapters, profiles, observers, self._neighbours
             )
             self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
