@@ -135,12 +135,7 @@ def _message(number: int, message: _Message, *, as_parts: bool) -> dict[str, Any
     seen: dict[str, Any] = {"role": message.role, "content": _content(number, message, as_parts=as_parts)}
     if message.role == "assistant":
         if message.tool_calls:
-            seen["tool_calls"] = [each.model_dump() for each in message.tool_calls]
-        for call in seen.get("tool_calls", ()):
-            arguments = None  # an object, which is empty where the text holds none
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
+            seen["tool_calls"] = [_call(each) for each in message.tool_calls]
         reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
         if reasoning is not None:
             seen |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -168,6 +163,15 @@ def _content(number: int, message: _Message, *, as_parts: bool) -> str | list[di
     if as_parts and message.role != "tool":
         return parts
     return "\n".join(part["text"] for part in parts if part["text"] or as_parts)
+
+
+def _call(call: _Call) -> dict[str, Any]:
+    """Return a call with its arguments as an object, which is empty where the text holds none."""
+    seen, arguments = call.model_dump(), None
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(call.function.arguments)
+    seen["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
+    return seen
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -128,7 +128,6 @@ class SettingsGroup(BaseSettings):
         protected_namespaces=(),
         allow_inf_nan=False,
         hide_input_in_errors=True,
-        use_attribute_docstrings=True,
     )
 
     @classmethod

@@ -93,10 +93,11 @@ class CacheNamespace:
     _unsalted: dict[str | None, CacheNamespace] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, of_type in _FIELDS.items():
-            value = getattr(self, name)
-            if of_type == "str" or (of_type == "str | None" and value is not None):
-                _check_text(name, value)
+        for name in _TEXT_FIELDS:
+            _check_text(name, getattr(self, name))
+        for name in ("quantization", "adapter"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
         _check_count("block_size", self.block_size, at_least=1)
         object.__setattr__(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
         for name in ("rope_config", "extra"):
@@ -119,8 +120,10 @@ class CacheNamespace:
         extra = {**self.extra, "tenant_key": tenant_key(cache_salt)}
         if cache_salt is not None:
             extra["cache_salt"] = salt_digest(cache_salt)
-        of_both = adapter if self.adapter is None else json.dumps([self.adapter, adapter])
-        bound = replace(self, extra=extra, adapter=self.adapter if adapter is None else of_both)
+        applied = self.adapter if adapter is None else adapter
+        if adapter is not None and self.adapter is not None:
+            applied = json.dumps([self.adapter, adapter])
+        bound = replace(self, extra=extra, adapter=applied)
         # Salts may be secrets, so they are never remembered.
         if cache_salt is None and len(self._unsalted) < MAX_REMEMBERED:
             self._unsalted[adapter] = bound
@@ -166,7 +169,11 @@ class CacheNamespace:
         return CacheNamespace.from_dict, (self.to_dict(),)
 
 
-_FIELDS = {item.name: item.type for item in fields(CacheNamespace) if item.init}
+_FIELDS = tuple(item.name for item in fields(CacheNamespace) if item.init)
+_TEXT_FIELDS = (
+    *("model", "model_revision", "tokenizer", "tokenizer_revision"),
+    *("kv_layout", "kv_dtype", "cache_dtype", "backend_cache_layout"),
+)
 
 
 def _digest(text: str) -> str:

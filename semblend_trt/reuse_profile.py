@@ -34,6 +34,8 @@ from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
 
@@ -213,10 +215,21 @@ class ReuseProfile(_Part):
 
     @classmethod
     def made_for(
-        cls, namespace: CacheNamespace, geometry: KvGeometry, *, policy: ReusePolicy | str, **others: Any
+        cls,
+        namespace: CacheNamespace,
+        geometry: KvGeometry,
+        *,
+        policy: ReusePolicy | str,
+        check: ProfileCheck | None = None,
+        boundary: int = 0,
+        head_tokens: int = 0,
+        generations: int = 0,
+        figures: list[JsonValue] | None = None,
+        versions: Mapping[str, str] | None = None,
+        command: str = "",
     ) -> ReuseProfile:
-        """Make the profile of an engine's own namespace, dated today (UTC), with these `others` of its fields. Raises
-        ConfigurationError for a value out of range, or an unknown field of the namespace: it would match nothing."""
+        """Make the profile of an engine's own namespace, dated today (UTC). Raises ConfigurationError for a value out
+        of range, or an unknown field of the namespace: it would match nothing."""
         fields = _bound_fields(namespace)
         unknown = [_BOUND[name] for name, value in fields.items() if _is_unknown(name, value)]
         unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
@@ -232,8 +245,14 @@ class ReuseProfile(_Part):
                 engines=[namespace.backend_cache_layout],
                 geometry=ProfileGeometry.of(geometry),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
+                check=check,
+                boundary=boundary,
+                head_tokens=head_tokens,
+                generations=generations,
+                figures=figures or [],
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                **others,
+                versions=dict(versions or {}),
+                command=command,
             )
         except ValidationError as error:
             raise ConfigurationError(f"a reuse profile cannot be made: {_sentence(error)}") from error

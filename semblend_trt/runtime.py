@@ -54,7 +54,9 @@ class ActivePlans:
         return self._pending.pop(request_id, None)
 
     def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
-        """Remove and return the pending plans of these requests."""
+        """Remove and return the pending plans of these requests. In most iterations there are no plans to look for."""
+        if not self._pending:
+            return {}
         return {each: plan for each in request_ids if (plan := self.take(each)) is not None}
 
     def publishable(self, request_id: int, tokens: int) -> int:
@@ -232,7 +234,7 @@ class Runtime:
     refusal: str | None = None
     is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
-    weights: Any = None
+    weights: Weights | None = None
     weights_changes: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

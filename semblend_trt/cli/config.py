@@ -5,6 +5,8 @@ Passwords and tokens are masked. It exits with 2 when a setting cannot be used, 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import sys
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "print every setting, its value and where it came from"
 _LONGEST_COLUMN = 40
+_COLUMNS = "| variable | default | allowed | meaning |\n|---|---|---|---|\n"
 _HEAD = """\
 # Configuration
 
@@ -31,7 +34,6 @@ prefixes that no setting has is warned about.
 `semblend-trt config` prints every setting, its value and the variable that gave it. `semblend-trt doctor` says whether
 the settings can work on this machine.
 """
-_COLUMNS = "| variable | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +74,22 @@ def settings_page() -> str:
     # pydantic takes the fields of the last base first.
     for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):
         theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
-        page += (
-            f"\n## {theme[:1].upper() + theme[1:]}\n\n| variable | default | allowed | meaning |\n|---|---|---|---|\n"
-        )
+        page += f"\n## {theme[:1].upper() + theme[1:]}\n\n{_COLUMNS}"
+        meanings = meanings_of(group)
         for name, field in group.model_fields.items():
             _, variable, *older = variables_of(name)
-            meaning = " ".join([*(field.description or "").split(), *(f"Older name: `{each}`." for each in older)])
+            meaning = " ".join([*meanings[name].split(), *(f"Older name: `{each}`." for each in older)])
             page += f"| `{variable}` | {shown(field.default)} | {allowed_by(field)} | {meaning} |\n"
     return page
+
+
+def meanings_of(group: type) -> dict[str, str]:
+    """Return the text under each field of a class. Read from its source: pydantic would do it at every start."""
+    (definition,) = ast.parse(inspect.getsource(group)).body
+    assert isinstance(definition, ast.ClassDef)
+    meanings = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
+                meanings[name] = meaning
+    return meanings

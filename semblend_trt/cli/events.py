@@ -140,9 +140,9 @@ async def _listen(
 
     try:
         client = await connect_client(options, closed_cb=closed, name="semblend-trt events")
+    except ConfigurationError:
+        raise
     except Exception as error:
-        if isinstance(error, ConfigurationError):
-            raise
         servers = masked(",".join(options.servers))
         raise SemBlendError(
             f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"

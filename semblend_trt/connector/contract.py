@@ -15,13 +15,14 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import ModuleType
+
+    import torch
 
 logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
-Group = TypeVar("Group")
 
 # Newest first.
 MODULE_PATHS = (
@@ -92,10 +93,16 @@ class _SchedulerBase(ABC):
         self._llm_args = llm_args
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, *_: Any) -> Any:
-        """This and the next three: `connector/scheduler.py` has their signatures."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]: ...
 
-    update_state_after_alloc = build_connector_meta = request_finished = get_num_new_matched_tokens
+    @abstractmethod
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> object: ...
+
+    @abstractmethod
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
 
     # The V2 cache manager calls these in place of the flat forms; they forward a single group.
 
@@ -103,7 +110,7 @@ class _SchedulerBase(ABC):
         self.update_state_after_alloc(request, _only_group(self, block_ids_by_layer_group))
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
-        return bool(self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group)))
+        return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
         """Called once after the caches are registered."""
@@ -114,12 +121,6 @@ class _WorkerBase(ABC):
         self._llm_args = llm_args
         self._metadata: object | None = None
 
-    @abstractmethod
-    def register_kv_caches(self, *_: Any) -> Any:
-        """This and the next five: `connector/worker.py` has their signatures."""
-
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = get_finished = register_kv_caches
-
     def bind_connector_meta(self, metadata: object) -> None:
         self._metadata = metadata
 
@@ -129,23 +130,48 @@ class _WorkerBase(ABC):
     def _clear_connector_meta(self) -> None:
         self._metadata = None
 
+    @abstractmethod
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
+
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
-        _only_group(self, layout.groups)
-        self.register_kv_caches(layout.as_single_pool_tensor())
+        tensor = layout.as_single_pool_tensor()
+        if tensor is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
+                "groups is no single pool tensor; implement it"
+            )
+        self.register_kv_caches(tensor)
+
+    @abstractmethod
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]: ...
 
     def register_forward_pass_callable(self) -> Any:
         """Return a callable to run after each forward, or None."""
         return None
 
 
-def _only_group(connector: object, groups: Sequence[Group]) -> Group:
-    if len(groups) != 1:
+def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
+    if len(block_ids_by_layer_group) != 1:
         raise NotImplementedError(
-            f"{type(connector).__name__} has flat methods only, and a cache of {len(groups)} layer groups has no flat "
-            "block ids; implement the forms by layer group"
+            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
+            "groups has no flat block ids; implement the forms by layer group"
         )
-    return groups[0]
+    return block_ids_by_layer_group[0]
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:

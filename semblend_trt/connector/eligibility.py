@@ -73,18 +73,19 @@ def check_eligible(request: Any) -> None:
     """Raise IneligibleRequest if the request's KV may not be shared, by `request.refusal` or by what it asks for."""
     if (refusal := getattr(request, "refusal", None)) is not None:
         raise IneligibleRequest(refusal)
-    sampling = getattr(request, "sampling_config", None)
-    found = {
-        "dummy_request": _flag(request, "is_dummy_request"),
-        "generation_only": _flag(request, "is_generation_only_request"),
-        "beam_search": int(getattr(sampling, "beam_width", 1) or 1) > 1,
-        "multimodal": getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None),
-        "speculative_decoding": getattr(request, "draft_tokens", None),
-        "context_logits": _flag(request, "py_return_context_logits"),
-    }
-    for reason, is_so in found.items():
-        if is_so:
-            raise IneligibleRequest(reason)
+    # These two come first: the engine's own requests need not have the rest in a form that can be read.
+    if _flag(request, "is_dummy_request"):
+        raise IneligibleRequest("dummy_request")
+    if _flag(request, "is_generation_only_request"):
+        raise IneligibleRequest("generation_only")
+    if int(getattr(getattr(request, "sampling_config", None), "beam_width", 1) or 1) > 1:
+        raise IneligibleRequest("beam_search")
+    if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
+        raise IneligibleRequest("multimodal")
+    if getattr(request, "draft_tokens", None):
+        raise IneligibleRequest("speculative_decoding")
+    if _flag(request, "py_return_context_logits"):
+        raise IneligibleRequest("context_logits")
 
 
 def cache_salt_of(request: Any) -> str | None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from semblend_trt.config import Settings
+    from semblend_trt.connector.attention_layout import LayerGroup
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
@@ -51,19 +52,9 @@ def namespace_for(
     that the digest cache does not know."""
     cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
     adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
-    asked, quantization = engine.quantization, facts.quantization
-    if asked is not None and asked.algorithm is not None:
-        quantization = f"{quantization or 'none'}+{asked.algorithm}"
-    # The model's configuration, and the quantisation and adapters that the engine was started with.
-    parts = [facts.configuration, "none" if asked is None else _known(asked.options), *sorted(adapters.identities)]
-    is_known = not any(map(is_unknown, parts))
-    layers = {}
-    if len(facts.groups) > 1 or facts.groups[0].window is not None:
-        groups = json.dumps([asdict(group) for group in facts.groups], sort_keys=True)
-        layers["layer_groups"] = hashlib.sha256(groups.encode()).hexdigest()
     extra = {
         "compute_dtype": _known(engine.dtype),
-        "configuration": hashlib.sha256("\n".join(parts).encode()).hexdigest() if is_known else unknown_value(),
+        "configuration": _configuration(engine, facts, adapters),
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
@@ -81,18 +72,43 @@ def namespace_for(
         block_size=block_size,
         kv_dtype=_known(text_of(pool_dtype)),
         cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
-        quantization=quantization,
+        quantization=_quantization(engine, facts),
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
             "rotary_dim": facts.rotation.rotary_dim,
             "interleaved": facts.rotation.interleaved,
-            **layers,
+            **_layers(facts.groups),
         },
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
         backend_cache_layout=_known(caches.layout),
         extra={name: value for name, value in extra.items() if value is not None},
     )
+
+
+def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
+    """A digest of what layers attend to and rotate by; empty if all attend to everything and rotate alike."""
+    if len(groups) == 1 and groups[0].window is None:
+        return {}
+    described = json.dumps([asdict(group) for group in groups], sort_keys=True)
+    return {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
+
+
+def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
+    """The checkpoint's quantisation and the one that the engine was asked for."""
+    asked = engine.quantization
+    if asked is None or asked.algorithm is None:
+        return facts.quantization
+    return f"{facts.quantization or 'none'}+{asked.algorithm}"
+
+
+def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
+    """A digest of the model's configuration, and of the quantisation and adapters that the engine was started with."""
+    asked = "none" if engine.quantization is None else _known(engine.quantization.options)
+    parts = [facts.configuration, asked, *sorted(adapters.identities)]
+    if any(map(is_unknown, parts)):
+        return unknown_value()
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:

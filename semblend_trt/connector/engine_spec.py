@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # The module of the connector that also attaches to its engine.
 WRAPPER_MODULE = "engine_wrapper.connector"
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 _MISSING = object()
 
 
@@ -112,27 +111,12 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     def given(name: str, default: Any = None) -> Any:
         return getattr(llm_args, name, default)
 
-    def is_on(name: str) -> bool | None:
-        return None if given(name, _MISSING) is _MISSING else given(name) is not None
-
-    cache, model, lora = given("kv_cache_config"), given("model", ""), given("lora_config")
+    cache, model = given("kv_cache_config"), given("model", "")
     engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
     layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
     caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
-    kernels = str(backend or "TRTLLM").upper()
-    has_head_order = kernels == "FLASHINFER" and (given("flashinfer_layout") or flashinfer_layout()) == "HND"
-    asked, quantization = given("quant_config"), None
-    # An engine that quantises nothing may have a quantisation that names no algorithm.
-    if any(getattr(asked, name, None) is not None for name in ("quant_algo", "kv_cache_quant_algo")):
-        quantization = AskedQuantization(text_of(getattr(asked, "quant_algo", None)), options_text(asked))
     has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
     is_dummy = "dummy" in str(given("load_format", "")).lower()
-    sizes = {name: given(name) for name in _SIZES}
-    for name, size in sizes.items():
-        try:
-            sizes[name] = None if size is None else int(size)
-        except (TypeError, ValueError):
-            raise ConfigurationError(f"{name} is {size!r}; give a whole number from 1 on") from None
     return EngineSpec(
         name=engine,
         model=model,
@@ -141,14 +125,15 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
         tokenizer_revision=given("tokenizer_revision"),
         dtype=text_of(given("dtype")),
         read_caches=lambda: caches,
-        quantization=quantization,
+        quantization=_asked_quantization(given("quant_config")),
         # A loader of the user's own may read other files.
         reads_own_weights=not is_dummy and given("checkpoint_loader") is None,
         has_model_overrides=bool(given("model_kwargs")),
-        **sizes,
+        tensor_parallel_size=_size("tensor_parallel_size", given("tensor_parallel_size")),
+        pipeline_parallel_size=_size("pipeline_parallel_size", given("pipeline_parallel_size")),
+        context_parallel_size=_size("context_parallel_size", given("context_parallel_size")),
         max_num_tokens=given("max_num_tokens"),
-        speculates=is_on("speculative_config"),
-        orders_blocks_by_head=kernels == "TRTLLM" or has_head_order,
+        orders_blocks_by_head=_orders_blocks_by_head(str(backend or "TRTLLM").upper(), given("flashinfer_layout")),
         contract=None if given("follows_transformers", False) else version_of(given("contract")),
         # The wrapper reads TensorRT-LLM's after the caches are registered.
         tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
@@ -160,16 +145,49 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
         offloads_to_host=bool(getattr(cache, "host_cache_size", None)),
         is_disaggregated=given("cache_transceiver_config") is not None,
         attn_backend=None if backend is None else str(backend).upper(),
-        compiles_prefill=is_on("torch_compile_config"),
-        cuda_graphs=is_on("cuda_graph_config"),
-        lora=True if given("enable_lora") else is_on("lora_config"),
-        # Older versions have none.
-        sparse_attention=given("sparse_attention_config") is not None,
-        lora_dirs=tuple(map(str, getattr(lora, "lora_dir", None) or ())),
         # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
         tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
         settings=given("settings", {}),
+        **_features(llm_args),
     )
+
+
+def _features(llm_args: Any) -> dict[str, Any]:
+    """Return the fields of features that change how a step is computed; None for one that the engine does not name."""
+
+    def is_on(name: str) -> bool | None:
+        option = getattr(llm_args, name, _MISSING)
+        return None if option is _MISSING else option is not None
+
+    lora = getattr(llm_args, "lora_config", None)
+    return {
+        "speculates": is_on("speculative_config"),
+        "compiles_prefill": is_on("torch_compile_config"),
+        "cuda_graphs": is_on("cuda_graph_config"),
+        "lora": True if getattr(llm_args, "enable_lora", None) else is_on("lora_config"),
+        "sparse_attention": bool(is_on("sparse_attention_config")),  # older versions have none
+        "lora_dirs": tuple(map(str, getattr(lora, "lora_dir", None) or ())),
+    }
+
+
+def _size(name: str, value: Any) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name} is {value!r}; give a whole number from 1 on") from None
+
+
+def _asked_quantization(asked: Any) -> AskedQuantization | None:
+    # An engine that quantises nothing may have a quantisation that names no algorithm.
+    algorithm, of_cache = (getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo"))
+    if algorithm is None and of_cache is None:
+        return None
+    return AskedQuantization(text_of(algorithm), options_text(asked))
+
+
+def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
+    """`layout`: that of FLASHINFER, if the engine says it."""
+    return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")
 
 
 def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:

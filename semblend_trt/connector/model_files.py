@@ -285,5 +285,8 @@ def adapter_files(place: Path) -> dict[str, Path]:
 def _files_in(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     """The files by name, sorted. A link to nothing is among them: reading it must fail."""
     with os.scandir(directory) as entries:
-        names = sorted(each.name for each in entries if not each.is_dir())
-    return {name: directory / name for name in names if any(fnmatchcase(name, one) for one in patterns)}
+        # The name comes first: `is_dir` follows links, and one with another name may lead nowhere or in a circle.
+        fitting = [
+            each.name for each in entries if any(fnmatchcase(each.name, one) for one in patterns) and not each.is_dir()
+        ]
+    return {name: directory / name for name in sorted(fitting)}

@@ -154,8 +154,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if intent is not None and lookup is not None and not tracked.forward_failed:
                 count = savable_tokens(tracked, cache_block_ids, lookup.pool.geometry.block_size)
                 tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-                kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
-                if lookup.donors.begin_save(intent, *kept):
+                generation = donor_generation(tracked)
+                if lookup.donors.begin_save(intent, tracked.namespace_key, tokens, tracked.block_ids, generation):
                     return True
             self._let_go(tracked)
             return False
@@ -217,10 +217,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """Return what reuse did for a request that runs or ended recently; None for an unknown one."""
-        report = self.outcomes.of(request_id)
+        # The table comes first: a request that ends meanwhile has its outcome before it leaves the table.
         if (tracked := self._requests.get(request_id)) is not None:
             self.take_events()
-            report = report_of(tracked, self._settings.policy.value)
+            report: ReuseReport | None = report_of(tracked, self._settings.policy.value)
+        else:
+            report = self.outcomes.of(request_id)
         if report is None or self._neighbours is None:
             return report
         return replace(report, nearest=self._neighbours.nearest(request_id))
@@ -255,16 +257,18 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._refusal or self._runtime.refusal or registered
 
     def _serve(self) -> Lookup:
-        pool = self._runtime.pool
+        runtime, pool = self._runtime, self._runtime.pool
         assert self._facts is not None
         assert pool is not None
         if self._lookup is None:
             settings, engine, block_size = self._settings, self._engine, pool.geometry.block_size
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
-            donors = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
-            own = self._profiles, self._observers, self._neighbours
-            self._lookup = Lookup(settings, self._runtime, pool, donors, namespace, adapters, *own)
+            donors = DonorIndex(settings, pool, self._observers, runtime.disk, self._metrics.tier_event)
+            profiles, observers = self._profiles, self._observers
+            self._lookup = Lookup(
+                settings, runtime, pool, donors, namespace, adapters, profiles, observers, self._neighbours
+            )
             self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)
@@ -356,7 +360,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _record_outcome(self, tracked: TrackedRequest) -> None:
         if tracked.awaits_load:  # it ended before any forward
-            tracked.plan, tracked.reason = None, "not_honoured"
+            tracked.not_honoured()
         report = report_of(tracked, self._settings.policy.value)
         self.outcomes.record(tracked.request_id, report)
         self._metrics.request_ended(report)

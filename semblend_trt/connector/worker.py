@@ -15,7 +15,6 @@ from semblend_trt.connector.eligibility import served_facts
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
-from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
@@ -84,23 +83,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _engine(self) -> EngineSpec:
         return from_llm_args(self._llm_args)
 
-    def register_kv_caches(self, kv_cache_tensor: torch.Tensor | None, refusal: str | None = None) -> None:
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
 
         What one rank refuses, all refuse. Raises ConfigurationError if a rank lacks the memory for tiers or staging."""
-        runtime, failure = self._runtime, None
-        runtime.refusal = runtime.refusal or refusal
-        join_ranks(runtime, self._engine.ranks)
-        try:
-            if self.facts is not None and runtime.refusal is None:
-                self._take_pool(kv_cache_tensor, self.facts)
-        except ConfigurationError as error:
-            failure = error
-        agree_on_start(runtime, failure)
-        if kv_cache_tensor is not None:
-            self._attach(kv_cache_tensor)
-        if (scheduler := runtime.scheduler) is not None:
-            scheduler.wait_for_initialization()
+        self._register(kv_cache_tensor)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Take the V2 cache manager's pool. Refuse by name several layer groups, or KV dropped outside a window."""
@@ -112,7 +99,22 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
             refusal = "pool_layout"
-        self.register_kv_caches(pool, refusal)
+        self._register(pool, refusal)
+
+    def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
+        runtime, failure = self._runtime, None
+        runtime.refusal = runtime.refusal or refusal
+        join_ranks(runtime, self._engine.ranks)
+        try:
+            if self.facts is not None and runtime.refusal is None:
+                self._take_pool(pool, self.facts)
+        except ConfigurationError as error:
+            failure = error
+        agree_on_start(runtime, failure)
+        if pool is not None:
+            self._attach(pool)
+        if (scheduler := runtime.scheduler) is not None:
+            scheduler.wait_for_initialization()
 
     def _attach(self, pool: torch.Tensor) -> None:
         """For a wrapper that executes plans: attach it to the engine of these caches."""
@@ -205,7 +207,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self.saver.offload(donor_id, is_written=donor_id in commands.writes)
             for donor_id in commands.promotions:
                 self.saver.promote(donor_id, loaded)
-        ended_saves.extend(request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id))
+        for request_id in finished_gen_req_ids:
+            if not self._begin_save(request_id):
+                ended_saves.append(request_id)
         if self.saver is not None:
             ended = self.saver.finished()
             ended_saves.extend(request_id for request_id, _ in ended)

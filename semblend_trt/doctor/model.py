@@ -116,26 +116,10 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
     if settings is None:
         return
     if known.dtype is not None:
-        per_token = known.geometry().bytes_per_token(known.dtype)
-        tokens = {tier: getattr(settings, f"{tier}_bytes") // per_token for tier in ("device", "host", "disk")}
-        held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
-        size = f"{per_token} bytes of KV a token in {str(known.dtype).removeprefix('torch.')}, on one rank"
-        text = f"{size}; room for donors: {held or 'none'}"
-        if max(tokens["host"], tokens["device"]) < settings.min_donor_tokens:
-            yield _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
-        else:
-            yield _model.ok(text)
+        yield _size(known, known.dtype, settings)
     if known.arguments is None and (refusal := trtllm_refusal(facts, MAIN, settings.policy)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
-    try:
-        terms = terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
-    except ConfigurationError as error:
-        yield _model.refused("configuration", str(error))
-    else:
-        reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
-        if reason and known.arguments is None:
-            text = f"policy {settings.policy.value}: a stock engine reuses identical text from position 0."
-            yield _model.note(f"{text} {advice(reason)}", reason)
+    yield from _policy(known, settings)
     namespace = known.namespace(settings)
     for name in ("model_revision", "tokenizer_revision"):
         if is_unknown(getattr(namespace, name)):
@@ -143,6 +127,30 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
                 f"its {name.partition('_')[0]} files are not on this machine, or cannot be read: without them no "
                 f"profile holds, and donors on disk are not found again; SEMBLEND_{name.upper()} can name them"
             )
+
+
+def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
+    per_token = known.geometry().bytes_per_token(dtype)
+    tokens = {tier: getattr(settings, f"{tier}_bytes") // per_token for tier in ("device", "host", "disk")}
+    held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
+    name = str(dtype).removeprefix("torch.")
+    text = f"{per_token} bytes of KV a token in {name}, on one rank; room for donors: {held or 'none'}"
+    if max(tokens["host"], tokens["device"]) < settings.min_donor_tokens:
+        return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
+    return _model.ok(text)
+
+
+def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
+    """What the policy means for every request."""
+    try:
+        terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
+    except ConfigurationError as error:
+        yield _model.refused("configuration", str(error))
+        return
+    reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
+    if reason and known.arguments is None:
+        text = f"policy {settings.policy.value}: a stock engine reuses identical text from position 0. {advice(reason)}"
+        yield _model.note(text, reason)
 
 
 def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:

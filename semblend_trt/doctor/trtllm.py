@@ -57,9 +57,10 @@ def read_options(path: str | Path) -> SimpleNamespace:
         options = _attributes(yaml.safe_load(read_input(path, MAX_BYTES)), count(1))
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
-    except (RecursionError, OverflowError) as error:
-        why = error if isinstance(error, OverflowError) else "are nested too deeply"
-        problem = f"{why}; give the YAML file of the engine"
+    except RecursionError:
+        problem = "are nested too deeply; give the YAML file of the engine"
+    except OverflowError as error:
+        problem = f"{error}; give the YAML file of the engine"
     except Exception as error:  # the parser may raise anything
         problem = f"are not YAML: {error}".replace("\n", " ")
     else:

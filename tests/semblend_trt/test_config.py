@@ -9,6 +9,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
+from semblend_trt.cli.config import meanings_of
 from semblend_trt.config import (
     MASK,
     PREFIXES,
@@ -88,7 +89,9 @@ def _clean_environment(monkeypatch):
 
 def test_every_setting_has_a_sample_and_a_description():
     assert set(SAMPLES) == set(Settings.model_fields)
-    assert [name for name, field in Settings.model_fields.items() if not (field.description or "").endswith(".")] == []
+    meanings = {name: text for group in Settings.__bases__ for name, text in meanings_of(group).items()}
+    assert set(meanings) == set(Settings.model_fields)
+    assert all(text.endswith(".") for text in meanings.values())
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])

@@ -119,6 +119,9 @@ def test_each_plan_is_taken_once():
     assert plans.take_all([3, 7, 1]) == {3: plan(3), 1: plan(1)}
     assert plans.take_all([3, 1]) == {}
     assert (plans.take(2), len(plans), plans.take_all([2])) == (plan(2), 0, {})
+    unread = iter([2])
+    assert plans.take_all(unread) == {}
+    assert next(unread) == 2
 
 
 def test_limit_outlives_the_plan_until_the_blocks_are_released():

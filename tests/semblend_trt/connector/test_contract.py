@@ -1,10 +1,11 @@
 """Which version of the contract an engine keeps, and what that says of it."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
 
-from semblend_trt.connector import contract
+from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker, contract
 from semblend_trt.connector.contract import V11, flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
@@ -18,6 +19,18 @@ def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, r
 
 def test_what_is_not_known_is_taken_for_the_oldest():
     assert version_of("of another product") == version_of(None) == V11
+
+
+@pytest.mark.parametrize(
+    ("ours", "base"),
+    [
+        (SemBlendKvConnectorScheduler, contract._SchedulerBase),
+        (SemBlendKvConnectorWorker, contract._WorkerBase),
+    ],
+)
+def test_our_methods_take_what_the_contract_hands_them(ours, base):
+    for name in base.__abstractmethods__:
+        assert list(signature(getattr(ours, name)).parameters) == list(signature(getattr(base, name)).parameters), name
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -35,3 +48,17 @@ def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layou
     assert flashinfer_layout() == layout
     found.clear()
     assert flashinfer_layout() is None
+
+
+def test_a_worker_without_a_form_for_layouts_takes_a_single_pool_and_names_what_it_lacks():
+    class Flat(contract._WorkerBase):
+        start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = get_finished = None
+
+        def register_kv_caches(self, kv_cache_tensor):
+            self.pool = kv_cache_tensor
+
+    worker, pool = Flat(None), object()
+    worker.register_kv_cache_layout(SimpleNamespace(groups=[None], as_single_pool_tensor=lambda: pool))
+    assert worker.pool is pool
+    with pytest.raises(NotImplementedError, match=r"^Flat has no register_kv_cache_layout, and a cache of 2 .* tensor"):
+        worker.register_kv_cache_layout(SimpleNamespace(groups=[None] * 2, as_single_pool_tensor=lambda: None))

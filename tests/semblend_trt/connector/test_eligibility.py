@@ -47,6 +47,16 @@ def test_requests_whose_kv_may_not_be_shared(attributes, reason):
     assert refusal.value.reason == reason
 
 
+def test_an_engines_own_request_is_refused_whatever_else_it_holds():
+    class Dummy:
+        is_dummy_request = True
+        sampling_config = SimpleNamespace(beam_width="many")
+        is_generation_only_request = property(lambda _: 1 / 0)
+
+    with pytest.raises(IneligibleRequest, match="dummy_request"):
+        check_eligible(Dummy())
+
+
 @pytest.mark.parametrize(
     ("attributes", "salt"),
     [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],

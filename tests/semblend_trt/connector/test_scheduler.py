@@ -12,6 +12,8 @@ import torch
 
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.connector.requests import RequestTable
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.runtime import runtime_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,3 +146,14 @@ def test_what_cannot_be_built_is_counted_and_tried_again(pair, monkeypatch):
     assert scheduler.donor_index is None
     assert runtime_for(scheduler._llm_args).faults == {"wait_for_initialization": 1}
     assert scheduler.namespace is not None
+
+
+def test_a_request_that_ends_while_it_is_asked_about_has_a_report(pair, monkeypatch):
+    scheduler, report = pair[0], ReuseReport(Outcome.COLD_FALLBACK.value, None)
+
+    class Ending(RequestTable):
+        def get(self, request_id):
+            scheduler.outcomes.record(request_id, report)
+
+    monkeypatch.setattr(scheduler, "_requests", Ending())
+    assert scheduler.reuse_of(1) is report
