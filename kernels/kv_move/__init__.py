@@ -189,8 +189,9 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
             raise ValueError(f"two moves write target position {start}; target ranges must be disjoint")
     if isinstance(target, PagedKv) and len(set(blocks := target.block_ids.tolist())) < len(blocks):
         raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
+    storages = _storages(target)
     for index, move in enumerate(moves):
-        if move.length and _overlaps(move, target, ranges):
+        if move.length and not storages.isdisjoint(_storages(move.source)) and _overlaps(move, target, ranges):
             raise ValueError(f"moves[{index}].source is written by the same call; source and target must not overlap")
 
 
@@ -203,12 +204,12 @@ def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None
         raise ValueError(f"target has {layers} layers, but the rotation is that of {known}; each layer needs its own")
 
 
+def _storages(kv: Kv) -> set[int]:
+    return {plane.untyped_storage().data_ptr() for plane in kv.planes}
+
+
 def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> bool:
-    source_storages, target_storages = (
-        {plane.untyped_storage().data_ptr() for plane in kv.planes} for kv in (move.source, target)
-    )
-    if source_storages.isdisjoint(target_storages):
-        return False
+    """Return whether the move, from a storage of `target`, reads a slot that is `written`."""
     source, memory = move.source.planes[0], target.planes[0]
     if source.data_ptr() != memory.data_ptr() or source.shape != memory.shape:
         return True
