@@ -79,7 +79,7 @@ class SpanTable:
 
 def memory_of(kv: Kv) -> Memory:
     """Return the rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
-    tensor = kv.planes[0]
+    tensor = kv.memory
     if isinstance(kv, ContiguousKv):
         return memory_at(tensor, (0, *tensor.stride()[:4]), max(1, kv.capacity), np.zeros(1, np.int64))
     size, block_ids = kv.geometry.block_size, kv.block_ids.cpu().numpy()

@@ -89,11 +89,11 @@ def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[
     """Return a function that makes moves of some layers, to the target's from a first one on.
 
     `check_moves` must have passed them. One Triton launch makes them, and torch those that it cannot serve."""
-    is_alike, memory = lie_alike(target), target.planes[0]
+    is_alike, memory = lie_alike(target), target.memory
     served: list[Move] = []
     rest: list[Move] = []
     for move in (move for move in moves if move.length):
-        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, move.source.planes[:1])
+        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, [move.source.memory])
         (served if is_served else rest).append(move)
     launch: Callable[[range, int], None] | None = None
     if served:
@@ -118,7 +118,7 @@ def _of_layers(move: Move, layers: range) -> Move:
 
 def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """Serve `kv_move`, of moves that were checked: one gather, rotation and scatter a span for all layers."""
-    device = target.planes[0].device
+    device = target.memory.device
     for move in moves:
         if not move.length:
             continue
@@ -180,7 +180,7 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     check_kv(target, "target")
     check_head_dim(target.sizes[3], rotation, "target")
     _check_layers(moves, target, rotation)
-    check_sources(moves, "moves", "target", target.sizes, target.planes[0])
+    check_sources(moves, "moves", "target", target.sizes, target.memory)
     for index, move in enumerate(moves):
         check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
     ranges = sorted((move.target_start, move.target_start + move.length) for move in moves if move.length)
@@ -210,7 +210,7 @@ def _storages(kv: Kv) -> set[int]:
 
 def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> bool:
     """Return whether the move, from a storage of `target`, reads a slot that is `written`."""
-    source, memory = move.source.planes[0], target.planes[0]
+    source, memory = move.source.memory, target.memory
     if source.data_ptr() != memory.data_ptr() or source.shape != memory.shape:
         return True
     read = _slots(move.source, [(move.source_start, move.source_start + move.length)])
