@@ -298,7 +298,7 @@ class KvCacheConnectorManager:
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
         """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save."""
         self.forget(request.request_id)
-        if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
+        if request.was_cut_short and not self.version.tells_cut_short:
             return False
         if self._num_groups:
             groups = self._by_group(block_ids)

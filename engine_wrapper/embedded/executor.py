@@ -309,7 +309,7 @@ class Executor:
         request_id = request.request_id
         request.finish_reason = reason
         del self._active[request_id]
-        if reason in ("stop", "length"):
+        if not request.was_cut_short:
             written = request.num_written_tokens
             end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
             self.block_manager.publish(request_id, request.tokens(0, end))
