@@ -129,6 +129,11 @@ class PagedKv:
             return tuple(plane for kind in self.pool.kinds for plane in kind)
         return (self.pool,)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The pool, or K of the lowest layer where the layers lie apart."""
+        return self.pool.keys[0] if isinstance(self.pool, LayeredPool) else self.pool
+
     def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
         positions, size = torch.arange(start, start + length), self.geometry.block_size
@@ -162,6 +167,10 @@ class ContiguousKv:
     def planes(self) -> tuple[torch.Tensor, ...]:
         return (self.tensor,)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.tensor
+
     def layers(self, first: int, end: int) -> ContiguousKv:
         """Return layers `first .. end - 1`, without a copy."""
         return ContiguousKv(self.tensor[first:end])
@@ -184,6 +193,10 @@ class FreshRows:
     def planes(self) -> tuple[torch.Tensor, ...]:
         """K, then V if there is one."""
         return (self.k,) if self.v is None else (self.k, self.v)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.k
 
 
 Fresh = Kv | FreshRows
@@ -246,7 +259,7 @@ def check_sources(
                 raise ValueError(
                     f"{source} has (layers, kv_factor, kv_heads, head_dim) {move.source.sizes}; the {other} has {sizes}"
                 )
-            tensor = move.source.planes[0]
+            tensor = move.source.memory
             if tensor.dtype != memory.dtype:
                 raise ValueError(f"{source} is {tensor.dtype}; the {other} is {memory.dtype}")
             if isinstance(move.source, PagedKv) and tensor.device != memory.device:

@@ -35,7 +35,7 @@ from kernels.layout import ContiguousKv, Kv, LayeredPool, Move
 from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -79,7 +79,7 @@ class SpanTable:
 
 def memory_of(kv: Kv) -> Memory:
     """Return the rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
-    tensor = kv.planes[0]
+    tensor = kv.memory
     if isinstance(kv, ContiguousKv):
         return memory_at(tensor, (0, *tensor.stride()[:4]), max(1, kv.capacity), np.zeros(1, np.int64))
     size, block_ids = kv.geometry.block_size, kv.block_ids.cpu().numpy()
@@ -121,8 +121,7 @@ def span_table(
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(move.source.sizes[:2] for move in moves)
     layers = max(layers, target_layers)
-    lengths = np.array([move.length for move in moves], np.int64)
-    tiles = -(-lengths // tile_tokens)
+    tiles = np.array([-(-move.length // tile_tokens) for move in moves], np.int64)
     shifts = sorted({move.shift for move in moves} - {0})
     turning, rows = _factor_rows(len(shifts), rotation)
 
@@ -131,38 +130,28 @@ def span_table(
     factors_at = tiles_at + 2 * num_tiles
     rows_at = factors_at + 2 * math.ceil(len(shifts) * len(turning) * rotation.rotary_dim / 4)
     addresses_at = rows_at + rows.size
-    ids_at = addresses_at + len(memories) * layers * kinds
-    end = ids_at + sum(len(memory.block_ids) for memory in memories)
+    end = addresses_at + sum(layers * kinds + len(memory.block_ids) for memory in memories)
 
-    aligned = base.data_ptr() % _VECTOR_BYTES == 0 and all(memory.is_aligned() for memory in memories)
-    unit_bytes = _VECTOR_BYTES if aligned else base.element_size()
     host = torch.empty(end, dtype=torch.int64, pin_memory=base.is_cuda)
     words = host.numpy()
-    addresses = _addresses(memories, layers, kinds) - base.data_ptr()
-    words[addresses_at:ids_at] = (addresses // unit_bytes).reshape(-1)
-    records = _write_block_ids(words, addresses_at, ids_at, memories, layers * kinds, unit_bytes)
+    unit_bytes = _unit_bytes(base, memories)
+    records = _write_memories(words, addresses_at, memories, (layers, kinds), base.data_ptr(), unit_bytes)
     for index, target in enumerate(targets):
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
     known = shifts if turning else []
     factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(known)}
-    places = [
-        (*records[id(sources[id(move.source)])], move.source_start, move.target_start - target_position)
-        for move in moves
-    ]
-    factors = [factor_of.get(move.shift, -1) for move in moves]
-    spans = words[SPANS_AT:tiles_at].reshape(-1, RECORD_WORDS)
-    spans[:, :8], spans[:, 8:11] = places, np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
-    pairs = words[tiles_at:factors_at].reshape(-1, 2)
-    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
-    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    own = [records[id(sources[id(move.source)])] for move in moves]
+    _write_spans(words[SPANS_AT:tiles_at], moves, own, target_position, factor_of)
+    _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
-        # In float64: a shift times a frequency loses its fraction in float32.
-        frequencies = np.array([each.inverse_frequencies for each in turning], np.float64)
-        angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
-        written = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
-        words[factors_at:].view(np.float32)[: written.size] = written.reshape(-1)
+        _write_factors(words[factors_at:rows_at], known, turning)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
+
+
+def _unit_bytes(base: torch.Tensor, memories: Sequence[Memory]) -> int:
+    aligned = base.data_ptr() % _VECTOR_BYTES == 0 and all(memory.is_aligned() for memory in memories)
+    return _VECTOR_BYTES if aligned else base.element_size()
 
 
 def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArray[np.int64]:
@@ -176,15 +165,20 @@ def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArr
     return addresses
 
 
-def _write_block_ids(
+def _write_memories(
     words: npt.NDArray[np.int64],
     addresses_at: int,
-    ids_at: int,
     memories: Sequence[Memory],
-    num_addresses: int,
+    size: tuple[int, int],
+    origin: int,
     unit_bytes: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Write all block ids from word `ids_at` on; return what each memory's record begins with, by the memory's id."""
+    """Write addresses, counted from `origin`, and block ids; return each record's beginning, by the memory's id.
+
+    `size`: the layers and kinds that have an address."""
+    addresses, num_addresses = _addresses(memories, *size) - origin, size[0] * size[1]
+    ids_at = addresses_at + addresses.size
+    words[addresses_at:ids_at] = (addresses // unit_bytes).reshape(-1)
     records: dict[int, tuple[int, ...]] = {}
     for memory in memories:
         block, _, _, head, token = (stride // unit_bytes for stride in memory.strides)
@@ -193,6 +187,40 @@ def _write_block_ids(
         words[ids_at:end] = memory.block_ids
         addresses_at, ids_at = addresses_at + num_addresses, end
     return records
+
+
+def _write_spans(
+    words: npt.NDArray[np.int64],
+    moves: Sequence[Move],
+    sources: Sequence[tuple[int, ...]],
+    target_position: int,
+    factor_of: Mapping[int, int],
+) -> None:
+    """Write the moves' records, which begin with `sources`; `factor_of`: what they say of a shift's factors."""
+    spans = words.reshape(-1, RECORD_WORDS)
+    lengths = np.array([move.length for move in moves], np.int64)
+    factors = [factor_of.get(move.shift, -1) for move in moves]
+    spans[:, :8] = [
+        (*source, move.source_start, move.target_start - target_position)
+        for source, move in zip(sources, moves, strict=True)
+    ]
+    spans[:, 8:11] = np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
+
+
+def _write_tiles(words: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], tile_tokens: int) -> None:
+    """Write the pair of each tile; `tiles`: how many tiles each span has."""
+    pairs = words.reshape(-1, 2)
+    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
+    pairs[:, 1] = (np.arange(len(pairs)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+
+
+def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:
+    """Write cos and sin of each shift, by each rotation."""
+    # In float64: a shift times a frequency loses its fraction in float32.
+    frequencies = np.array([rotation.inverse_frequencies for rotation in turning], np.float64)
+    angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
+    factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
+    words.view(np.float32)[: factors.size] = factors.reshape(-1)
 
 
 def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:

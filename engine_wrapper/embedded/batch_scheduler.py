@@ -50,9 +50,11 @@ class BatchScheduler:
     ) -> None:
         self._args, self._blocks, self._connector = llm_args, blocks, connector
         self._active, self._waiting, self._pause = active, waiting, pause
+        self._is_v2 = pause is not None
         # With block reuse off the engine skips no loaded token; most versions then do not ask the connector.
         self._applies = llm_args.kv_cache_config.enable_block_reuse
-        self._asks = self._applies or (connector is not None and pause is None and connector.version.asks_without_reuse)
+        asks_anyway = connector is not None and not self._is_v2 and connector.version.asks_without_reuse
+        self._asks = self._applies or asks_anyway
 
     def schedule(self) -> ScheduledBatch:
         """Pick the next iteration, ask the connector about new requests, and allocate all blocks.
@@ -67,7 +69,7 @@ class BatchScheduler:
                 budget = self._add_context(batch, request, budget)
         while self._waiting and len(self._active) < self._args.max_batch_size and self._admit(batch, budget):
             budget = self._add_context(batch, batch.admitted[-1], budget)
-        if self._pause is not None:
+        if self._is_v2:
             self._prepare_chunks(batch)
         else:
             self._prepare_prompts(batch)
@@ -89,7 +91,7 @@ class BatchScheduler:
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
         chunk = self._chunk(request.prompt_len - matched, matched, self._allowance(budget))
-        if not chunk or not blocks.fits(match, matched + chunk if self._pause else request.max_total_tokens):
+        if not chunk or not blocks.fits(match, matched + chunk if self._is_v2 else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
         request.set_prepopulated_prompt_len(matched, 0)

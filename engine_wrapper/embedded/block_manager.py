@@ -35,7 +35,6 @@ class KvPool:
     CapacityError when there is no memory for it."""
 
     def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
-        self.geometry = geometry
         shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)

@@ -195,16 +195,7 @@ class KvCacheConnectorManager:
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            base, own = KvCacheConnectorScheduler, type(self.scheduler)
-            flat = [
-                name for name in sorted(GROUPED_SCHEDULER_METHODS) if getattr(own, name, None) is getattr(base, name)
-            ]
-            if self.scheduler is not None and self._num_groups > 1 and flat:
-                raise ConnectorContractError(
-                    "grouped_methods",
-                    f"the cache has {self._num_groups} layer groups, and the scheduler must implement "
-                    f"{' and '.join(flat)}",
-                )
+            self._check_grouped_methods()
             self.worker.register_kv_cache_layout(layout)
         if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
@@ -307,7 +298,7 @@ class KvCacheConnectorManager:
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
         """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save."""
         self.forget(request.request_id)
-        if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
+        if request.was_cut_short and not self.version.tells_cut_short:
             return False
         if self._num_groups:
             groups = self._by_group(block_ids)
@@ -395,6 +386,19 @@ class KvCacheConnectorManager:
         }
         names = {each.name for each in fields(self.version.request_data)}
         return self.version.request_data(**{name: value for name, value in values.items() if name in names})
+
+    def _check_grouped_methods(self) -> None:
+        """Refuse a scheduler that takes flat block ids only, if there are several layer groups."""
+        if self.scheduler is None or self._num_groups < 2:
+            return
+        # An older contract's base has neither method.
+        base, own = KvCacheConnectorScheduler, type(self.scheduler)
+        names = sorted(GROUPED_SCHEDULER_METHODS)
+        if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
+            raise ConnectorContractError(
+                "grouped_methods",
+                f"the cache has {self._num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
+            )
 
     def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
         return [list(block_ids) for _ in range(self._num_groups)]

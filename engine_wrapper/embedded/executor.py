@@ -143,7 +143,7 @@ class Executor:
         """Run one iteration; False when there was nothing to run.
 
         A failed request ends with finish reason "error". If a forward fails and the contract's version survives that,
-        so do all running requests. Any other error ends all requests and the engine, and is raised."""
+        all running requests end with "error". Any other error ends all requests and the engine, and is raised."""
         with self._guarded():
             batch = self._scheduler.schedule()
             stream = current_stream(self.model_runner.device)
@@ -197,7 +197,9 @@ class Executor:
                 raise
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
-        """Return last logits, float32 [requests, vocabulary]. If the forward fails, end all running requests: None."""
+        """Return the logits of each request's last row, float32 [requests, vocabulary].
+
+        If the forward fails, end all running requests and return None. A version that does not survive that raises."""
         connector = self.connector
         try:
             if connector is not None:
@@ -307,7 +309,7 @@ class Executor:
         request_id = request.request_id
         request.finish_reason = reason
         del self._active[request_id]
-        if reason in ("stop", "length"):
+        if not request.was_cut_short:
             written = request.num_written_tokens
             end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
             self.block_manager.publish(request_id, request.tokens(0, end))
@@ -323,7 +325,9 @@ class Executor:
             self.block_manager.pin(request_id)
 
     def _cut_short(self, request: LlmRequest, reason: str) -> None:
-        """End a running request early. If the version defers that for a load, the connector must report it first."""
+        """End a running request early: at once, or when the connector reports the end of its load.
+
+        It waits for a load that is under way, if the contract's version defers a cancel."""
         connector = self.connector
         if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
             request.finish_reason = reason

@@ -104,8 +104,14 @@ class LLM:
                     f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of "
                     f"{size}; start as many processes, and call torch.distributed.init_process_group in each"
                 )
-            named = {"tokenizer": asked.tokenizer, "revision": asked.revision}
-            runner = ModelRunner(asked.model, asked.dtype, asked.device, **named, ranks=ranks)
+            runner = ModelRunner(
+                asked.model,
+                asked.dtype,
+                asked.device,
+                tokenizer=asked.tokenizer,
+                revision=asked.revision,
+                ranks=ranks,
+            )
         if runner.ranks.size != size:
             raise ConfigurationError(
                 f"tensor_parallel_size is {size}, and the runner holds one of {runner.ranks.size} parts of its model; "
@@ -179,8 +185,8 @@ class LLM:
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         if cold:
             salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
-        kind = {"priority": priority, "exact_only": exact_only, "cold": cold}
-        request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request, **kind)
+        params = sampling_params or SamplingParams()
+        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only, cold=cold)
         self._enqueue([request])
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
@@ -217,7 +223,15 @@ class LLM:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **kind: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+        lora_request: str | None,
+        priority: int = 0,
+        *,
+        exact_only: bool = False,
+        cold: bool = False,
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
@@ -241,7 +255,9 @@ class LLM:
             lora_task_id=None if lora_request is None else adapters[lora_request],
             lora_path=lora_request,
             arrival_time=arrival_time,
-            **kind,
+            priority=priority,
+            exact_only=exact_only,
+            cold=cold,
         )
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:

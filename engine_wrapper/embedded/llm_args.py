@@ -117,7 +117,9 @@ class LlmArgs(StrictModel):
 
     @property
     def flashinfer_layout(self) -> str:
-        """What the version orders a block by under `attn_backend` FLASHINFER; here it is HND, and NHD is refused."""
+        """The order inside a block that the version has under `attn_backend` FLASHINFER.
+
+        This engine's own pool is always HND, so our connector refuses NHD."""
         return "NHD" if self.contract == "1.2" else "HND"
 
     @field_validator("model", "tokenizer", mode="before")

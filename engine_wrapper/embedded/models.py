@@ -249,7 +249,7 @@ def _check_divisible(model: Any, ranks: Ranks) -> None:
             f"model type {config.model_type} keeps one latent row a token for all heads, which ranks cannot "
             "share; use 1 rank"
         )
-    # A mixture's layers have experts, and some have another name for them.
+    # A mixture's layers have experts in place of one `down_proj`, and some layers give `mlp` another name.
     if not all(hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers):
         raise ConfigurationError(
             f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"

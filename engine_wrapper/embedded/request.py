@@ -325,6 +325,11 @@ class LlmRequest:
         """The answer is complete; blocks may still be held for a save."""
         return self.finish_reason is not None
 
+    @property
+    def was_cut_short(self) -> bool:
+        """The request failed or was cancelled."""
+        return self.finish_reason in ("error", "cancelled")
+
     def complete(self, reason: str) -> None:
         """End the request, which holds no blocks any more."""
         self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE

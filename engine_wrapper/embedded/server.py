@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 BOUNDS = serving.ServerBounds()
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos", "stop_token_ids"}
-# Fields that change no answer, and those of which PromptReader makes the prompt of a completion and of a chat.
-_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "user", "add_special_tokens"]
-_COMPLETION = [*_PASSED_OVER, "prompt"]
+# `Body` checks none of these. The first change no answer; PromptReader makes the prompt of the others.
+_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "user"]
+_COMPLETION = [*_PASSED_OVER, "prompt", "add_special_tokens"]
 _CHAT = [*_PASSED_OVER, "messages", "documents", "add_generation_prompt", "continue_final_message"]
-_CHAT += ["chat_template_kwargs", "reasoning_effort"]
+_CHAT += ["add_special_tokens", "chat_template_kwargs", "reasoning_effort"]
 
 
 class Body(BaseModel):

@@ -44,7 +44,7 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     tokens one after another. 0 where both are zero, infinite where only the donor is. Allocates nothing of the size of
     the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound."""
     if not spans:
-        return torch.empty(2, 0, device=fresh.planes[0].device)
+        return torch.empty(2, 0, device=fresh.memory.device)
     if not _triton_serves(spans, fresh, layer, rotation):
         return relative(squares_by_torch(spans, fresh, layer, rotation))
     from kernels.deviation import triton_deviation
@@ -58,7 +58,7 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
     float32 [2, kv_factor, tokens]. Ranks that share a model's heads add them up; `relative` then gives the deviation
     over all heads. The rest is as in `deviation`."""
     if not spans:
-        return torch.empty(2, 2, 0, device=fresh.planes[0].device)
+        return torch.empty(2, 2, 0, device=fresh.memory.device)
     if not _triton_serves(spans, fresh, layer, rotation):
         return squares_by_torch(spans, fresh, layer, rotation)
     from kernels.deviation import triton_deviation
@@ -71,8 +71,8 @@ def _triton_serves(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: Ro
     check_spans(spans, fresh, layer, rotation)
     if not lie_alike(*(span.source for span in spans), *(() if isinstance(fresh, FreshRows) else (fresh,))):
         return False
-    base, *others = fresh.planes if isinstance(fresh, FreshRows) else fresh.planes[:1]
-    return triton_serves(base, (*others, *(span.source.planes[0] for span in spans)))
+    others = fresh.planes[1:] if isinstance(fresh, FreshRows) else ()
+    return triton_serves(fresh.memory, (*others, *(span.source.memory for span in spans)))
 
 
 def relative(squares: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def relative(squares: torch.Tensor) -> torch.Tensor:
 
 def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """Serve `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
-    device, kv_factor = fresh.planes[0].device, spans[0].source.sizes[1]
+    device, kv_factor = fresh.memory.device, spans[0].source.sizes[1]
     output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
     column = 0
     for span in spans:
@@ -133,7 +133,7 @@ def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tenso
 
 def check_spans(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> None:
     """Raise ValueError, naming the tensor and its bound, unless every span can be compared."""
-    memory = fresh.planes[0]
+    memory = fresh.memory
     if isinstance(fresh, FreshRows):
         for name, tensor in zip("kv", fresh.planes, strict=False):
             if tensor.ndim != 3 or tensor.shape != memory.shape:

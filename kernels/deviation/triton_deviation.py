@@ -41,7 +41,7 @@ TILING = Tiling(tile_bytes=4096)
 def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
     """Serve `kernels.deviation.deviation`, or with `sums` 2 `squares`, of checked spans that `triton_serves`."""
     shape = (*sums, spans[0].source.sizes[1], sum(span.length for span in spans))
-    output = torch.empty(shape, dtype=torch.float32, device=fresh.planes[0].device)
+    output = torch.empty(shape, dtype=torch.float32, device=fresh.memory.device)
     if compared := [span for span in spans if span.length]:
         prepared(output, compared, fresh, layer, rotation)()
     return output
@@ -53,7 +53,7 @@ def prepared(
     """Upload the table of spans, which all have a length; return what launches the kernel on the current stream.
 
     `output` has three axes for the squares and two for the deviation."""
-    base = fresh.planes[0]
+    base = fresh.memory
     _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
     tokens = TILING.tokens(head_dim, base.dtype)
     if isinstance(fresh, FreshRows):
@@ -81,7 +81,7 @@ def prepared(
             KINDS=kv_factor if output.ndim == 3 else 0,
             num_warps=TILING.warps,
         )
-        keep_until_read([span.source.planes[0] for span in spans], base)
+        keep_until_read([span.source.memory for span in spans], base)
 
     return run
 

@@ -89,11 +89,11 @@ def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[
     """Return a function that makes moves of some layers, to the target's from a first one on.
 
     `check_moves` must have passed them. One Triton launch makes them, and torch those that it cannot serve."""
-    is_alike, memory = lie_alike(target), target.planes[0]
+    is_alike, memory = lie_alike(target), target.memory
     served: list[Move] = []
     rest: list[Move] = []
     for move in (move for move in moves if move.length):
-        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, move.source.planes[:1])
+        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, [move.source.memory])
         (served if is_served else rest).append(move)
     launch: Callable[[range, int], None] | None = None
     if served:
@@ -118,20 +118,25 @@ def _of_layers(move: Move, layers: range) -> Move:
 
 def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """Serve `kv_move`, of moves that were checked: one gather, rotation and scatter a span for all layers."""
-    device = target.planes[0].device
+    device = target.memory.device
     for move in moves:
         if not move.length:
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        if isinstance(rotation, RopeRotation) or move.shift == 0:
-            keys = rotate_keys(rows[:, 0], move.shift, rotation.of_layer(0))
-        else:
-            each = enumerate(rows[:, 0])
-            keys = torch.stack([rotate_keys(own, move.shift, rotation.of_layer(layer)) for layer, own in each])
-        _scatter(target, move.target_start, 0, keys)
+        _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
+
+
+def _rotated(keys: torch.Tensor, shift: int, rotation: Rotation) -> torch.Tensor:
+    """Rotate `keys`, [layers, kv_heads, length, head_dim], each layer by its own rotation."""
+    if isinstance(rotation, RopeRotation) or shift == 0:
+        return rotate_keys(keys, shift, rotation.of_layer(0))
+    rotated = torch.empty_like(keys)
+    for layer, own in enumerate(keys):
+        rotated[layer] = rotate_keys(own, shift, rotation.of_layer(layer))
+    return rotated
 
 
 def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
@@ -175,7 +180,7 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     check_kv(target, "target")
     check_head_dim(target.sizes[3], rotation, "target")
     _check_layers(moves, target, rotation)
-    check_sources(moves, "moves", "target", target.sizes, target.planes[0])
+    check_sources(moves, "moves", "target", target.sizes, target.memory)
     for index, move in enumerate(moves):
         check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
     ranges = sorted((move.target_start, move.target_start + move.length) for move in moves if move.length)
@@ -184,8 +189,9 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
             raise ValueError(f"two moves write target position {start}; target ranges must be disjoint")
     if isinstance(target, PagedKv) and len(set(blocks := target.block_ids.tolist())) < len(blocks):
         raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
+    storages = _storages(target)
     for index, move in enumerate(moves):
-        if move.length and _overlaps(move, target, ranges):
+        if move.length and not storages.isdisjoint(_storages(move.source)) and _overlaps(move, target, ranges):
             raise ValueError(f"moves[{index}].source is written by the same call; source and target must not overlap")
 
 
@@ -198,13 +204,13 @@ def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None
         raise ValueError(f"target has {layers} layers, but the rotation is that of {known}; each layer needs its own")
 
 
+def _storages(kv: Kv) -> set[int]:
+    return {plane.untyped_storage().data_ptr() for plane in kv.planes}
+
+
 def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> bool:
-    source_storages, target_storages = (
-        {plane.untyped_storage().data_ptr() for plane in kv.planes} for kv in (move.source, target)
-    )
-    if source_storages.isdisjoint(target_storages):
-        return False
-    source, memory = move.source.planes[0], target.planes[0]
+    """Return whether the move, from a storage of `target`, reads a slot that is `written`."""
+    source, memory = move.source.memory, target.memory
     if source.data_ptr() != memory.data_ptr() or source.shape != memory.shape:
         return True
     read = _slots(move.source, [(move.source_start, move.source_start + move.length)])

@@ -55,13 +55,13 @@ def prepared(
     Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
     the sources to the target's layers from a first one on."""
     tiling = tiling or default_tiling(target)
-    memory, rows = target.planes[0], memory_of(target)
+    memory, rows = target.memory, memory_of(target)
     layers, kv_factor, kv_heads, head_dim = target.sizes
     tokens = tiling.tokens(head_dim, memory.dtype)
     table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * kv_heads
     fixed = constants(table, memory.dtype, head_dim, rotation)
-    sources = [move.source.planes[0] for move in moves]
+    sources = [move.source.memory for move in moves]
 
     def run(moved: range, first: int) -> None:
         launch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +79,18 @@ class SequenceRows:
 
     def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
         """Return the same rows with these copies of their tensors."""
-        moved = copy(self)
-        moved._set(positions=positions, block_ids=block_ids, memo={})
+        moved = object.__new__(SequenceRows)
+        moved._set(
+            first_row=self.first_row,
+            positions=positions,
+            block_ids=block_ids,
+            first_position=self.first_position,
+            last_position=self.last_position,
+            highest_block=self.highest_block,
+            host_positions=self.host_positions,
+            host_block_ids=self.host_block_ids,
+            memo={},
+        )
         return moved
 
 

@@ -16,6 +16,7 @@ from semblend_trt.plan import (
     SemanticKvPlan,
 )
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
 
@@ -107,7 +108,7 @@ def profile(engine, tmp_path, trial):
 
     def make(policy="verified", **fields):
         llm, path = engine(), tmp_path / "reuse-profile.json"
-        namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+        namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
         ReuseProfile.made_for(namespace, geometry, policy=policy, **fields).write(path)
         return path
 

@@ -1,6 +1,14 @@
 """What tests do to an embedded engine: evict, wait, and have it find the donors on disk."""
 
+from kernels.layout import KvGeometry
 from validation.embedded_engine import ONE_TOKEN
+
+
+def geometry_of(llm):
+    """The sizes of the engine's pool."""
+    runner, block = llm.executor.model_runner, llm.llm_args.kv_cache_config.tokens_per_block
+    facts = runner.facts
+    return KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
 
 
 def disk_tier(folder, size=1 << 30):

@@ -15,6 +15,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import joined_ranks
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
 from tests.semblend_trt.held_donors import held_kv, whole
 
@@ -92,7 +93,7 @@ class Life:
         # Only rank 0 has a namespace; the profile is one file for all of them.
         with self._engine() as llm:
             if self._ranks.rank == 0:
-                namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+                namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
                 ReuseProfile.made_for(namespace, geometry, policy="verified", check=SOME_KEPT).write(path)
         with self._engine(PROFILE=path, PROFILE_TRIAL=1) as llm:
             found = []

@@ -11,6 +11,7 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
+from tests.engine_wrapper.embedded_llm import geometry_of
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -83,14 +84,14 @@ def through_staging_memory(llm, monkeypatch, tokens):
     """Has donors go to the host and come from there as on a card: `tokens` tokens of one layer at a time."""
     monkeypatch.setattr(load, "GROUP_BYTES", 1)
     monkeypatch.setattr(load, "GROUPS_AHEAD", 1)
-    loader, pool = llm.connector_worker.loader, llm.executor.pool
+    loader, pool, geometry = llm.connector_worker.loader, llm.executor.pool.tensor, geometry_of(llm)
 
     def staging(slots):
-        room = slots * tokens * pool.geometry.bytes_per_token(pool.tensor.dtype) // pool.geometry.num_layers
-        return Staging(room, slots, pool.geometry, pool.tensor.dtype, pool.tensor.device)
+        room = slots * tokens * geometry.bytes_per_token(pool.dtype) // geometry.num_layers
+        return Staging(room, slots, geometry, pool.dtype, pool.device)
 
     if loader._reader is None:
-        loader._reader = HostReader(pool.tensor.device, loader._rotation, staging(3))
+        loader._reader = HostReader(pool.device, loader._rotation, staging(3))
         llm.connector_worker.saver._writer._staging = staging(1)
     return llm
 

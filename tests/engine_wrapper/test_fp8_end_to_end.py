@@ -16,6 +16,7 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
+from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, load, tokens_of
 from tests.engine_wrapper.serving import (
     BLOCK,
@@ -145,8 +146,8 @@ def held_while_served(llm, prompt, positions):
     """KV at these positions of a prompt behind its prefill, [layers, kv_factor, kv_heads, positions, head_dim]."""
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     next(stream)
-    blocks, pool = llm.block_manager.block_ids(stream.request_id), llm.executor.pool
-    kv = pool_view(pool.tensor, pool.geometry)[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    blocks = llm.block_manager.block_ids(stream.request_id)
+    kv = pool_view(llm.executor.pool.tensor, geometry_of(llm))[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     stream.close()
     return kv[:, :, :, positions.start : positions.stop]
 
@@ -278,7 +279,7 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     teach(llm, DONOR)
     output = serve(llm, SHIFTED)
     assert (output.reused_tokens, output.reuse_reason) == (0, "profile_mismatch")
-    namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+    namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
     (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
     assert "KV dtype" in differences
     assert "float8_e4m3fn" in differences
@@ -317,7 +318,7 @@ def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine
 
 
 def test_donors_take_the_caches_bytes_of_each_budget(engine):
-    token = engine(None).executor.pool.geometry.bytes_per_token(FP8)
+    token = geometry_of(engine(None)).bytes_per_token(FP8)
     budget = 300 * token
     llm = engine(POLICY="position_fix", HOST_BYTES=budget, DEVICE_BYTES=0)
     teach(llm, DONOR)

@@ -6,9 +6,11 @@ from dataclasses import fields
 
 import pytest
 
+from engine_wrapper.embedded import connector_manager
 from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES, ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
+from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, _SchedulerBase
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
@@ -376,5 +378,17 @@ def test_layer_groups_hold_every_layer_once(make_engine, groups):
 
 
 def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
+    with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
+        make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
+
+
+def test_a_base_without_grouped_methods_is_read_as_one_that_takes_flat_ids(make_engine, make_llm, monkeypatch):
+    """The base is TensorRT-LLM's where that is installed, and one of 1.2 has no grouped methods."""
+    monkeypatch.setattr(connector_manager, "KvCacheConnectorScheduler", object)
+    for groups in ((), ((0, 2), (1,))):
+        _, record = make_engine("main", groups)
+        assert record.count("register_kv_cache_layout") == 1
+    for name in GROUPED_SCHEDULER_METHODS:
+        monkeypatch.delattr(_SchedulerBase, name)
     with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
         make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
