@@ -140,9 +140,8 @@ def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(tmp_path, heads, kv_head
     assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
 
 
-QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, MIXTRAL, QWEN3_MOE, GPT_OSS = (
-    SUPPORTED[name]
-    for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial", "mixtral", "qwen3_moe", "gpt_oss")
+QWEN2, LLAMA, MISTRAL, PHI3, QWEN3_MOE, GPT_OSS = (
+    SUPPORTED[name] for name in ("qwen2", "llama", "mistral", "phi3_partial", "qwen3_moe", "gpt_oss")
 )
 SMOLLM3 = of_type("smollm3")
 WINDOW = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1, "layer_types": None}
@@ -160,9 +159,7 @@ REFUSED = [
     ("multimodal", QWEN2, {"model_type": "qwen2_vl", "vision_config": {}}),
     ("sliding_window", MISTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN2, WINDOW),
-    ("sliding_window", QWEN3, WINDOW),
     ("sliding_window", PHI3, {"sliding_window": 2047}),
-    ("sliding_window", MIXTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
     ("sliding_window", GPT_OSS, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
     ("attention_layout", GPT_OSS, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),

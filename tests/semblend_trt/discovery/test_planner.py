@@ -74,15 +74,6 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
 
 
-def test_a_leading_run_from_position_zero_is_exact_and_goes_first():
-    donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
-    plan = plan_of(planner(donors).plan(request()))
-    assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-    assert plan.exact_token_count == 300
-    assert plan.holes == ()
-
-
 def test_one_prompt_token_always_stays():
     for donor in (PROMPT, np.concatenate([text(5, 3), PROMPT, text(6, 50)])):
         assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
@@ -241,12 +232,6 @@ def test_stock_takes_only_what_goes_on_without_a_hole():
     assert plan.holes == ()
 
 
-def test_stock_refuses_a_hole():
-    assert_refused(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK)), "hole_needs_wrapper")
-    plan = plan_of(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK, computed=100)))
-    assert plan.spans == (PlanSpan("b", 0, 100, 739),)
-
-
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
     assert_refused(planner({"a": SHIFTED}).plan(request(mode=mode, guard=False)), "no_publication_guard")
@@ -259,18 +244,15 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
 
 
 @pytest.mark.parametrize(
-    ("length", "reason"), [(0, "short_prompt"), (1, "short_prompt"), (64, "short_prompt"), (65, None)]
+    ("length", "computed", "reason"),
+    [
+        *((length, 0, "short_prompt") for length in (0, 1, 64)),
+        *((840, computed, "prefix_covers_prompt") for computed in (776, 840)),
+        *((65, 0, None), (840, 775, None)),
+    ],
 )
-def test_short_prompts(length, reason):
-    asked = planner({"a": PROMPT}, "exact")
-    assert asked.plan(request(PROMPT[:length])).outcome_reason == reason
-
-
-@pytest.mark.parametrize(
-    ("computed", "reason"), [(775, None), (776, "prefix_covers_prompt"), (840, "prefix_covers_prompt")]
-)
-def test_a_prefix_that_leaves_less_than_a_span(computed, reason):
-    assert planner({"a": PROMPT}, "exact").plan(request(computed=computed)).outcome_reason == reason
+def test_less_than_a_span_is_not_looked_up(length, computed, reason):
+    assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
 
 
 def test_other_namespaces_are_not_even_counted():
@@ -312,6 +294,7 @@ def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest():
     assert plan.diagnostics["tokens_reused"] == 300
     freely = plan_of(planner(donors, min_reuse_ratio=0.3).plan(request()))
     assert freely.spans == (*plan.spans, PlanSpan("shifted", 309, 300, 539))
+    assert (freely.kind, freely.exact_token_count, freely.holes) == (PlanKind.REQUEST_LOCAL, 300, ())
 
 
 @pytest.mark.parametrize(("donors", "ratio"), [({"b": SHIFTED}, 0.3), ({"a": PROMPT[:300], "b": SHIFTED}, 0.4)])
@@ -509,8 +492,6 @@ def check_plan(plan, donors, prompt, computed):
 _REFUSALS = {
     "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
     "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
-    "short_prompt": lambda: planner({"a": PROMPT}).plan(request(PROMPT[:10])),
-    "prefix_covers_prompt": lambda: planner({"a": PROMPT}).plan(request(computed=800)),
     "invalid_tokens": lambda: planner({"a": PROMPT}).plan(request(-PROMPT)),
     "no_donor_match": lambda: planner({}).plan(request()),
     "not_exact": lambda: planner({"a": DOCUMENT}, "exact").plan(request()),
@@ -608,11 +589,13 @@ def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_
             assert stretch < min_span
 
 
-@given(RUNS, BOUNDS)
-def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds):
+@given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
+def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
     expected = longest_first(runs, *bounds)
     assume(expected is not None)
-    assert [(piece.target_start, piece.length) for piece in cover(runs, *bounds)] == sorted(expected or [])
+    for preference in ({}, {"preference": Preference(near.__contains__, block_size)}):
+        pieces = cover(runs, *bounds, **preference)
+        assert [(piece.target_start, piece.length) for piece in pieces] == sorted(expected or [])
 
 
 @given(RUNS, BOUNDS, st.randoms(use_true_random=False))
@@ -621,15 +604,6 @@ def test_the_order_of_the_runs_does_not_matter(runs, bounds, shuffler):
     shuffler.shuffle(shuffled)
     assert cover(runs, *bounds) == cover(shuffled, *bounds)
     assert chain(runs, *bounds) == chain(shuffled, *bounds)
-
-
-@given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
-def test_preferences_change_no_length_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
-    assume(longest_first(runs, *bounds) is not None)
-    preferred = cover(runs, *bounds, preference=Preference(near.__contains__, block_size))
-    plain = cover(runs, *bounds)
-    places = [(piece.target_start, piece.length) for piece in plain]
-    assert [(piece.target_start, piece.length) for piece in preferred] == places
 
 
 def test_ties_go_to_the_donor_that_is_needed_anyway():

@@ -162,12 +162,12 @@ def test_a_folder_that_others_can_read_is_closed_to_them(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-@pytest.mark.parametrize("what", [".", "lock"])
-def test_a_folder_or_lock_of_another_user_is_refused(tmp_path, what):
-    DiskTier(tmp_path, FORM).close()
-    os.chown(tmp_path / FOLDER / what, 12345, -1)
-    with pytest.raises(PermissionError, match="belongs to user 12345"):
-        DiskTier(tmp_path, FORM)
+@pytest.mark.parametrize("what", [f"{FOLDER}", f"{FOLDER}/lock", "key"])
+def test_a_folder_lock_or_key_of_another_user_is_refused(tmp_path, what):
+    DiskTier(tmp_path, FORM, tmp_path / "key").close()
+    os.chown(tmp_path / what, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to user 12345, and this process is user 0"):
+        DiskTier(tmp_path, FORM, tmp_path / "key")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -357,14 +357,6 @@ def test_one_that_others_may_come_at_is_refused(file, mode):
     with pytest.raises(PermissionError, match=f"donor-key has mode {mode:o}, open to others"):
         make_key(file)
     assert stat.S_IMODE(file.stat().st_mode) == mode
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_one_of_another_user_is_refused(file):
-    make_key(file)
-    os.chown(file, 12345, -1)
-    with pytest.raises(PermissionError, match="belongs to user 12345, and this process is user 0"):
-        make_key(file)
 
 
 @pytest.mark.parametrize("size", [0, KEY_BYTES - 1, KEY_BYTES + 1])

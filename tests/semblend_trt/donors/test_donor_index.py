@@ -616,25 +616,20 @@ def test_no_donor_is_lost_for_one_that_is_only_near():
     assert tiers.look_up("near")[1] == OffloadCommands(drops=["held"], fetches=["near"])
 
 
-def test_a_used_donor_of_the_host_is_promoted_once():
+def test_a_used_donor_of_the_host_is_promoted_once_unless_that_fails():
     tiers = Tiers(host=20, device=1)
     tiers.keep("first", "second")
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
     assert tiers.look_up("first")[1] == OffloadCommands(offloads=["second"], writes=["second"], promotions=["first"])
+    assert tiers.told[-1] == ("moved", "second", "host")
+    tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
+    assert (tiers.tiers("first"), tiers.told) == ([Tier.HOST], [("moved", "first", "host")])
+    assert tiers.index.catalog.stats().device_blocks_used == 0
+    assert tiers.look_up("first")[1].promotions == ["first"]
     assert tiers.look_up("first") == (TEXT, OffloadCommands())
     tiers.hear(OffloadEventKind.PROMOTED, "first")
     assert tiers.tiers("first", "second") == [Tier.DEVICE, Tier.HOST]
-    assert tiers.told[-2:] == [("moved", "second", "host"), ("moved", "first", "device")]
-
-
-def test_a_donor_that_cannot_be_promoted_stays_where_it_is():
-    tiers = Tiers(host=20, device=1, disk=0)
-    tiers.keep("first", "second")
-    assert tiers.look_up("first")[1].promotions == ["first"]
-    tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
-    assert (tiers.tiers("first"), tiers.told[-1]) == ([Tier.HOST], ("moved", "first", "host"))
-    assert tiers.index.catalog.stats().device_blocks_used == 0
-    assert tiers.look_up("first")[1].promotions == ["first"]
+    assert tiers.told == [("moved", "first", "device")]
 
 
 @pytest.mark.parametrize("limits", [{"disk": 2}, {"max_donors": 2}])
@@ -761,8 +756,6 @@ TestDonorIndexMachine = DonorIndexMachine.TestCase
 TestDonorIndexMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)
 
 
-# -- texts: of many, the one that begins most like another is found ----------------------------------------------
-
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
@@ -793,6 +786,9 @@ def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
         assert max(of_all, default=None) == max(
             (each.common for each in near if each.generation == wanted), default=None
         )
+
+
+# -- texts: of many, the one that begins most like another is found ----------------------------------------------
 
 
 def test_a_text_is_put_in_place_of_what_it_was_and_long_ones_are_compared_to_their_end():
