@@ -21,10 +21,12 @@ def test_every_module_is_a_subcommand(capsys):
     assert all(name in shown for name in command.subcommands())
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["events"], ["events", "tail", "--seconds", "0"]])
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["events"], ["events", "tail", "--seconds", "0"], ["config", "--json", "--markdown"]]
+)
 def test_bad_usage_ends_with_two(words, capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main(words)
+        command.main(words.split())
     assert ended.value.code == 2
     assert "usage: semblend-trt" in capsys.readouterr().err
 

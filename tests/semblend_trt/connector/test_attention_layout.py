@@ -38,10 +38,7 @@ def facts_with(groups, layers=3):
         (MistralConfig(**SIZES, sliding_window=None), [None] * 4),
         (MistralConfig(**SIZES, sliding_window=512), [512] * 4),
         (MistralConfig(**SIZES, sliding_window=4096), [None] * 4),
-        (
-            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1),
-            [None, 512, 512, 512],
-        ),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1), [None, 512, 512, 512]),
         (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=512), [None] * 4),
         (
             Gemma3TextConfig(num_hidden_layers=7, max_position_embeddings=4096, sliding_window=64),

@@ -44,9 +44,6 @@ def assert_refused(planned, reason):
     assert planned.outcome_reason == reason
 
 
-# -- what a plan is -----------------------------------------------------------------------------------------------
-
-
 def test_a_shifted_document_becomes_a_request_local_plan_with_holes():
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT]), "b": np.concatenate([text(6, 10), OTHER])}
     plan = plan_of(planner(donors).plan(request()))
@@ -107,10 +104,8 @@ def test_edited_text_is_reused_around_its_differences(every):
     assert plan.reused_tokens == len(prompt) - 1 - changed
 
 
-# -- what each policy makes of a run ------------------------------------------------------------------------------
-
-
-CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
+CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
+SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +117,8 @@ CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share
         ("cacheblend", None, 0, SpanCheck(1, largest_share=0.3), 0),
         ("verified", profile("position_fix"), 0, None, 0),
         ("verified", profile("boundary", boundary=4), 4, None, 0),
-        ("verified", profile("verified", check=CHECK), 0, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
-        ("verified", profile("verified", check=CHECK, boundary=1), 1, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
+        ("verified", profile("verified", check=CHECK), 0, SPAN_CHECK, 0),
+        ("verified", profile("verified", check=CHECK, boundary=1, head_tokens=8), 1, SPAN_CHECK, 8),
     ],
 )
 def test_the_execution_that_policy_and_profile_give(policy, made, boundary, check, head):
@@ -181,7 +176,7 @@ def test_runs_of_a_generation_are_checked_without_a_sample():
         for generations in ({}, {}, {"a": 1})
     ]
     first, second, approximate = (plan.execution for plan in plans)
-    dense = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, sample_threshold=0.1)
+    dense = replace(SPAN_CHECK, sample_threshold=0.1)
     assert first.check == second.check == replace(dense, sample_every=8)
     assert first.sample_seed != second.sample_seed
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
@@ -221,9 +216,6 @@ def test_a_run_of_head_tokens_alone_is_not_moved():
         assert asked.plan(request()).outcome_reason == reason
 
 
-# -- a stock engine -----------------------------------------------------------------------------------------------
-
-
 def test_stock_takes_only_what_goes_on_without_a_hole():
     donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
     plan = plan_of(planner(donors).plan(request(mode=STOCK)))
@@ -238,9 +230,6 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
     plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
     assert plan.kind is PlanKind.EXACT_PREFIX
     assert plan.matched_tokens == 600
-
-
-# -- refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -413,9 +402,6 @@ def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recor
         assert Deadline(default, tokens, clock=lambda times=times: next(times)).is_over()
 
 
-# -- any prompt ---------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -517,8 +503,6 @@ _REFUSALS = {
 def test_each_refusal_happens(reason):
     assert_refused(_REFUSALS[reason](), reason)
 
-
-# -- covers and chains: disjoint, inside their bounds, longest first, and the same every time --------------------------
 
 RUNS = st.lists(
     st.builds(

@@ -788,9 +788,6 @@ def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
         )
 
 
-# -- texts: of many, the one that begins most like another is found ----------------------------------------------
-
-
 def test_a_text_is_put_in_place_of_what_it_was_and_long_ones_are_compared_to_their_end():
     order, long = DonorTexts(load_settings()), np.arange(100_000, dtype=np.int32)
     order.put("a", 0, "donor", long)

@@ -345,8 +345,6 @@ TestTwoTiers = TwoTiers.TestCase
 TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-# -- the host tier: it owns copies, within its budget, and gives back exactly what was saved ------------------------
-
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 DONOR_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 

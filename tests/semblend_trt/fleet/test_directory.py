@@ -511,9 +511,6 @@ def test_who_waits_for_the_lock_is_next():
         assert order == ["waited", "asked again"]
 
 
-# -- namespaces
-
-
 REVISIONS = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
 
 

@@ -37,14 +37,9 @@ def naive_share(sketches, prompt):
 
 
 donors = st.tuples(
-    st.integers(0, WORKERS - 1),
-    st.lists(st.integers(0, 7), min_size=1, max_size=4),
-    st.sampled_from([8, 32, 256]),
+    st.integers(0, WORKERS - 1), st.lists(st.integers(0, 7), min_size=1, max_size=4), st.sampled_from([8, 32, 256])
 )
-deeds = st.lists(
-    st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)),
-    max_size=25,
-)
+deeds = st.lists(st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)), max_size=25)
 
 
 def is_whole(index):

@@ -158,8 +158,6 @@ def test_a_secret_has_to_be_there(tmp_path, environment, problem):
         config.secret(environment)
 
 
-# -- callers
-
 ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
 
 
