@@ -112,7 +112,6 @@ def test_field_names_alone_are_no_variables(monkeypatch):
         ("SEMBLEND_ENABLED", "perhaps", "SEMBLEND_ENABLED is 'perhaps'; allowed is 0 or 1"),
         ("SEMBLEND_HOST_BYTES", "-1", "SEMBLEND_HOST_BYTES is '-1'"),
         ("SEMBLEND_MAX_DONORS", "1e3", "SEMBLEND_MAX_DONORS is '1e3'"),
-        ("SEMBLEND_EVICTION", "fifo", "SEMBLEND_EVICTION: policy 'fifo' evicts no donors; use one of lru, lfu"),
         ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
         ("SEMBLEND_EVENT_FORMAT", "xml", "SEMBLEND_EVENT_FORMAT is 'xml'; allowed is json, msgpack"),
         ("SEMBLEND_NATS_SUBJECT", "a b", "SEMBLEND_NATS_SUBJECT: 'a b' is no subject of letters"),

@@ -64,13 +64,10 @@ print(json.dumps([counted, len(warnings)]))
 
 
 class Index:
-    """Donors of one engine."""
+    """An engine's index with these donors."""
 
-    def __init__(self, held):
-        self._held = held
-
-    def held(self):
-        return self._held
+    def __init__(self, *held):
+        self.held = lambda: HeldDonors(*held)
 
 
 @pytest.fixture
@@ -128,7 +125,7 @@ def test_refusals_and_lookups(registry):
 
 def test_engines_of_one_process_share_the_series_and_add_up(registry):
     engines = [metrics_for(True, registry) for _ in range(3)]
-    indexes = [Index(HeldDonors(2, 100, 10)), Index(HeldDonors(3, 1000, 0))]
+    indexes = [Index(2, 100, 10), Index(3, 1000, 0)]
     for metrics in engines:
         metrics.request_ended(CHECKED)
     for metrics, index in zip(engines, indexes, strict=False):
@@ -145,7 +142,7 @@ def test_engines_of_one_process_share_the_series_and_add_up(registry):
 
 def test_an_engine_that_is_gone_holds_no_donors(registry):
     metrics = metrics_for(True, registry)
-    index = Index(HeldDonors(2, 100, 10))
+    index = Index(2, 100, 10)
     metrics.watch(index)
     del index
     gc.collect()
@@ -215,7 +212,7 @@ def test_racing_engines_lose_no_count(registry):
     def serve(_):
         metrics = metrics_for(True, registry)
         metrics.request_ended(replace(CHECKED, exact_prefix_tokens=1))
-        metrics.watch(Index(HeldDonors(1, 1, 1)))
+        metrics.watch(Index(1, 1, 1))
         generate_latest(registry)
 
     with ThreadPoolExecutor(8) as pool:
@@ -249,5 +246,5 @@ def test_the_process_starts_and_counts(tmp_path, fault):
 def use_all(metrics):
     metrics.looked_up(0.1)
     metrics.request_ended(replace(CHECKED, exact_prefix_tokens=3))
-    metrics.watch(Index(HeldDonors(1, 1, 1)))
+    metrics.watch(Index(1, 1, 1))
     metrics.close()

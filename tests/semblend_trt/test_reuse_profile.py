@@ -26,19 +26,13 @@ from semblend_trt.reuse_profile import (
     ProfileMatcher,
     ReuseProfile,
 )
+from tests.semblend_trt import test_namespace
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
-FIELDS = {
-    "model": "Qwen/Qwen2.5-0.5B",
+FIELDS = test_namespace.FIELDS | {
     "model_revision": "0f3c",
-    "tokenizer": "Qwen/Qwen2.5-0.5B",
     "tokenizer_revision": "77aa",
-    "kv_layout": "HND",
-    "block_size": 32,
-    "kv_dtype": "bfloat16",
     "cache_dtype": "auto",
-    "quantization": None,
-    "adapter": None,
     "rope_config": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1},
     "backend_cache_layout": "engine/default/pool",

@@ -53,16 +53,6 @@ def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path, c
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["--kv-dtype", "int3"], "invalid choice: 'int3'"), (["--model", ""], "the name is empty")]
-)
-def test_bad_usage_ends_with_two(words, told, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *words])
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("module", "refused"), [("semblend_trt.connector", [("model", "kv_scales")]), ("engine_wrapper.connector", [])]
 )
 def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path, tmp_path, capsys, module, refused):

@@ -1,5 +1,4 @@
-"""Layers are grouped by what they attend to and rotate by. Latent attention and chunks are those of DeepSeek-V3's and
-Llama 4's own code; what only claims their form is refused."""
+"""Layers are grouped by what they attend to and rotate by, as the models' own code does; a false form is refused."""
 
 import json
 from dataclasses import replace

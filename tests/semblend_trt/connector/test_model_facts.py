@@ -103,16 +103,13 @@ def test_the_rotation_is_the_models_own(tmp_path, name):
 def test_layers_without_rope_do_not_turn(tmp_path, given, turning):
     config = of_type("smollm3", num_hidden_layers=9, pad_token_id=None, **given)
     facts = model_facts(write_config(tmp_path, config))
-    assert [attention.use_rope for attention in _attentions(config)] == turning
+    with torch.device("meta"):
+        layers = AutoModel.from_config(config).layers
+    assert [layer.self_attn.use_rope for layer in layers] == turning
     assert [int(not facts.rotation.of_layer(layer).is_still) for layer in range(9)] == turning
     turned = {facts.rotation.of_layer(layer).inverse_frequencies for layer in range(9) if turning[layer]}
     assert turned <= {own_frequencies(config)}
     assert {group.attention for group in facts.groups} == {"full"}
-
-
-def _attentions(config):
-    with torch.device("meta"):
-        return [layer.self_attn for layer in AutoModel.from_config(config).layers]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

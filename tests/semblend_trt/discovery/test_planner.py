@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -305,20 +306,11 @@ def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode, computed):
     assert plan.holes == ()
 
 
-class Ticking:
-    """A clock that goes on by a second each time that it is read."""
-
-    def __init__(self):
-        self.now = -1.0
-
-    def __call__(self):
-        self.now += 1
-        return self.now
-
-
 def test_a_lookup_past_its_deadline_is_refused_with_what_it_found():
     for milliseconds, runs_found in ((1, 0), (1700, 1)):
-        planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=Ticking()))
+        planned = planner({"a": SHIFTED}).plan(
+            request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=count().__next__)
+        )
         assert_refused(planned, "lookup_timeout")
         assert planned.runs_found == runs_found
 
@@ -348,16 +340,16 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
     prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
     asked = planner(donors, min_reuse_ratio=0)
     # The clock is read five times until 40 runs are found, and once for each piece that is chosen.
-    planned = asked.plan(request(prompt), Deadline(35_000, DEADLINE_TOKENS, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(35_000, DEADLINE_TOKENS, clock=count().__next__))
     plan = planned.plan
     assert plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 40)
     assert sorted(span.donor_id for span in plan.spans) == [f"d{at:02}" for at in range(10, 40)]
     # What is found in its part of the time is chosen from.
-    planned = asked.plan(request(prompt), Deadline(4_000, DEADLINE_TOKENS, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(4_000, DEADLINE_TOKENS, clock=count().__next__))
     assert planned.plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 16)
-    in_time = asked.plan(request(prompt), Deadline(45_000, DEADLINE_TOKENS, clock=Ticking()))
+    in_time = asked.plan(request(prompt), Deadline(45_000, DEADLINE_TOKENS, clock=count().__next__))
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.donors.offload import DonorObserver, SavedDonor
@@ -156,51 +155,6 @@ def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     assert announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False)) is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
-
-
-PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
-
-
-def ids(seed, length):
-    return text(seed, length, 256).tolist()
-
-
-@pytest.fixture
-def engine(tiny_qwen2_path, nats_server, monkeypatch):
-    """An embedded engine that announces its donors as worker 4 and keeps two."""
-    settings = {"POLICY": "position_fix", "NATS_URL": nats_server.url, "WORKER_ID": "4", "HEARTBEAT_SECONDS": "0.2"}
-    for name, value in (settings | {"MAX_DONORS": "2"}).items():
-        monkeypatch.setenv(f"SEMBLEND_{name}", value)
-    connector = KvCacheConnectorConfig.ours()
-    cache = KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096)
-    with LLM(tiny_qwen2_path, dtype="float32", kv_connector_config=connector, kv_cache_config=cache) as llm:
-        yield llm
-
-
-def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader):
-    reader = make_reader(nats_server.url)
-    reader.ask()  # for what the engine announced before
-    documents = [ids(seed, 300) for seed in range(3)]
-    for document in documents:
-        engine.generate(document, PREFILL)
-        engine.settle()
-    engine.generate(ids(9, 40), PREFILL)  # the scheduler learns of the last save at its next call
-
-    def shown(reader):
-        """For each known donor, which of the documents it holds."""
-        held, shares = reader.directory.donors_of((4, 0)), {}
-        for data in (decode(payload).data for payload in reader.payloads):
-            if data.kind == "donor_registered" and data.donor_id in held:
-                key = sketch_key(CacheNamespace.from_dict(data.namespace).key, None)
-                sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
-                asked = [prompt_fingerprints(ids(20, 60) + document, key) for document in documents]
-                shares[data.donor_id] = [overlap(sketch, each) > 0.5 for each in asked]
-        return sorted(shares.values())
-
-    # Two donors are known before the last one is, too.
-    assert reader.wait_for(lambda reader: shown(reader) == [[False, False, True], [False, True, False]])
-    assert reader.wait_for(lambda reader: reader.directory.compared((4, 0)) > 0)
-    assert not reader.directory.problems
 
 
 MODEL = files("validation") / "assets" / "model"

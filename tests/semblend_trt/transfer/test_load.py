@@ -1,5 +1,4 @@
-"""Spans land at their positions, rotated, from either tier, staged or not, and nothing else is written; a plan that
-cannot be loaded harms no other."""
+"""Spans land at their positions, rotated, from either tier; nothing else is written, and a bad plan harms no other."""
 
 import math
 from dataclasses import replace
@@ -190,8 +189,7 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
 
 
 def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
-    """A reader from the host with slots for `room` tokens of one layer, which notes in `placed` the layers of every
-    group that it places."""
+    """A reader with slots for `room` tokens of one layer, which notes in `placed` the layers of each group."""
     reader = HostReader(CPU, ROTATION, Staging(2 * room * 128, 2, geometry, torch.float32, CPU))
     placing = reader.placing
 

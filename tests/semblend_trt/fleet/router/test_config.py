@@ -1,7 +1,4 @@
-"""The router's configuration: the documented example, defaults, and one sentence for each mistake; and its callers.
-
-The API key alone decides who a caller is; a tenant's salt depends on the router's secret and on nothing sent.
-"""
+"""The router's configuration: the documented example, defaults, one sentence for each mistake; and its callers."""
 
 import hashlib
 import re
