@@ -1,4 +1,4 @@
-"""Chats as clients send them, and templates of eight kinds as models bring them, written for the tests."""
+"""Chats as clients send them, and templates of seven kinds as models bring them, written for the tests."""
 
 
 def _call(number, name, arguments, **more):
@@ -147,39 +147,6 @@ _ALTERNATE = """
 """
 
 TEMPLATES = {
-    # Qwen2.5: tools as JSON in the system's turn, calls as JSON, results in a user's turn.
-    "chatml": """
-{%- set ns = namespace(open=false) -%}
-{%- set first = messages[0].content if messages[0].role == 'system' else 'You help.' -%}
-<|im_start|>system
-{{ first }}
-{%- if tools %}
-
-# Tools
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-{%- endif %}<|im_end|>
-{% for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if not ns.open %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-{%- set ns.open = true %}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% set ns.open = false %}{% endif %}
-{%- elif not (loop.first and message.role == 'system') %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
     # Qwen3: the thoughts of turns before the last question are dropped, and thinking can be turned off.
     "qwen3": """
 {%- set ns = namespace(last=-1) -%}

@@ -70,10 +70,7 @@ class WatchedDirectory(Directory):
 
 
 class Reader:
-    """Reads a subject on a thread of its own, over restarts of the server, and keeps what a directory makes of it.
-
-    It asks for a resync whenever it reconnects; `ask` does so at any time.
-    """
+    """Reads a subject on a thread of its own, and asks for a resync whenever it reconnects."""
 
     def __init__(self, url, subject="semantic-kv-events", **arguments):
         self.directory = WatchedDirectory()

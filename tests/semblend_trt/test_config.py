@@ -25,55 +25,35 @@ from semblend_trt.config import (
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import ReusePolicy
 
+TEXTS = "embedder_model donor_tenant donor_template model_revision tokenizer_revision adapter_id"
+PATHS = "profile_path disk_path disk_key_path digest_cache_path audit_path nats_tls_ca nats_tls_cert nats_tls_key"
+FLAGS = "profile_trial strict_prefix_boundary exact_materialization_only event_embeddings nats_subject_per_worker"
+COUNTS = "host_bytes device_bytes staging_bytes snapshot_bytes disk_bytes max_donors min_donor_tokens worker_id"
 # name: (text, value) that differs from the default
 SAMPLES = {
+    **{name: (f"a {name}", f"a {name}") for name in TEXTS.split()},
+    **{name: (f"/tmp/{name}", Path(f"/tmp/{name}")) for name in [*PATHS.split(), "nats_creds"]},
+    **dict.fromkeys(FLAGS.split(), ("1", True)),
+    **dict.fromkeys(COUNTS.split(), ("1048576", 1 << 20)),
     "enabled": ("0", False),
     "policy": ("position_fix", ReusePolicy.POSITION_FIX),
-    "profile_path": ("/tmp/reuse-profile.json", Path("/tmp/reuse-profile.json")),
-    "profile_trial": ("1", True),
     "recompute_boundary_layer": ("3", 3),
     "epic_tokens": ("32", 32),
     "cacheblend_share": ("0.3", 0.3),
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
-    "strict_prefix_boundary": ("1", True),
-    "exact_materialization_only": ("1", True),
     "lookup_deadline_ms": ("2.5", 2.5),
     "embedder": ("jaccard", EmbedderKind.JACCARD),
-    "embedder_model": ("/models/sentences", "/models/sentences"),
     "min_similarity": ("0.75", 0.75),
-    "host_bytes": ("1048576", 1048576),
-    "device_bytes": ("2097152", 2097152),
-    "staging_bytes": ("1048576", 1048576),
-    "snapshot_bytes": ("1048576", 1048576),
-    "disk_bytes": ("3145728", 3145728),
-    "disk_path": ("/tmp/donors", Path("/tmp/donors")),
-    "disk_key_path": ("/tmp/donor-key", Path("/tmp/donor-key")),
     "eviction": ("size_aware", Eviction.SIZE_AWARE),
-    "max_donors": ("12", 12),
-    "min_donor_tokens": ("96", 96),
-    "donor_tenant": ("acme", "acme"),
-    "donor_template": ("support", "support"),
-    "model_revision": ("v2", "v2"),
-    "digest_cache_path": ("/tmp/digests", Path("/tmp/digests")),
-    "tokenizer_revision": ("t3", "t3"),
-    "adapter_id": ("lora", "lora"),
-    "audit_path": ("/tmp/audit.jsonl", Path("/tmp/audit.jsonl")),
     "metrics": ("0", False),
     "audit_sample": ("0.001", 0.001),
     "nats_url": ("nats://localhost:4222", SecretStr("nats://localhost:4222")),
     "nats_subject": ("events.donors", "events.donors"),
     "nats_stream": ("DONORS", "DONORS"),
-    "nats_subject_per_worker": ("1", True),
-    "nats_tls_ca": ("/tmp/ca.pem", Path("/tmp/ca.pem")),
-    "nats_tls_cert": ("/tmp/cert.pem", Path("/tmp/cert.pem")),
-    "nats_tls_key": ("/tmp/key.pem", Path("/tmp/key.pem")),
-    "nats_creds": ("/tmp/user.creds", Path("/tmp/user.creds")),
     "nats_token": ("a token", SecretStr("a token")),
     "event_format": ("msgpack", EventFormat.MSGPACK),
-    "event_embeddings": ("1", True),
-    "worker_id": ("7", 7),
     "heartbeat_seconds": ("2.5", 2.5),
     "resync_seconds": ("60", 60.0),
 }
@@ -135,7 +115,6 @@ def test_field_names_alone_are_no_variables(monkeypatch):
         ("SEMBLEND_ENABLED", "perhaps", "SEMBLEND_ENABLED is 'perhaps'; allowed is 0 or 1"),
         ("SEMBLEND_HOST_BYTES", "-1", "SEMBLEND_HOST_BYTES is '-1'"),
         ("SEMBLEND_MAX_DONORS", "1e3", "SEMBLEND_MAX_DONORS is '1e3'"),
-        ("SEMBLEND_EVICTION", "fifo", "SEMBLEND_EVICTION: policy 'fifo' evicts no donors; use one of lru, lfu"),
         ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
         ("SEMBLEND_EVENT_FORMAT", "xml", "SEMBLEND_EVENT_FORMAT is 'xml'; allowed is json, msgpack"),
         ("SEMBLEND_NATS_SUBJECT", "a b", "SEMBLEND_NATS_SUBJECT: 'a b' is no subject of letters"),
@@ -214,14 +193,6 @@ def test_every_setting_is_read_by_the_product():
 
 def in_use():
     return {row.name: row for row in settings_in_use(load_settings())}
-
-
-def test_every_setting_is_there_with_its_default():
-    rows = in_use()
-    assert list(rows) == list(Settings.model_fields)
-    assert {(row.source, row.ignored) for row in rows.values()} == {(None, ())}
-    shown = {name: (rows[name].value, rows[name].text) for name in ("policy", "enabled", "disk_path")}
-    assert shown == {"policy": ("verified", "verified"), "enabled": (True, "1"), "disk_path": (None, "unset")}
 
 
 def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):

@@ -52,21 +52,6 @@ def test_a_pipe_is_written_to(tmp_path):
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
-def test_a_device_is_written_to(tmp_path):
-    # A pseudo-terminal is a device that nothing else needs.
-    ours, theirs = os.openpty()
-    try:
-        link = tmp_path / "link"
-        link.symlink_to(os.ttyname(theirs))
-        check_writable(link)
-        write_bytes(link, b"content")
-        assert os.read(ours, 100) == b"content"
-        assert stat.S_ISCHR(link.stat().st_mode)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
 def test_what_cannot_be_written_is_refused_and_nothing_made(tmp_path):
     check_writable(tmp_path / "new" / "folder" / ("n" * 255))
     (tmp_path / "file").touch()

@@ -111,9 +111,6 @@ def test_order_and_number_type_do_not_matter():
     assert namespace(rope_config=rope(mscale=True)) != namespace(rope_config=rope(mscale=1))
 
 
-# -- salts ---------------------------------------------------------------------------------------------------------
-
-
 def test_salt_is_bound_by_its_digest_and_never_kept():
     bound = namespace().for_request("s3cret", None)
     assert bound.extra["cache_salt"] == "semblend:ns:salt:" + hashlib.sha256(b"s3cret").hexdigest()[:32]
@@ -178,9 +175,6 @@ def test_a_bound_namespace_is_not_bound_again():
         namespace().for_request("a", None).for_request(None, None)
 
 
-# -- unknown fields ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("rope_config", "tensor_parallel", "extra")])
 def test_namespaces_with_an_unknown_field_never_meet(name):
     first, second = namespace(**{name: unknown_value()}), namespace(**{name: unknown_value()})
@@ -209,8 +203,6 @@ def test_unknown_values_inside_mappings_count():
     assert first.key != second.key
     assert unknown_fields(namespace()) == []
 
-
-# -- reading back --------------------------------------------------------------------------------------------------
 
 _text = st.text(alphabet=string.ascii_letters + "äß中 \ud800", min_size=1, max_size=12).filter(str.strip)
 _scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _text

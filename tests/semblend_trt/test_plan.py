@@ -78,14 +78,6 @@ def test_broken_plan_is_refused_by_name(invariant, build):
     assert str(caught.value)
 
 
-def test_plan_of_the_example():
-    example = plan(target_block_ids=(5, 3, 9))
-    assert example.holes == (range(8, 10), range(20, 24))
-    assert (example.prefix_end, example.reused_tokens, example.exact_token_count) == (24, 10, 10)
-    assert not example.is_exact
-    assert (example.spans[0].shift, example.spans[0].donor_end, example.spans[0].target_end) == (-20, 40, 20)
-
-
 def test_only_approximate_tokens_behind_the_heads_are_checked():
     check = SpanCheck(1, 0.1)
     assert plan(execution=execution(check=check)).is_checked
@@ -116,12 +108,6 @@ def test_without_spans_computes_the_whole_promise():
     with pytest.raises(PlanError) as caught:
         plan(spans=(PlanSpan("d", 40, 8, 16),), execution=STOCK).without_spans("gone")
     assert caught.value.invariant == "hole_needs_wrapper"
-
-
-def test_with_target_blocks_checks_them():
-    assert plan().with_target_blocks((2, 1, 0)).target_block_ids == (2, 1, 0)
-    with pytest.raises(PlanError, match="3 are needed"):
-        plan().with_target_blocks((2, 1))
 
 
 @st.composite

@@ -254,14 +254,6 @@ def replace_parameter(model):
     model[1].first.weight = nn.Parameter(model[1].first.weight.float().mul(2).to(model[1].first.weight.dtype), False)
 
 
-def replace_data(model):
-    model[1].second.weight.data = model[2].second.weight.data.clone()
-
-
-def replace_module(model):
-    model[1].first = nn.Linear(6, 5)
-
-
 def in_inference_mode(model):
     with torch.inference_mode():
         model[0].first.bias = nn.Parameter(torch.full((5,), 3.0), False)
@@ -274,8 +266,8 @@ SHOWN = [
     lambda model: model[0].table.add_(1),
     lambda model: model.load_state_dict({name: each + each for name, each in model.float().state_dict().items()}),
     replace_parameter,
-    replace_data,
-    replace_module,
+    lambda model: setattr(model[1].second.weight, "data", model[2].second.weight.data.clone()),
+    lambda model: setattr(model[1], "first", nn.Linear(6, 5)),
     in_inference_mode,
 ]
 

@@ -48,18 +48,6 @@ def test_json(capsys):
     assert told["unknown"] == {"SEMBLEND_POLICI": "SEMBLEND_POLICY"}
 
 
-def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch, capsys):
-    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "none")
-    assert main(["config"]) == 2
-    assert "SEMBLEND_MAX_DONORS is 'none'" in capsys.readouterr().err
-
-
-def test_one_form_at_a_time():
-    with pytest.raises(SystemExit) as ended:
-        main(["config", "--json", "--markdown"])
-    assert ended.value.code == 2
-
-
 def test_the_page_in_the_repository_is_that_of_the_code(capsys):
     """`semblend-trt config --markdown > docs/configuration.md` makes it."""
     page = Page("docs/configuration.md")

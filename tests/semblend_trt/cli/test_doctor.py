@@ -53,18 +53,7 @@ def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path, c
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["--kv-dtype", "int3"], "invalid choice: 'int3'"), (["--model", ""], "the name is empty")]
-)
-def test_bad_usage_ends_with_two(words, told, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *words])
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("module", "refused"),
-    [("semblend_trt.connector", [("model", "kv_scales")]), ("engine_wrapper.connector", [])],
+    ("module", "refused"), [("semblend_trt.connector", [("model", "kv_scales")]), ("engine_wrapper.connector", [])]
 )
 def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path, tmp_path, capsys, module, refused):
     file = tmp_path / "options.yaml"
@@ -103,8 +92,6 @@ def test_what_ends_a_check_is_a_finding_that_failed():
     assert second == Finding("engine", Status.FAILED, "cannot be checked: OSError: libnothing.so: cannot open")
     assert second.is_problem
 
-
-# -- software ---------------------------------------------------------------------------------------------------------
 
 METADATA = """Metadata-Version: 2.4
 Name: semblend-trt
@@ -149,9 +136,6 @@ def test_a_package_that_is_needed_and_missing_or_too_old_is_a_problem(numpy, set
     ]
 
 
-# -- machine ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["host", "card"])
 def place(request, monkeypatch, tmp_path):
     """A container with 64 GiB, in one of the cases with a card of 8 GiB."""
@@ -180,9 +164,6 @@ def test_a_tier_beyond_the_memory_is_told(place, setting):
     assert told.status is (Status.FAILED if place == "card" else Status.NOTE)
     assert f"SEMBLEND_{setting.upper()} ({65 * GIB})" in told.text
     assert f"has {8 * GIB if setting != 'host_bytes' and place == 'card' else 64 * GIB} bytes" in told.text
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 def variables(**settings):

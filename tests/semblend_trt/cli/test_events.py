@@ -131,21 +131,6 @@ def test_a_server_that_dies_ends_it_with_two(nats_server):
     assert listening.end()[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("--seconds 0", "'0' is no number above 0 and up to 86400"),
-        ("--seconds soon", "'soon' is no number above 0 and up to 86400"),
-        ("--limit 0.5", "'0.5' is no whole number from 1 on"),
-    ],
-)
-def test_wrong_numbers_are_bad_usage(arguments, told, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["events", "stats", *arguments.split()])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"argument {arguments.split()[0]}: {told}\n")
-
-
 def test_a_server_that_is_not_there_is_named(make_nats_server, capsys):
     server = make_nats_server()
     server.kill()

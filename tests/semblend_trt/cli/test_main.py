@@ -21,12 +21,25 @@ def test_every_module_is_a_subcommand(capsys):
     assert all(name in shown for name in command.subcommands())
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["events"], ["events", "tail", "--seconds", "0"]])
-def test_bad_usage_ends_with_two(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        *((words, "usage: semblend-trt") for words in ("", "nonsense", "events")),
+        ("config --json --markdown", "argument --markdown: not allowed with argument --json\n"),
+        ("doctor --kv-dtype int3", "invalid choice: 'int3'"),
+        ("doctor --model ", "the name is empty"),
+        ("events tail --seconds 0", "argument --seconds: '0' is no number above 0 and up to 86400\n"),
+        ("events stats --seconds soon", "argument --seconds: 'soon' is no number above 0 and up to 86400\n"),
+        ("events stats --limit 0.5", "argument --limit: '0.5' is no whole number from 1 on\n"),
+        *((f"warm a --url {url}", "argument --url") for url in ("file:///etc", "http://[1", "http://a:b@c")),
+        ("warm a --url http://a --concurrency 0", "argument --concurrency"),
+    ],
+)
+def test_bad_usage_ends_with_two(words, problem, capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    assert ended.value.code == 2
-    assert "usage: semblend-trt" in capsys.readouterr().err
+        command.main(words.split(" ") if words else [])
+    shown = capsys.readouterr().err
+    assert (ended.value.code, "usage: semblend-trt" in shown, problem in shown) == (2, True, True)
 
 
 @pytest.mark.parametrize(

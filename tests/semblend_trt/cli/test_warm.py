@@ -228,16 +228,6 @@ def test_what_cannot_be_used_ends_with_two(url, pages, words, told, capsys):
     assert pages[1].read_text() == PAGES[1]
 
 
-@pytest.mark.parametrize(
-    "words", [["--url", "file:///etc"], ["--url", "http://[1"], ["--url", "http://a:b@c"], ["--concurrency", "0"]]
-)
-def test_bad_usage_is_named(words, pages, capsys):
-    with pytest.raises(SystemExit) as ended:
-        warm("http://127.0.0.1:1", pages[0], *words)
-    assert ended.value.code == 2
-    assert f"argument {words[0]}" in capsys.readouterr().err
-
-
 def test_a_busy_server_is_asked_again_with_the_same_fields(pages, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
     asked = []

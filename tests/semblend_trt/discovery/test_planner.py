@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +45,6 @@ def assert_refused(planned, reason):
     assert planned.outcome_reason == reason
 
 
-# -- what a plan is -----------------------------------------------------------------------------------------------
-
-
 def test_a_shifted_document_becomes_a_request_local_plan_with_holes():
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT]), "b": np.concatenate([text(6, 10), OTHER])}
     plan = plan_of(planner(donors).plan(request()))
@@ -72,15 +70,6 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
     asked = Planner(index, values, values.policy, NUM_LAYERS, near.__contains__)
     plan = plan_of(asked.plan(request(mode=mode)))
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
-
-
-def test_a_leading_run_from_position_zero_is_exact_and_goes_first():
-    donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
-    plan = plan_of(planner(donors).plan(request()))
-    assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-    assert plan.exact_token_count == 300
-    assert plan.holes == ()
 
 
 def test_one_prompt_token_always_stays():
@@ -116,10 +105,8 @@ def test_edited_text_is_reused_around_its_differences(every):
     assert plan.reused_tokens == len(prompt) - 1 - changed
 
 
-# -- what each policy makes of a run ------------------------------------------------------------------------------
-
-
-CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
+CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
+SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +118,8 @@ CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share
         ("cacheblend", None, 0, SpanCheck(1, largest_share=0.3), 0),
         ("verified", profile("position_fix"), 0, None, 0),
         ("verified", profile("boundary", boundary=4), 4, None, 0),
-        ("verified", profile("verified", check=CHECK), 0, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
-        ("verified", profile("verified", check=CHECK, boundary=1), 1, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
+        ("verified", profile("verified", check=CHECK), 0, SPAN_CHECK, 0),
+        ("verified", profile("verified", check=CHECK, boundary=1, head_tokens=8), 1, SPAN_CHECK, 8),
     ],
 )
 def test_the_execution_that_policy_and_profile_give(policy, made, boundary, check, head):
@@ -190,7 +177,7 @@ def test_runs_of_a_generation_are_checked_without_a_sample():
         for generations in ({}, {}, {"a": 1})
     ]
     first, second, approximate = (plan.execution for plan in plans)
-    dense = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, sample_threshold=0.1)
+    dense = replace(SPAN_CHECK, sample_threshold=0.1)
     assert first.check == second.check == replace(dense, sample_every=8)
     assert first.sample_seed != second.sample_seed
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
@@ -230,21 +217,12 @@ def test_a_run_of_head_tokens_alone_is_not_moved():
         assert asked.plan(request()).outcome_reason == reason
 
 
-# -- a stock engine -----------------------------------------------------------------------------------------------
-
-
 def test_stock_takes_only_what_goes_on_without_a_hole():
     donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
     plan = plan_of(planner(donors).plan(request(mode=STOCK)))
     assert plan.spans == (PlanSpan("a", 9, 0, 200), PlanSpan("b", 100, 200, 300))
     assert plan.kind is PlanKind.REQUEST_LOCAL
     assert plan.holes == ()
-
-
-def test_stock_refuses_a_hole():
-    assert_refused(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK)), "hole_needs_wrapper")
-    plan = plan_of(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK, computed=100)))
-    assert plan.spans == (PlanSpan("b", 0, 100, 739),)
 
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
@@ -255,22 +233,16 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
     assert plan.matched_tokens == 600
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("length", "reason"), [(0, "short_prompt"), (1, "short_prompt"), (64, "short_prompt"), (65, None)]
+    ("length", "computed", "reason"),
+    [
+        *((length, 0, "short_prompt") for length in (0, 1, 64)),
+        *((840, computed, "prefix_covers_prompt") for computed in (776, 840)),
+        *((65, 0, None), (840, 775, None)),
+    ],
 )
-def test_short_prompts(length, reason):
-    asked = planner({"a": PROMPT}, "exact")
-    assert asked.plan(request(PROMPT[:length])).outcome_reason == reason
-
-
-@pytest.mark.parametrize(
-    ("computed", "reason"), [(775, None), (776, "prefix_covers_prompt"), (840, "prefix_covers_prompt")]
-)
-def test_a_prefix_that_leaves_less_than_a_span(computed, reason):
-    assert planner({"a": PROMPT}, "exact").plan(request(computed=computed)).outcome_reason == reason
+def test_less_than_a_span_is_not_looked_up(length, computed, reason):
+    assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
 
 
 def test_other_namespaces_are_not_even_counted():
@@ -312,6 +284,7 @@ def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest():
     assert plan.diagnostics["tokens_reused"] == 300
     freely = plan_of(planner(donors, min_reuse_ratio=0.3).plan(request()))
     assert freely.spans == (*plan.spans, PlanSpan("shifted", 309, 300, 539))
+    assert (freely.kind, freely.exact_token_count, freely.holes) == (PlanKind.REQUEST_LOCAL, 300, ())
 
 
 @pytest.mark.parametrize(("donors", "ratio"), [({"b": SHIFTED}, 0.3), ({"a": PROMPT[:300], "b": SHIFTED}, 0.4)])
@@ -333,20 +306,11 @@ def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode, computed):
     assert plan.holes == ()
 
 
-class Ticking:
-    """A clock that goes on by a second each time that it is read."""
-
-    def __init__(self):
-        self.now = -1.0
-
-    def __call__(self):
-        self.now += 1
-        return self.now
-
-
 def test_a_lookup_past_its_deadline_is_refused_with_what_it_found():
     for milliseconds, runs_found in ((1, 0), (1700, 1)):
-        planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=Ticking()))
+        planned = planner({"a": SHIFTED}).plan(
+            request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=count().__next__)
+        )
         assert_refused(planned, "lookup_timeout")
         assert planned.runs_found == runs_found
 
@@ -376,16 +340,16 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
     prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
     asked = planner(donors, min_reuse_ratio=0)
     # The clock is read five times until 40 runs are found, and once for each piece that is chosen.
-    planned = asked.plan(request(prompt), Deadline(35_000, DEADLINE_TOKENS, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(35_000, DEADLINE_TOKENS, clock=count().__next__))
     plan = planned.plan
     assert plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 40)
     assert sorted(span.donor_id for span in plan.spans) == [f"d{at:02}" for at in range(10, 40)]
     # What is found in its part of the time is chosen from.
-    planned = asked.plan(request(prompt), Deadline(4_000, DEADLINE_TOKENS, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(4_000, DEADLINE_TOKENS, clock=count().__next__))
     assert planned.plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 16)
-    in_time = asked.plan(request(prompt), Deadline(45_000, DEADLINE_TOKENS, clock=Ticking()))
+    in_time = asked.plan(request(prompt), Deadline(45_000, DEADLINE_TOKENS, clock=count().__next__))
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 
@@ -428,9 +392,6 @@ def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recor
     for tokens, milliseconds in long.items():
         times = iter([0.0, milliseconds / 1000 / 100])
         assert Deadline(default, tokens, clock=lambda times=times: next(times)).is_over()
-
-
-# -- any prompt ---------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -509,8 +470,6 @@ def check_plan(plan, donors, prompt, computed):
 _REFUSALS = {
     "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
     "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
-    "short_prompt": lambda: planner({"a": PROMPT}).plan(request(PROMPT[:10])),
-    "prefix_covers_prompt": lambda: planner({"a": PROMPT}).plan(request(computed=800)),
     "invalid_tokens": lambda: planner({"a": PROMPT}).plan(request(-PROMPT)),
     "no_donor_match": lambda: planner({}).plan(request()),
     "not_exact": lambda: planner({"a": DOCUMENT}, "exact").plan(request()),
@@ -536,8 +495,6 @@ _REFUSALS = {
 def test_each_refusal_happens(reason):
     assert_refused(_REFUSALS[reason](), reason)
 
-
-# -- covers and chains: disjoint, inside their bounds, longest first, and the same every time --------------------------
 
 RUNS = st.lists(
     st.builds(
@@ -608,11 +565,13 @@ def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_
             assert stretch < min_span
 
 
-@given(RUNS, BOUNDS)
-def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds):
+@given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
+def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
     expected = longest_first(runs, *bounds)
     assume(expected is not None)
-    assert [(piece.target_start, piece.length) for piece in cover(runs, *bounds)] == sorted(expected or [])
+    for preference in ({}, {"preference": Preference(near.__contains__, block_size)}):
+        pieces = cover(runs, *bounds, **preference)
+        assert [(piece.target_start, piece.length) for piece in pieces] == sorted(expected or [])
 
 
 @given(RUNS, BOUNDS, st.randoms(use_true_random=False))
@@ -621,15 +580,6 @@ def test_the_order_of_the_runs_does_not_matter(runs, bounds, shuffler):
     shuffler.shuffle(shuffled)
     assert cover(runs, *bounds) == cover(shuffled, *bounds)
     assert chain(runs, *bounds) == chain(shuffled, *bounds)
-
-
-@given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
-def test_preferences_change_no_length_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
-    assume(longest_first(runs, *bounds) is not None)
-    preferred = cover(runs, *bounds, preference=Preference(near.__contains__, block_size))
-    plain = cover(runs, *bounds)
-    places = [(piece.target_start, piece.length) for piece in plain]
-    assert [(piece.target_start, piece.length) for piece in preferred] == places
 
 
 def test_ties_go_to_the_donor_that_is_needed_anyway():

@@ -1,12 +1,12 @@
 """The catalog keeps its budgets, drops the least recently used, and never a donor that is read."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
@@ -26,146 +26,109 @@ def test_many_times_the_capacity_leaves_the_capacity():
 
 
 def test_threads_keep_the_budget_and_the_leases():
-    catalog, errors = catalog_of(max_donors=6), []
+    catalog = catalog_of(max_donors=6)
 
     def work(worker):
         rng = np.random.default_rng(worker)
-        try:
-            for number in range(200):
-                donor_id = f"{worker}-{number}"
-                try:
-                    catalog.reserve(donor_id, int(rng.integers(1, 40)))
-                except CapacityError:
-                    continue
-                catalog.commit(donor_id, 1)
-                try:
-                    lease = catalog.lease(donor_id)
-                except DonorUnavailableError:
-                    continue  # another thread evicted it between commit and lease
-                assert not catalog.drop(donor_id)
-                lease.release()
-                assert catalog.stats().used_bytes <= 1000
-        except Exception as error:
-            errors.append(error)
+        for number in range(200):
+            donor_id = f"{worker}-{number}"
+            try:
+                catalog.reserve(donor_id, int(rng.integers(1, 40)))
+            except CapacityError:
+                continue
+            catalog.commit(donor_id, 1)
+            try:
+                lease = catalog.lease(donor_id)
+            except DonorUnavailableError:
+                continue  # another thread evicted it between commit and lease
+            assert not catalog.drop(donor_id)
+            lease.release()
+            assert catalog.stats().used_bytes <= 1000
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (errors, catalog.stats().leases) == ([], 0)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert catalog.stats().leases == 0
+
+
+DONORS = st.integers(0, 9)  # of those that were reserved last, held or gone
 
 
 class CatalogMachine(RuleBasedStateMachine):
     """Any order of calls against a plain model of what is held."""
 
     BUDGET, PLACES = 50, 5
-    donors = Bundle("donors")
-    leases = Bundle("leases")
 
     def __init__(self):
         super().__init__()
         self.catalog = catalog_of(self.BUDGET, self.PLACES)
-        self.sizes = {}
-        self.saving = set()
-        self.recency = []
-        self.open = {}
-        self.number = 0
+        self.saving, self.ready = {}, {}  # tokens by donor, the longest unused first
+        self.leases, self.number = [], 0
 
-    def leased(self):
-        return {lease.donor_id for lease in self.open.values()}
+    def is_leased(self, donor):
+        return donor in {lease.donor_id for lease in self.leases}
 
-    def forget(self, donor_id):
-        del self.sizes[donor_id]
-        self.saving.discard(donor_id)
-        if donor_id in self.recency:
-            self.recency.remove(donor_id)
-
-    def use(self, donor_id):
-        self.recency.remove(donor_id)
-        self.recency.append(donor_id)
-
-    @rule(target=donors, size=st.integers(1, 60))
+    @rule(size=st.integers(1, 60))
     def reserve(self, size):
-        donor_id = f"donor-{self.number}"
         self.number += 1
-        going = [donor for donor in self.recency if donor not in self.leased()]
-        room, places = self.BUDGET - sum(self.sizes.values()), self.PLACES - len(self.sizes)
-        expected = []
-        while (room < size or places < 1) and going:
-            expected.append(going.pop(0))
-            room, places = room + self.sizes[expected[-1]], places + 1
-        if room < size or places < 1:
-            before = self.catalog.stats()
+        before, held, expected = self.catalog.stats(), self.saving | self.ready, []
+        for donor in [each for each in self.ready if not self.is_leased(each)]:
+            if sum(held.values()) + size > self.BUDGET or len(held) == self.PLACES:
+                expected.append(donor)
+                del held[donor]
+        if sum(held.values()) + size > self.BUDGET or len(held) == self.PLACES:
             with pytest.raises(CapacityError):
-                self.catalog.reserve(donor_id, size)
+                self.catalog.reserve(f"{self.number}", size)
             assert self.catalog.stats() == before
-            return multiple()
-        assert self.catalog.reserve(donor_id, size).dropped == tuple(expected)
-        for dropped in expected:
-            self.forget(dropped)
-        self.sizes[donor_id] = size
-        self.saving.add(donor_id)
-        return donor_id
+            return
+        assert self.catalog.reserve(f"{self.number}", size).dropped == tuple(expected)
+        self.saving[f"{self.number}"] = size
+        for donor in expected:
+            del self.ready[donor]
 
-    @rule(donor_id=donors, part=st.floats(0, 1))
-    def commit(self, donor_id, part):
-        if donor_id in self.saving:
-            self.sizes[donor_id] = max(1, int(self.sizes[donor_id] * part))
-            self.catalog.commit(donor_id, self.sizes[donor_id])
-            self.saving.discard(donor_id)
-            self.recency.append(donor_id)
+    @rule(back=DONORS, part=st.floats(0, 1))
+    def end_save(self, back, part):
+        donor = f"{self.number - back}"
+        if part < 0.2 or donor not in self.saving:
+            assert self.catalog.cancel(donor) == (self.saving.pop(donor, None) is not None)
+            return
+        self.ready[donor] = max(1, int(self.saving.pop(donor) * part))
+        self.catalog.commit(donor, self.ready[donor])
 
-    @rule(donor_id=donors)
-    def cancel(self, donor_id):
-        saving = donor_id in self.saving
-        assert self.catalog.cancel(donor_id) == saving
-        if saving:
-            self.forget(donor_id)
+    @rule(back=DONORS)
+    def drop(self, back):
+        donor = f"{self.number - back}"
+        is_droppable = donor in self.ready and not self.is_leased(donor)
+        assert self.catalog.drop(donor) == is_droppable
+        if is_droppable:
+            del self.ready[donor]
 
-    @rule(donor_id=donors)
-    def drop(self, donor_id):
-        droppable = donor_id in self.recency and donor_id not in self.leased()
-        assert self.catalog.drop(donor_id) == droppable
-        if droppable:
-            self.forget(donor_id)
-
-    @rule(donor_id=donors)
-    def touch(self, donor_id):
-        self.catalog.touch(donor_id)
-        if donor_id in self.recency:
-            self.use(donor_id)
-
-    @rule(target=leases, donor_id=donors)
-    def lease(self, donor_id):
-        if donor_id not in self.recency:
+    @rule(back=DONORS, is_leased=st.booleans())
+    def use(self, back, is_leased):
+        donor = f"{self.number - back}"
+        if not is_leased:
+            self.catalog.touch(donor)
+        elif donor in self.ready:
+            self.leases.append(self.catalog.lease(donor))
+        else:
             with pytest.raises(DonorUnavailableError):
-                self.catalog.lease(donor_id)
-            return multiple()
-        lease = self.catalog.lease(donor_id)
-        self.open[id(lease)] = lease
-        self.use(donor_id)
-        return lease
+                self.catalog.lease(donor)
+        if donor in self.ready:
+            self.ready[donor] = self.ready.pop(donor)
 
-    @rule(lease=leases)
-    def release(self, lease):
-        lease.release()
-        self.open.pop(id(lease), None)
-        assert lease.released
+    @rule(at=st.integers(0, 3))
+    def release(self, at):
+        for lease in self.leases[at : at + 1]:
+            lease.release()
+            lease.release()
+            assert lease.released
+            self.leases.remove(lease)
 
     @invariant()
     def the_catalog_is_what_the_model_says(self):
-        stats = self.catalog.stats()
-        assert stats.used_bytes == sum(self.sizes.values()) * BYTES_PER_TOKEN <= self.BUDGET * BYTES_PER_TOKEN
-        assert (stats.ready, stats.saving) == (len(self.recency), len(self.saving))
-        assert stats.leases == len(self.open)
-        assert len(self.catalog) <= self.PLACES
-        assert all(self.catalog.tier(donor_id) for donor_id in self.leased())
-
-    def teardown(self):
-        for lease in list(self.open.values()):
-            lease.release()
-        assert self.catalog.stats().leases == 0
+        stats, used = self.catalog.stats(), sum((self.saving | self.ready).values())
+        assert stats.used_bytes == used * BYTES_PER_TOKEN <= self.BUDGET * BYTES_PER_TOKEN
+        assert (stats.ready, stats.saving, stats.leases) == (len(self.ready), len(self.saving), len(self.leases))
+        assert all(self.catalog.tier(lease.donor_id) for lease in self.leases)
 
 
 CatalogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

@@ -86,14 +86,6 @@ def test_as_much_text_is_kept_as_there_is_kv(kept):
     assert kept.disk.tokens_of("donor") == TOKENS
 
 
-def withdraw(kept, monkeypatch):
-    del kept.link.texts["donor"]
-
-
-def leave_memory(kept, monkeypatch):
-    kept.host.drop("donor")
-
-
 def fill_disk(kept, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -109,8 +101,8 @@ def replace_folder(kept, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "event"),
     [
-        (withdraw, Kind.WRITE_SKIPPED),
-        (leave_memory, Kind.WRITE_FAILED),
+        (lambda kept, _: kept.link.texts.clear(), Kind.WRITE_SKIPPED),
+        (lambda kept, _: kept.host.drop("donor"), Kind.WRITE_FAILED),
         (fill_disk, Kind.WRITE_FAILED),
         (replace_folder, Kind.WRITE_FAILED),
     ],
@@ -141,38 +133,29 @@ def test_on_a_full_disk_a_file_is_written_once_another_one_has_gone(small_disk, 
     kept.transfers.close()
 
 
-def never_written(kept):
-    kept.host.drop("donor")
-    kept.disk.forget("donor")
-
-
-def no_room(kept):
-    kept.host.drop("donor")
-    kept.hold("large", 190)
-
-
-def in_memory_already(kept):
-    pass
-
-
-def changed_file(kept):
-    kept.host.drop("donor")
+def change_file(kept):
     (path,) = kept.folder.glob("*.donor.safetensors")
     data = bytearray(path.read_bytes())
     data[FORM.header_bytes] ^= 1
     path.write_bytes(data)
 
 
-def replaced_folder(kept):
-    kept.host.drop("donor")
-    replace_folder(kept, None)
-
-
-@pytest.mark.parametrize("change", [never_written, no_room, in_memory_already, changed_file, replaced_folder])
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,  # it is in memory already
+        lambda kept: kept.disk.forget("donor"),
+        lambda kept: kept.hold("large", 190),
+        change_file,
+        lambda kept: replace_folder(kept, None),
+    ],
+)
 def test_a_fetch_that_cannot_be_is_told(kept, change):
     kept.hold("donor")
     kept.write("donor")
-    change(kept)
+    if change is not None:
+        kept.host.drop("donor")
+        change(kept)
     used = kept.host.used_bytes
     assert kept.fetch("donor") == [(Kind.FETCH_FAILED, "donor")]
     assert kept.host.used_bytes == used

@@ -281,19 +281,13 @@ def test_an_answer_without_a_limit_takes_no_room_from_other_donors():
     assert all(reused(index, text(each, 200)) == 200 for each in range(4))
 
 
-def talk(index, turns, step=100):
-    """A conversation that grows by `step` tokens a turn, each of which becomes the donor of its number."""
-    said = text(50, turns * step)
-    for turn in range(1, turns + 1):
-        keep(index, f"turn-{turn}", said[: turn * step])
-    return said
-
-
 def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     index = index_of(host_tokens=1700)
     for each in range(4):
         keep(index, f"{each}", text(each, 120))
-    said = talk(index, 12)
+    said = text(50, 1200)
+    for turn in range(1, 13):
+        keep(index, f"turn-{turn}", said[: turn * 100])
     stats = index.catalog.stats()
     assert (stats.ready, stats.used_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
     assert [reused(index, each) for each in (said, text(0, 120), text(3, 120))] == [1200, 120, 120]
@@ -436,23 +430,22 @@ def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
     assert tiers.index.generation(low) == min(order)
 
 
-def test_what_has_a_file_is_released_and_not_dropped():
-    tiers = Tiers(host=1)
-    tiers.keep("first")
-    tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
-    assert tiers.keep("second") == OffloadCommands(releases=["first"])
-    assert tiers.told == [("moved", "first", "disk")]
-    assert tiers.index.catalog.resting() == {"first"}
-
-
-@pytest.mark.parametrize("event", [OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED])
-def test_without_a_file_a_donor_that_leaves_memory_is_gone(event):
+@pytest.mark.parametrize(
+    ("event", "files", "moves", "heard"),
+    [
+        (OffloadEventKind.FILE_WRITTEN, 1, OffloadCommands(releases=["first"]), ("moved", "first", "disk")),
+        (OffloadEventKind.WRITE_FAILED, 0, OffloadCommands(drops=["first"]), ("gone", "first")),
+        (OffloadEventKind.WRITE_SKIPPED, 0, OffloadCommands(drops=["first"]), ("gone", "first")),
+    ],
+)
+def test_what_has_a_file_is_released_and_what_has_none_is_gone(event, files, moves, heard):
     tiers = Tiers(host=1)
     tiers.keep("first")
     tiers.hear(event, "first")
-    assert tiers.index.catalog.stats().disk_bytes_used == 0
-    assert tiers.keep("second").drops == ["first"]
-    assert tiers.told == [("gone", "first")]
+    assert tiers.index.catalog.stats().disk_bytes_used == files * FILE_BYTES
+    assert tiers.keep("second") == moves
+    assert tiers.told == [heard]
+    assert tiers.index.catalog.resting() == ({"first"} if files else set())
 
 
 @pytest.fixture
@@ -616,25 +609,20 @@ def test_no_donor_is_lost_for_one_that_is_only_near():
     assert tiers.look_up("near")[1] == OffloadCommands(drops=["held"], fetches=["near"])
 
 
-def test_a_used_donor_of_the_host_is_promoted_once():
+def test_a_used_donor_of_the_host_is_promoted_once_unless_that_fails():
     tiers = Tiers(host=20, device=1)
     tiers.keep("first", "second")
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
     assert tiers.look_up("first")[1] == OffloadCommands(offloads=["second"], writes=["second"], promotions=["first"])
+    assert tiers.told[-1] == ("moved", "second", "host")
+    tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
+    assert (tiers.tiers("first"), tiers.told) == ([Tier.HOST], [("moved", "first", "host")])
+    assert tiers.index.catalog.stats().device_blocks_used == 0
+    assert tiers.look_up("first")[1].promotions == ["first"]
     assert tiers.look_up("first") == (TEXT, OffloadCommands())
     tiers.hear(OffloadEventKind.PROMOTED, "first")
     assert tiers.tiers("first", "second") == [Tier.DEVICE, Tier.HOST]
-    assert tiers.told[-2:] == [("moved", "second", "host"), ("moved", "first", "device")]
-
-
-def test_a_donor_that_cannot_be_promoted_stays_where_it_is():
-    tiers = Tiers(host=20, device=1, disk=0)
-    tiers.keep("first", "second")
-    assert tiers.look_up("first")[1].promotions == ["first"]
-    tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
-    assert (tiers.tiers("first"), tiers.told[-1]) == ([Tier.HOST], ("moved", "first", "host"))
-    assert tiers.index.catalog.stats().device_blocks_used == 0
-    assert tiers.look_up("first")[1].promotions == ["first"]
+    assert tiers.told == [("moved", "first", "device")]
 
 
 @pytest.mark.parametrize("limits", [{"disk": 2}, {"max_donors": 2}])
@@ -760,8 +748,6 @@ class DonorIndexMachine(RuleBasedStateMachine):
 TestDonorIndexMachine = DonorIndexMachine.TestCase
 TestDonorIndexMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)
 
-
-# -- texts: of many, the one that begins most like another is found ----------------------------------------------
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 

@@ -3,6 +3,7 @@
 import threading
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -344,8 +345,6 @@ TestTwoTiers = TwoTiers.TestCase
 TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-# -- the host tier: it owns copies, within its budget, and gives back exactly what was saved ------------------------
-
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 DONOR_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 
@@ -433,41 +432,18 @@ def test_memory_of_a_dropped_donor_waits_for_its_reader():
         pass
 
 
-class Reads:
-    """An event that notes whether it was waited for."""
-
-    def __init__(self, has_ended=False):
-        self.has_ended = has_ended
-
-    def query(self):
-        return self.has_ended
-
-    def synchronize(self):
-        self.has_ended = True
-
-
-class Waits:
-    """A stream that notes what it was told to wait for."""
-
-    def __init__(self):
-        self.events = []
-
-    def wait_event(self, event):
-        self.events.append(event)
-
-
 def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
     """A stream that writes waits for them itself; any other writer waits for its stream."""
-    tier, stream, shape = tier_of(10, is_one_block=True), Waits(), donor_kv(5).shape
-    ended, first, second = Reads(has_ended=True), Reads(), Reads()
+    tier, waits, shape = tier_of(10, is_one_block=True), [], donor_kv(5).shape
+    ended, first, second = (Mock(**{"query.return_value": has_ended}) for has_ended in (True, False, False))
     for end in (None, ended, first, second):
         tier.read_until(end)
-    with tier.writing("a", shape, torch.float32, stream) as held:
-        assert (stream.events, first.has_ended) == ([first, second], False)
+    with tier.writing("a", shape, torch.float32, Mock(wait_event=waits.append)) as held:
+        assert (waits, first.synchronize.called) == ([first, second], False)
         fill(held, donor_kv(5))
     with tier.writing("b", shape, torch.float32) as held:
-        assert first.has_ended
-        assert second.has_ended
+        assert first.synchronize.called
+        assert second.synchronize.called
         fill(held, donor_kv(5))
     assert torch.equal(whole(held_kv(tier, "a")), donor_kv(5))
 

@@ -8,16 +8,10 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kernels.layout import KvGeometry
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.lookup import DonorPlanner
-from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import DonorObserver, SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
@@ -28,16 +22,11 @@ from semblend_trt.fleet.wire import Emitter
 from semblend_trt.metrics import metrics_for
 from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.plan import PlanSpan, SpanCheck
-from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for
+from tests.semblend_trt.donors.test_donor_index import begin, index_of, keep, keep_approximate
 from tests.semblend_trt.fleet.conftest import overlap
-from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
-
-GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
-TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 
 
 class Recorded(DonorObserver):
@@ -53,22 +42,13 @@ class Recorded(DonorObserver):
         self.calls.append(("gone", donor_id))
 
 
-def announcing_index(policy):
-    """A donor index with room for two donors of 200 tokens, its planner, and what they announce."""
-    recorded, settings = Recorded(), load_settings(policy=policy, host_bytes=500 * TOKEN_BYTES)
-    pool = PoolFacts(GEOMETRY, 64, torch.float32)
-    index = DonorIndex(settings, pool, (recorded,), None, lambda kind: None)
-    return index, DonorPlanner(settings, pool, index), recorded
-
-
 def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
-    index, planner, recorded = announcing_index("position_fix")
-    for seed, donor_id in enumerate("abcd"):
-        tokens, is_saved = text(seed, 200), donor_id != "d"
-        intent = planner.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
-        assert intent is not None
-        assert index.begin_save(intent, "namespace", tokens)
-        index.saved(SavedDonor(donor_id, 200 if is_saved else 0, None if is_saved else "disk on fire"))
+    recorded = Recorded()
+    index = index_of(500, recorded)
+    for seed, donor_id in enumerate("abc"):
+        keep(index, donor_id, text(seed, 200))
+    begin(index, "d", text(3, 200))
+    index.saved(SavedDonor("d", 0, "disk on fire"))
     index.lost({"c"})
     assert recorded.calls == [
         ("held", "a", 200, "host"),
@@ -82,12 +62,8 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
 
 
 def test_a_donor_built_from_approximate_kv_is_not_announced():
-    index, planner, recorded = announcing_index("verified")
-    request = TrackedRequest(1, "namespace", text(1, 200), 0)
-    request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
-    intent = planner.intend("approximate", request, 0, 1)
-    assert index.begin_save(intent, "namespace", request.prompt, (), intent.generation)
-    index.saved(SavedDonor("approximate", 200))
+    recorded = Recorded()
+    keep_approximate(index_of(500, recorded, policy="verified"), "approximate", text(1, 200), 1)
     assert recorded.calls == [("gone", "approximate")]
 
 
@@ -180,51 +156,6 @@ def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     assert announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False)) is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
-
-
-PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
-
-
-def ids(seed, length):
-    return text(seed, length, 256).tolist()
-
-
-@pytest.fixture
-def engine(tiny_qwen2_path, nats_server, monkeypatch):
-    """An embedded engine that announces its donors as worker 4 and keeps two."""
-    settings = {"POLICY": "position_fix", "NATS_URL": nats_server.url, "WORKER_ID": "4", "HEARTBEAT_SECONDS": "0.2"}
-    for name, value in (settings | {"MAX_DONORS": "2"}).items():
-        monkeypatch.setenv(f"SEMBLEND_{name}", value)
-    connector = KvCacheConnectorConfig.ours()
-    cache = KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096)
-    with LLM(tiny_qwen2_path, dtype="float32", kv_connector_config=connector, kv_cache_config=cache) as llm:
-        yield llm
-
-
-def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader):
-    reader = make_reader(nats_server.url)
-    reader.ask()  # for what the engine announced before
-    documents = [ids(seed, 300) for seed in range(3)]
-    for document in documents:
-        engine.generate(document, PREFILL)
-        engine.settle()
-    engine.generate(ids(9, 40), PREFILL)  # the scheduler learns of the last save at its next call
-
-    def shown(reader):
-        """For each known donor, which of the documents it holds."""
-        held, shares = reader.directory.donors_of((4, 0)), {}
-        for data in (decode(payload).data for payload in reader.payloads):
-            if data.kind == "donor_registered" and data.donor_id in held:
-                key = sketch_key(CacheNamespace.from_dict(data.namespace).key, None)
-                sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
-                asked = [prompt_fingerprints(ids(20, 60) + document, key) for document in documents]
-                shares[data.donor_id] = [overlap(sketch, each) > 0.5 for each in asked]
-        return sorted(shares.values())
-
-    # Two donors are known before the last one is, too.
-    assert reader.wait_for(lambda reader: shown(reader) == [[False, False, True], [False, True, False]])
-    assert reader.wait_for(lambda reader: reader.directory.compared((4, 0)) > 0)
-    assert not reader.directory.problems
 
 
 MODEL = files("validation") / "assets" / "model"

@@ -450,17 +450,14 @@ def test_sketches_beyond_the_index_are_left_out(directory, monkeypatch):
     assert is_synced(directory)
 
 
-@st.composite
-def histories(draw):
-    """Steps of three workers and the fate of their messages: (worker, deed, donor, fate)."""
-    deeds = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])
-    fates = st.sampled_from(["arrive", "arrive", "drop", "twice", "late"])
-    return draw(st.lists(st.tuples(st.integers(0, 2), deeds, st.integers(0, 5), fates), max_size=40))
+DEEDS = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])
+FATES = st.sampled_from(["arrive", "arrive", "drop", "twice", "late"])
 
 
-@given(histories())
+@given(st.lists(st.tuples(st.integers(0, 2), DEEDS, st.integers(0, 5), FATES), max_size=40))
 @settings(max_examples=60)
 def test_after_a_resync_the_directory_equals_the_truth(history):
+    """The history is of three workers: (worker, deed, donor, fate of the messages)."""
     directory = Directory(clock=lambda: 0.0)
     tellers = [Teller((number, 0)) for number in range(3)]
     late = []
@@ -509,9 +506,6 @@ def test_who_waits_for_the_lock_is_next():
             order.append("asked again")
         thread.join()
         assert order == ["waited", "asked again"]
-
-
-# -- namespaces
 
 
 REVISIONS = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}

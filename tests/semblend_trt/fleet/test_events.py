@@ -165,8 +165,6 @@ def test_no_changed_byte_raises_anything_else(data, draw):
         decode(payload[:at] + draw.draw(st.binary(max_size=2)) + payload[at + draw.draw(st.integers(0, 2)) :])
 
 
-# -- the documents
-
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 SCHEMA, ASYNCAPI = (
     json.loads((DOCS / name).read_text(encoding="utf-8")) for name in ("events.schema.json", "events.asyncapi.json")

@@ -159,11 +159,7 @@ def worker_of_a_stream(nats_server, make_worker):
 
 @pytest.fixture
 def acks(monkeypatch):
-    """The stream's acknowledgements: the next `passes` reach the publisher, the `keep` after them do not, and then the
-    connection ends if it `is_to_cut`.
-
-    `repeats` counts those which say that the stream had the message already.
-    """
+    """The stream's acknowledgements: `passes` reach the publisher, `keep` do not, then the connection `is_to_cut`."""
     from nats.js.client import JetStreamContext
 
     made = SimpleNamespace(passes=0, keep=0, is_to_cut=False, repeats=0, all_kept=threading.Event())

@@ -6,15 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.discovery.fingerprint import fingerprint
-from semblend_trt.fleet.sketch import (
-    MAX_ENTRIES,
-    MAX_LEVEL,
-    MAX_SKETCH_BYTES,
-    Sketch,
-    keyed,
-    sketch_key,
-    sketch_of,
-)
+from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_LEVEL, MAX_SKETCH_BYTES, Sketch, keyed, sketch_key, sketch_of
 from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.samples import prompt_fingerprints
 from tests.semblend_trt.samples import text as random_tokens

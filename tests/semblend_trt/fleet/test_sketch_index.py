@@ -37,14 +37,9 @@ def naive_share(sketches, prompt):
 
 
 donors = st.tuples(
-    st.integers(0, WORKERS - 1),
-    st.lists(st.integers(0, 7), min_size=1, max_size=4),
-    st.sampled_from([8, 32, 256]),
+    st.integers(0, WORKERS - 1), st.lists(st.integers(0, 7), min_size=1, max_size=4), st.sampled_from([8, 32, 256])
 )
-deeds = st.lists(
-    st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)),
-    max_size=25,
-)
+deeds = st.lists(st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)), max_size=25)
 
 
 def is_whole(index):
@@ -76,10 +71,6 @@ def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked):
     assert is_whole(index)
 
 
-def random_sketch(rng, entries=200):
-    return Sketch(0, entries, rng.integers(0, 1 << 32, entries, dtype=np.uint32))
-
-
 @given(st.integers(0, 1 << 32), st.floats(0.1, 0.9))
 @settings(max_examples=30)
 def test_a_full_table_loses_nothing_when_donors_go(seed, share):
@@ -108,7 +99,8 @@ def test_a_full_table_loses_nothing_when_donors_go(seed, share):
 def test_the_room_of_what_is_gone_is_used_again():
     index, rng = SketchIndex(), np.random.default_rng(1)
     for _ in range(40):  # more entries by far than one table of this size holds
-        for posting in [index.add(0, random_sketch(rng)) for _ in range(20)]:
+        entries = rng.integers(0, 1 << 32, (20, 200), dtype=np.uint32)
+        for posting in [index.add(0, Sketch(0, 200, each)) for each in entries]:
             index.remove(posting)
     assert len(index._table) <= 1 << 14
     assert not index._table.any()
@@ -131,19 +123,13 @@ def test_entries_that_all_have_other_holders_are_found_however_many_there_are():
     assert is_whole(index)
 
 
-def test_one_chance_meeting_says_nothing():
+def test_one_chance_meeting_and_entries_that_a_sketchs_level_cannot_have_say_nothing():
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     index = SketchIndex()
     index.add(0, Sketch(0, 1, prompt.entries[:1]))
     index.add(1, Sketch(0, 2, prompt.entries[:2]))
-    assert index.search(2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt.entries))]
-
-
-def test_entries_that_a_sketchs_level_cannot_have_count_nothing():
-    prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
-    index = SketchIndex()
-    index.add(0, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
-    assert index.search(1, prompt).tolist() == [0.0]
+    index.add(2, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
+    assert index.search(3, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt.entries)), 0.0]
 
 
 def test_nothing_is_compiled_after_the_warm_up():

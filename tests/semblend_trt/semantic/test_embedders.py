@@ -88,9 +88,6 @@ def test_a_missing_package_or_model_is_named(monkeypatch, tmp_path, kind, packag
         embedder_for(kind)
 
 
-# -- windows over long texts ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     """Words in pieces of at most two letters, as WordPiece cuts them."""

@@ -127,32 +127,6 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
         np.testing.assert_array_equal(records.vectors[f"donor-{number}"], vector)
 
 
-def test_a_donor_that_left_is_named_no_more(made):
-    made.found("donor", "space", text(1), "host")
-    made.look_up(1, "space", text(1))
-    made.drain()
-    assert [near.donor_id for near in made.nearest(1)] == ["donor"]
-    made.gone("donor")
-    assert made.nearest(1) == ()
-    made.look_up(2, "space", text(1))
-    made.drain()
-    assert made.nearest(2) == ()
-    made.gone("never known")
-
-
-def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
-    gate = Gate()
-    made = neighbours_of(lambda: gate)
-    made.found("donor", "space", text(1), "host")
-    for _ in range(2):  # the first text is the warm-up
-        assert gate.begun.acquire(timeout=WAIT)
-    made.gone("donor")
-    made.look_up(1, "space", text(1))
-    gate.let.release(5)
-    made.drain()
-    assert made.nearest(1) == ()
-
-
 @pytest.mark.known_defect(18)
 def test_a_full_queue_drops_texts_but_no_removals(records, monkeypatch, neighbours_of):
     monkeypatch.setattr("semblend_trt.semantic.neighbours.QUEUE_LENGTH", 3)
@@ -266,9 +240,6 @@ def test_the_thread_ends_with_the_last_reference(records):
     assert not thread.is_alive()
 
 
-# -- in step with the scheduler -------------------------------------------------------------------------------------
-
-
 class Scheduled(Records):
     """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
 
@@ -322,8 +293,6 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, mode
     assert made.neighbours.refusal is not None
     made.neighbours.close()
 
-
-# -- the index against a plain search ---------------------------------------------------------------------------------
 
 DIM = 32
 

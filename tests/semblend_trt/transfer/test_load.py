@@ -1,13 +1,10 @@
-"""Spans land at their positions, rotated, from either tier, staged or not, and nothing else is written; a plan that
-cannot be loaded harms no other."""
+"""Spans land at their positions, rotated, from either tier; nothing else is written, and a bad plan harms no other."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine_wrapper.sparse_forward import latent_rows
@@ -86,34 +83,14 @@ def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
     placed = {position for span in spans for position in range(span.target_start, span.target_end)}
     for position in range(24):
         assert bool(position_in(pool, position).isnan().all()) == (position not in placed)
+    others = [block for block in range(20) if block not in BLOCKS]
+    assert bool(pool[others].isnan().all())
     for span in spans:
         for offset in range(span.length):
             donor = donors[span.donor_id][:, :, :, span.donor_start + offset]
             placed_kv = position_in(pool, span.target_start + offset)
             torch.testing.assert_close(placed_kv[:, 0], rotate_keys(donor[:, 0], span.shift, ROTATION))
             assert torch.equal(placed_kv[:, 1], donor[:, 1])
-
-
-@settings(max_examples=40)
-@given(data=st.data())
-def test_the_exact_prefix_and_other_blocks_stay_bitwise(data):
-    computed = data.draw(st.integers(0, 10))
-    position, spans = computed, []
-    for donor_id in data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3)):
-        start = position + data.draw(st.integers(0, 3))
-        length = data.draw(st.integers(1, 5))
-        if start + length > 23:
-            break
-        spans.append(PlanSpan(donor_id, data.draw(st.integers(0, 4)), start, length))
-        position = start + length
-    donors = {donor_id: kv(9, seed) for seed, donor_id in enumerate("abc")}
-    pool = torch.randn(10, 3, 2, GEOMETRY.row_elements, generator=torch.Generator().manual_seed(5))
-    before = pool.clone()
-    place(plan(*spans, computed=computed), donors, pool)
-    for position in range(computed):
-        assert torch.equal(position_in(pool, position), position_in(before, position))
-    others = [block for block in range(10) if block not in BLOCKS]
-    assert torch.equal(pool[others], before[others])
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -212,8 +189,7 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
 
 
 def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
-    """A reader from the host with slots for `room` tokens of one layer, which notes in `placed` the layers of every
-    group that it places."""
+    """A reader with slots for `room` tokens of one layer, which notes in `placed` the layers of each group."""
     reader = HostReader(CPU, ROTATION, Staging(2 * room * 128, 2, geometry, torch.float32, CPU))
     placing = reader.placing
 

@@ -58,8 +58,7 @@ def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
 
 
 class Queues:
-    """Stands for a card's streams, "copies" and "moves": notes what a reader queues on each. An event is a number, of
-    what was recorded last."""
+    """Notes what a reader queues on a card's streams, "copies" and "moves"; events are numbers in their order."""
 
     def __init__(self, monkeypatch):
         self.copies = []

@@ -253,18 +253,6 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
     card.saver.close()
 
 
-def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_an_offload(card):
-    for donor_id, seed in (("near", 1), ("far", 2)):
-        assert torch.equal(card.read(donor_id).cpu(), random_kv(seed))
-    card.saver.offload("near")
-    card.saver.drain()
-    assert card.saver.lost() == []
-    assert "near" not in card.store.device
-    held = whole(held_kv(card.store.host, "near"))
-    assert held.is_pinned()
-    assert torch.equal(held, random_kv(1))
-
-
 def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -24,12 +24,7 @@ SECRET = "a secret of the router"
 
 @dataclass
 class StandIn:
-    """A replica that answers with its number, and keeps the bodies and headers that it was sent.
-
-    `behave` says how it answers: well, busy, silent, away (redirects to `elsewhere`), dying (before the first byte),
-    cut (after an event), torn (within an event), stuck (within an event, but alive), dripping (byte by byte), endless,
-    large, ill (its engine has died), or wrong (with an error).
-    """
+    """A replica that answers with its number, as `behave` says, and keeps the bodies and headers that it was sent."""
 
     number: int
     behave: str = "well"

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.fleet.router.cold_runs import (
-    MAX_WAITING,
-    VERIFY_HEADER,
-    ColdRuns,
-    cold_body,
-    compared,
-    said_in,
-)
+from semblend_trt.fleet.router.cold_runs import MAX_WAITING, VERIFY_HEADER, ColdRuns, cold_body, compared, said_in
 from semblend_trt.metrics import COLD_RUN_RESULTS
 from tests.semblend_trt.fleet.router.conftest import router
 
@@ -108,9 +101,6 @@ def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error, reason):
     assert counted == ["failed"]
 
 
-# -- what is compared of an answer, and how it is asked for again
-
-
 def stream_of(*choices):
     events = b"".join(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in choices)
     return events + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
@@ -144,8 +134,6 @@ def test_a_cold_run_has_a_salt_of_its_own_and_is_not_streamed():
     asked = {"prompt": "a", "temperature": 0, "stop": ["b"], "kv_transfer_params": {"x": 1, "semblend.cold": True}}
     assert first == second == asked
 
-
-# -- through the router
 
 VERIFY = {VERIFY_HEADER: " Cold "}
 KEYS = [

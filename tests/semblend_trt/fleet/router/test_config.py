@@ -1,7 +1,4 @@
-"""The router's configuration: the documented example, defaults, and one sentence for each mistake; and its callers.
-
-The API key alone decides who a caller is; a tenant's salt depends on the router's secret and on nothing sent.
-"""
+"""The router's configuration: the documented example, defaults, one sentence for each mistake; and its callers."""
 
 import hashlib
 import re
@@ -157,8 +154,6 @@ def test_a_secret_has_to_be_there(tmp_path, environment, problem):
     with pytest.raises(ConfigurationError, match=problem):
         config.secret(environment)
 
-
-# -- callers
 
 ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
 

@@ -2,33 +2,14 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
-import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 
 from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.replicas import ReplicaSet, with_receipt
 from semblend_trt.fleet.routing_policy import Replica
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
-from tests.semblend_trt.fleet.router.conftest import StandIn, within
-
-
-@asynccontextmanager
-async def _behind():
-    stand_ins = [StandIn(1), StandIn(2)]
-    async with AsyncExitStack() as opened:
-        servers = [await opened.enter_async_context(TestServer(each.app())) for each in stand_ins]
-        table = [{"url": str(server.make_url("")), "worker_id": at} for at, server in enumerate(servers, 1)]
-        config = RouterConfig(model="tiny", replicas=table, health_seconds=3600)
-        replicas = ReplicaSet(config, await opened.enter_async_context(aiohttp.ClientSession()))
-        yield replicas, stand_ins, servers
-        await replicas.stop()
-
-
-two_replicas = partial(within, _behind)
+from tests.semblend_trt.fleet.router.conftest import router
 
 
 def test_a_receipt_that_vllm_carries_is_moved_into_the_usage():
@@ -60,24 +41,24 @@ def healthy(replicas):
     return [replica.is_healthy for replica in replicas.seen()]
 
 
-@two_replicas()
+@router()
 async def test_a_replica_is_what_it_says(parts):
-    replicas, stand_ins, servers = parts
-    assert healthy(replicas) == [False, False]
-    await replicas.start()
+    config = RouterConfig(model="tiny", replicas=[{"url": parts.replicas[0].url, "worker_id": 1}])
+    assert healthy(ReplicaSet(config, parts.client)) == [False]  # before it has said anything
+    replicas = parts.router._replicas
     assert healthy(replicas) == [True, True]
-    stand_ins[0].behave = "ill"
-    await servers[1].close()
+    parts.replicas[0].behave = "ill"
+    replicas.states[2, 0].url = "http://127.0.0.1:1"
     await replicas.check()
     assert healthy(replicas) == [False, False]
-    stand_ins[0].behave = "well"
+    parts.replicas[0].behave = "well"
     await replicas.check()
     assert healthy(replicas) == [True, False]
 
 
-@two_replicas()
+@router()
 async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_ended(parts):
-    replicas = parts[0]
+    replicas = parts.router._replicas
     await replicas.idle((1, 0), 5)
     with replicas.taking((1, 0), 1):
         with replicas.taking((1, 0), 1):
@@ -89,9 +70,9 @@ async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_e
     await waiting
 
 
-@two_replicas()
+@router()
 async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts):
-    replicas = parts[0]
+    replicas = parts.router._replicas
     await replicas.check()
     replicas.found_dead((1, 0))
     assert healthy(replicas) == [False, True]
@@ -100,11 +81,11 @@ async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts):
     assert healthy(replicas) == [True, True]
 
 
-@two_replicas()
+@router()
 async def test_load_is_what_was_sent_and_not_answered(parts):
-    replicas = parts[0]
+    replicas = parts.router._replicas
     with replicas.taking((1, 0), 100) as first, replicas.taking((1, 0), 20):
-        assert replicas.seen()[0] == Replica((1, 0), 120, is_healthy=False)
+        assert replicas.seen()[0] == Replica((1, 0), 120)
         first.answered()
         assert (replicas.states[1, 0].load, replicas.states[1, 0].in_flight) == (20, 2)
     assert (replicas.states[1, 0].load, replicas.states[1, 0].in_flight) == (0, 0)
