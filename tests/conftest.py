@@ -15,16 +15,10 @@ if not torch.cuda.is_available() and find_spec("triton"):
         environment.setenv("TRITON_INTERPRET", "1")
         import triton  # noqa: F401
 
+import transformers
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.background import OnceAMinute
@@ -67,8 +61,7 @@ def save_tiny_model(family, folder, *, seed=0, **changes):
 
 
 def save_with_images(text_folder, folder):
-    """Writes a Gemma 3 or a Llama 4 that takes images, as they are published, whose text is read by the model in
-    `text_folder`."""
+    """Writes a Gemma 3 or a Llama 4 that takes images, whose text is read by the model in `text_folder`."""
     text = AutoModelForCausalLM.from_pretrained(text_folder)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
@@ -76,10 +69,10 @@ def save_with_images(text_folder, folder):
     if text.config.model_type == "llama4_text":
         vision |= {"intermediate_size": 64, "vision_output_dim": 32}
         vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
-        model = Llama4ForConditionalGeneration(Llama4Config(**whole))
+        model = transformers.Llama4ForConditionalGeneration(transformers.Llama4Config(**whole))
         model.language_model.load_state_dict(text.state_dict())
     else:
-        model = Gemma3ForConditionalGeneration(Gemma3Config(**whole))
+        model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**whole))
         model.model.language_model.load_state_dict(text.model.state_dict())
         model.lm_head.load_state_dict(text.lm_head.state_dict())
     model.save_pretrained(folder)

@@ -15,10 +15,7 @@ _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class ServerProcess:
-    """Runs Python with `command`, one thread for torch; kill it at the end.
-
-    It prints its address on standard error when it listens.
-    """
+    """Runs Python with `command`, one thread for torch, which prints its address on standard error when it listens."""
 
     def __init__(self, *command, **variables):
         inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
@@ -45,7 +42,6 @@ class ServerProcess:
 
     @property
     def log(self):
-        """All that it has printed on standard error."""
         return "".join(self._said)
 
     def freeze(self):
@@ -72,16 +68,12 @@ def worker(**variables):
 
 
 def router(config, **variables):
-    """The router with a configuration."""
     return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
 
 
 @contextmanager
 def fleet(folder, workers, tenants, *, variables=None, **fields):
-    """A router in front of running workers, numbered from 1 on; all are killed at the end.
-
-    `folder` is for its configuration, which has more `fields`. `key_of` gives each tenant's key.
-    """
+    """A router, configured in `folder` with more `fields`, over running workers, which are numbered from 1 on."""
     with ExitStack() as ending:
         for each in workers:
             ending.callback(each.kill)

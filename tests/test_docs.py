@@ -1,7 +1,4 @@
-"""README and documents name what exists: files, settings, commands, classes; what the README shows runs.
-
-Tests beside the code compare their own tables.
-"""
+"""README and documents name what exists: files, settings, commands, classes; what the README shows runs."""
 
 import ast
 import os
@@ -84,7 +81,6 @@ def keywords_of(source, function):
 
 
 def check_connector(**fields):
-    """The connector's classes are where the fields say."""
     config = KvCacheConnectorConfig(**fields)
     module = CONNECTORS[config.connector_module]
     assert hasattr(module, config.connector_scheduler_class)

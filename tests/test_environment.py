@@ -6,19 +6,18 @@ import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.pages import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -85,7 +84,6 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used():
 
 
 def locked(name):
-    """A lock's version of every package."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         if not line.startswith("#"):

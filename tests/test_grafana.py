@@ -1,31 +1,15 @@
-"""The dashboard and the alert rules read series, labels and values that the code exports, and the dashboard all series.
-
-docs/metrics.md names the series; tests compare it with the code, and with vLLM's spelling inside vLLM.
-"""
+"""The dashboard and the alerts read series, labels and values that the code exports, and the dashboard all series."""
 
 import json
 import re
 
+import promql_parser as promql
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
-from promql_parser import (
-    AggregateExpr,
-    BinaryExpr,
-    Call,
-    MatrixSelector,
-    NumberLiteral,
-    ParenExpr,
-    VectorSelector,
-    parse,
-)
 
-from semblend_trt.fleet.publisher import EventCounters
-from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.metrics import Series
 from semblend_trt.outcome import FAULTS, REASONS
 from tests.pages import ROOT, Page, code_in
-from tests.test_metrics_page import series
+from tests.test_metrics_page import exported, series
 
 FOLDER = ROOT / "docs" / "grafana"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
@@ -41,11 +25,8 @@ TARGET = {"instance", "job"}
 
 def known_values():
     """The values of every label of the code, from all series together."""
-    registry, router = CollectorRegistry(), RouterCounters().registry
-    Series(registry)
-    EventCounters(registry=registry)
     known = {"reason": set(REASONS), "fault": set(FAULTS)}
-    for metric in (*registry.collect(), *router.collect()):
+    for metric in exported():
         for sample in metric.samples:
             for label, value in sample.labels.items():
                 known.setdefault(label, set()).add(value)
@@ -56,40 +37,37 @@ VALUES = known_values()
 
 
 class Expression:
-    """A PromQL expression: the series that it reads (`names`, as docs/metrics.md has them) and the `labels` of its
-    result.
-
-    Fails where it selects, sums or joins by what its series do not have.
-    """
+    """A PromQL expression, the `names` of its series and the `labels` of its result; it fails where its series have not
+    what it selects, sums or joins by."""
 
     def __init__(self, text):
         text = text.replace("$__rate_interval", "5m").replace("$instance", ".*")
         assert "$" not in text, "a variable that the dashboard does not have"
         self.names = set()
-        self.labels = self._labels(parse(text))
+        self.labels = self._labels(promql.parse(text))
 
     def _labels(self, node):
         match node:
-            case MatrixSelector():
+            case promql.MatrixSelector():
                 return self._selected(node.vector_selector)
-            case VectorSelector():
+            case promql.VectorSelector():
                 return self._selected(node)
-            case AggregateExpr():
+            case promql.AggregateExpr():
                 kept = set(node.modifier.labels) if node.modifier else set()
                 assert kept <= self._labels(node.expr), f"summed by what is not there: {node}"
                 return kept
-            case BinaryExpr():
+            case promql.BinaryExpr():
                 return self._joined(node)
-            case Call():
-                (vector,) = (each for each in node.args if not isinstance(each, NumberLiteral))
+            case promql.Call():
+                (vector,) = (each for each in node.args if not isinstance(each, promql.NumberLiteral))
                 labels = self._labels(vector)
                 if node.func.name != "histogram_quantile":
                     return labels
                 assert "le" in labels, f"no buckets: {node}"
                 return labels - {"le"}
-            case ParenExpr():
+            case promql.ParenExpr():
                 return self._labels(node.expr)
-            case NumberLiteral():
+            case promql.NumberLiteral():
                 return set()
         raise AssertionError(f"not read by this test yet: {type(node).__name__}")
 
@@ -109,7 +87,7 @@ class Expression:
 
     def _joined(self, node):
         left, right = self._labels(node.lhs), self._labels(node.rhs)
-        if NumberLiteral in (type(node.lhs), type(node.rhs)):
+        if promql.NumberLiteral in (type(node.lhs), type(node.rhs)):
             return left | right
         on = set(node.modifier.matching.labels) if node.modifier and node.modifier.matching else None
         if str(node.op) == "or":

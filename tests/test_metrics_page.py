@@ -1,6 +1,7 @@
 """docs/metrics.md names every series, with its labels and whether it is a gauge or a histogram, and no other."""
 
-import pytest
+from functools import cache
+
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
@@ -26,8 +27,9 @@ def series(prefix="semblend_"):
     return found
 
 
-@pytest.fixture(scope="module")
-def metrics():
+@cache
+def exported():
+    """All metrics of the code."""
     registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
     EventCounters(registry=registry)
@@ -35,12 +37,12 @@ def metrics():
     return [metric for source in (registry, router) for metric in source.collect()]
 
 
-def test_the_page_has_every_series_and_no_other(metrics):
-    code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in metrics}
+def test_the_page_has_every_series_and_no_other():
+    code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in exported()}
     assert {name: kind for name, (kind, _) in series().items()} == code
 
 
-def test_labels_are_those_of_the_code(metrics):
-    code = {sample.name: set(sample.labels) for metric in metrics for sample in metric.samples}
+def test_labels_are_those_of_the_code():
+    code = {sample.name: set(sample.labels) for metric in exported() for sample in metric.samples}
     page = {name: labels for name, (_, labels) in series().items() if name in code}
     assert page == {name: code[name] for name in page}

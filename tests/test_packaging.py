@@ -1,7 +1,4 @@
-"""The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`.
-
-`make packaging` runs this, CI as its last step: wheels are built, environments made, and an index asked for packages.
-"""
+"""The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`."""
 
 import email
 import os
@@ -14,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import README
+from tests.pages import README, ROOT
 
 pytestmark = pytest.mark.last_step
-
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
 IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.load import PlanLoader"
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
@@ -32,7 +27,6 @@ def run(*command, cwd, **variables):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the sdist and the wheel built from it."""
     target = tmp_path_factory.mktemp("dist")
     build = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
     assert build.returncode == 0, build.stdout + build.stderr
@@ -80,7 +74,6 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def hub_kernels(tmp_path_factory):
-    """The wheel of Hugging Face's `kernels`."""
     target = tmp_path_factory.mktemp("hub")
     words = ("download", "--no-deps", "--retries", "1", "kernels", "-d", target)
     got = run(sys.executable, "-m", "pip", *words, cwd=target)

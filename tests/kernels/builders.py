@@ -1,16 +1,13 @@
 """KV and rows that the kernels' tests share: seeded values, and NaN wherever nothing may be read."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from kernels.deviation import FreshRows
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, indexable, layer_view, pool_view
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, indexable, layer_view, pool_view
 from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
 
@@ -20,16 +17,12 @@ FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
 
-Kv = TypeVar("Kv", PagedKv, ContiguousKv, FreshRows)
-
 
 def interpret(monkeypatch):
-    """Sends Triton kernels to the interpreter, and lets loops run to bounds that a kernel computed.
-
-    The interpreter holds scalars in arrays of one element. Triton 3.6 reads them by `int`, which NumPy 2.4 refuses.
-    """
+    """Sends Triton kernels to the interpreter, and lets loops run to bounds that a kernel computed."""
     from triton.runtime import interpreter
 
+    # The interpreter holds scalars in arrays of one element. Triton 3.6 reads them by `int`, which NumPy 2.4 refuses.
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor, scope):
@@ -72,18 +65,6 @@ def target_of(geometry, dtype=torch.float32, blocks=(6, 1, 8, 3, 5)):
     return PagedKv(pool, torch.tensor(blocks), geometry)
 
 
-def paged(donor, block_size=BLOCK):
-    """The donor's tokens in a shuffled pool."""
-    layers, kinds, kv_heads, tokens, head_dim = donor.tensor.shape
-    geometry = KvGeometry(layers, kv_heads, head_dim, block_size, kinds)
-    blocks = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    pool = torch.full((12, layers, kinds, geometry.row_elements), math.nan).to(donor.tensor.dtype)
-    view = pool_view(pool, geometry)
-    for token in range(tokens):
-        view[blocks[token // block_size], :, :, :, token % block_size] = donor.tensor[:, :, :, token]
-    return PagedKv(pool, blocks, geometry)
-
-
 # The axes of a cache of K and V in memory, the channels innermost, as vLLM's attention backends have them.
 CACHES = {
     "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads"),
@@ -95,7 +76,7 @@ CACHES = {
 LAYOUTS = [*CACHES, "transposed_keys"]
 # Of latent rows: layers apart, in longer rows and blocks, and those of a block one after another.
 LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
-POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])
+POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5, 0, 2, 7, 4])
 
 
 def nan(*shape, dtype=torch.float32, device="cpu", skipped=0):
@@ -106,7 +87,6 @@ def nan(*shape, dtype=torch.float32, device="cpu", skipped=0):
 def pool_of(layout, sizes, device="cpu", dtype=torch.float32, skipped=0):
     """The blocks of TABLE in a pool of NaN: in one tensor, or layer by layer in one of the layouts above."""
     layers, rows = sizes.num_layers, (sizes.block_size, sizes.head_dim)
-    pool: Pool
     if layout == "in_one_tensor":
         pool = nan(POOL_BLOCKS, layers, sizes.kv_factor, sizes.row_elements, dtype=dtype, device=device)
     elif layout in LATENT_LAYOUTS:
@@ -146,6 +126,11 @@ def filled(layout, device, donor, block_size=BLOCK):
     return pool
 
 
+def paged(donor, block_size=BLOCK):
+    """The donor's tokens in a pool on the CPU."""
+    return filled("in_one_tensor", "cpu", donor, block_size)
+
+
 def content(kv):
     """All that the pool holds, float32 [layers * kinds, blocks, kv_heads, block_size, head_dim], on the host."""
     layers, kinds = range(kv.geometry.num_layers), range(kv.geometry.kv_factor)
@@ -153,16 +138,11 @@ def content(kv):
 
 
 def on(kv, device):
-    """The same on another device."""
     if isinstance(kv, FreshRows):
         return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
     if isinstance(kv, PagedKv):
         return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)
     return ContiguousKv(kv.tensor.to(device))
-
-
-def memory_of(kv):
-    return kv.pool if isinstance(kv, PagedKv) else kv.tensor
 
 
 def error_of(actual, expected):
@@ -189,11 +169,8 @@ def rows_at(first_row, positions, block_ids):
 
 
 class Batch:
-    """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row.
-
-    With a `window` the KV of tokens that no row sees is NaN. KV is of `dtype`, or of `kv_dtype`. `on` is where the
-    operations run; `expected` lies on the CPU.
-    """
+    """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row, of
+    `kv_dtype` or of `dtype`; with a `window` the KV of tokens that no row sees is NaN."""
 
     def __init__(
         self,
@@ -228,14 +205,12 @@ class Batch:
         self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
 
     def on(self, device):
-        """Queries, pool and sequences, copied."""
         sequences = [sequence.to(device) for sequence in self.sequences]
         return self.q.to(device), self.pool.to(device, copy=True), sequences
 
 
 def token_rows(kv, positions):
-    """Copy K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]. `positions`:
-    int64 [tokens], on the host."""
+    """A copy of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]."""
     size = kv.geometry.block_size
     blocks, slots = (each.to(kv.pool.device) for each in (kv.block_ids.cpu()[positions // size], positions % size))
     if isinstance(kv.pool, LayeredPool):

@@ -1,7 +1,4 @@
-"""Triton kernels compile where there is a CUDA device and run through Triton's interpreter where there is none.
-
-Every tensor that `torch.empty` makes is NaN in these tests, so that an output left unwritten fails.
-"""
+"""Triton kernels compile where there is a CUDA device and run through Triton's interpreter where there is none."""
 
 from importlib.util import find_spec
 
@@ -22,6 +19,7 @@ def interpreted_without_cuda(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nan_in_new_tensors():
+    """An output left unwritten fails: every tensor that `torch.empty` makes is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield

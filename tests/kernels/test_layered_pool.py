@@ -1,9 +1,4 @@
-"""Pools whose layers lie apart, in every layout that vLLM has, and pools of latent rows (MLA): KV in them is compared,
-attended to and written as in one tensor of K and V.
-
-Every test that takes `device` runs twice: through torch on the CPU, and through Triton, compiled where there is a CUDA
-device and interpreted where there is none.
-"""
+"""Pools of layers that lie apart and of latent rows: KV is compared, attended to and written as in one tensor."""
 
 import math
 
@@ -17,36 +12,16 @@ from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_
 from kernels.rope import saturated
 from kernels.sparse_prefill import naive as naive_prefill
 from kernels.sparse_prefill import sparse_prefill, write_rows
-from tests.kernels.builders import (
-    BLOCK,
-    CACHES,
-    FP8,
-    LATENT_LAYOUTS,
-    LAYOUTS,
-    TABLE,
-    Batch,
-    assert_same,
-    assert_stored,
-    content,
-    donor_of,
-    filled,
-    geometry_of,
-    on,
-    pool_of,
-    rotation_of,
-    rows_at,
-    seeded,
-    token_rows,
-)
+from tests.kernels import builders
+from tests.kernels.builders import BLOCK, FP8, LAYOUTS, assert_same, donor_of, filled, geometry_of, on, pool_of, rows_at
 
 GEOMETRY, LATENT = geometry_of(layers=3), geometry_of(1, 40, kv_factor=1, layers=3)
-LAYERS, HEADS, DIM = GEOMETRY.num_layers, GEOMETRY.kv_heads, GEOMETRY.head_dim
-ROTATION, LATENT_ROTATION = rotation_of(), rotation_of(8, True, first_channel=32)
+ROTATION, LATENT_ROTATION = builders.rotation_of(), builders.rotation_of(8, True, first_channel=32)
 every_pool = pytest.mark.parametrize(
     ("layout", "sizes"),
     [
         *((layout, GEOMETRY) for layout in ("in_one_tensor", *LAYOUTS)),
-        *((layout, LATENT) for layout in ("in_one_tensor", *LATENT_LAYOUTS)),
+        *((layout, LATENT) for layout in ("in_one_tensor", *builders.LATENT_LAYOUTS)),
     ],
     ids=lambda each: each if isinstance(each, str) else f"kv_factor-{each.kv_factor}",
 )
@@ -61,7 +36,8 @@ def fresh_rows(kv, layer, first_position):
 @every_pool
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(
-    ("source_start", "target_start", "length"), [(3, 3, 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (6, 2, 13)]
+    ("source_start", "target_start", "length"),
+    [(3, 3, 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (6, 2, 13)],
 )
 def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_start, length, device):
     """e4m3 is compared in float32 as it is stored, so that no tolerance is needed for its rounding."""
@@ -105,7 +81,7 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
 def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, device):
     positions = [[0, block - 1, block, 3 * block, 4 * block - 2], list(range(2, block + 1))]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
-    batch = Batch(positions, dtype=dtype, **sizes)
+    batch = builders.Batch(positions, dtype=dtype, **sizes)
     pool, (q, in_one, sequences) = pool_of(layout, batch.geometry, device, dtype).pool, batch.on(device)
     expected = PoolLayer(batch.pool, 1, batch.geometry)
     planes = [(layer, kind) for layer in (0, 1) for kind in (0, 1)]
@@ -113,7 +89,7 @@ def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim,
         layer_view(pool, batch.geometry, *plane).copy_(layer_view(in_one, batch.geometry, *plane))
     attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, 0.3)
     assert_same(attended, naive_prefill.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
-    k, v = seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    k, v = builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
     write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), sequences)
     naive_prefill.write_rows(k, v, expected, batch.sequences)
     for plane in planes:
@@ -121,7 +97,7 @@ def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim,
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("layout", ["in_one_tensor", *LATENT_LAYOUTS])
+@pytest.mark.parametrize("layout", ["in_one_tensor", *builders.LATENT_LAYOUTS])
 @pytest.mark.parametrize(
     ("channels", "block", "dtype"), [(576, 16, torch.bfloat16), (30, 5, torch.float16), (576, 16, FP8), (9, 3, FP8)]
 )
@@ -131,17 +107,17 @@ def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device)
     actual, expected = (pool_of(layout, sizes, each, dtype) for each in (device, "cpu"))
     own = [[0, block - 1, block, 2 * block], [1, 3]]
     sequences = [rows_at(0, own[0], [4, 0, 7]), rows_at(4, own[1], [2, 8])]
-    rows = seeded(6, 1, channels + 3, seed=6, dtype=torch.float16 if dtype is FP8 else dtype)[..., :channels]
+    rows = builders.seeded(6, 1, channels + 3, seed=6, dtype=torch.float16 if dtype is FP8 else dtype)[..., :channels]
     if dtype is FP8:
         rows[0, 0, 0], rows[1, 0, -1], rows[2, 0, -2] = math.inf, -448.5, 3e4
     write_rows(rows.to(device), None, PoolLayer(actual.pool, 1, sizes), [each.to(device) for each in sequences])
     naive_prefill.write_rows(rows, None, PoolLayer(expected.pool, 1, sizes), sequences)
-    written, wanted = content(actual), content(expected)
+    written, wanted = builders.content(actual), builders.content(expected)
     assert int((~written.isnan()).sum()) == rows.numel()
-    taken = token_rows(PagedKv(actual.pool, torch.tensor([4, 0, 7]), sizes), torch.tensor(own[0]))[1, 0].cpu()
+    taken = builders.token_rows(PagedKv(actual.pool, torch.tensor([4, 0, 7]), sizes), torch.tensor(own[0]))[1, 0].cpu()
     if dtype is FP8:
-        assert_stored(written.to(FP8), wanted.to(FP8))
-        assert_stored(taken, saturated(rows[:4], FP8))
+        builders.assert_stored(written.to(FP8), wanted.to(FP8))
+        builders.assert_stored(taken, saturated(rows[:4], FP8))
         assert written[1].nan_to_num().abs().max() == 448
         return
     torch.testing.assert_close(written, wanted, rtol=0, atol=0, equal_nan=True)
@@ -149,17 +125,15 @@ def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device)
 
 
 def uses_of_it(layout, device):
-    """What is served of a pool: it is placed into, saved from, copied within, moved by layers, compared, and rows are
-    written into it and attend to it."""
     donor = donor_of(GEOMETRY, 6, seed=1)
     held, near = filled(layout, device, donor), on(donor, device)
-    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), TABLE.tolist()).to(device)]
+    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(device)]
     rows, space = fresh_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
     return [
         lambda: kv_move([Move(near, 0, 8, 6)], held, ROTATION),
         lambda: kv_move([Move(held, 0, 0, 6)], space, ROTATION),
         lambda: kv_move([Move(held, 0, 14, 6)], held, ROTATION),
-        lambda: LayerMoves([Move(held, 0, 0, 6)], space, ROTATION).make(range(LAYERS)),
+        lambda: LayerMoves([Move(held, 0, 0, 6)], space, ROTATION).make(range(GEOMETRY.num_layers)),
         lambda: deviation([Move(held, 0, 0, 6)], rows, 1, ROTATION),
         lambda: squares([Move(near, 0, 0, 6)], held, 1, ROTATION),
         lambda: write_rows(rows.k, rows.k, *written),
@@ -181,7 +155,7 @@ def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeyp
     for use in uses_of_it(layout, triton_device):
         use()
     served = [by_torch[0]] * 4 + [by_torch[1]] * 2 + by_torch[2:]
-    assert served_by_torch == ([] if layout in CACHES else served)
+    assert served_by_torch == ([] if layout in builders.CACHES else served)
 
 
 @pytest.mark.parametrize(

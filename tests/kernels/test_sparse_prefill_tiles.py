@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sparse_prefill.tiles import (
-    PIECE_OVERHEAD,
-    TileConfig,
-    attention_work,
-    balanced_pieces,
-    batch_index,
-    cut_rows,
-    longest_part,
-    row_tiles,
-)
+from kernels.sparse_prefill import tiles
+from kernels.sparse_prefill.tiles import PIECE_OVERHEAD, TileConfig, attention_work, balanced_pieces, cut_rows
 from tests.kernels.builders import rows_at
 
 PROCESSORS = 132
@@ -93,8 +85,8 @@ def test_one_plan_serves_all_layers_of_a_window():
     assert attention_work(sequences, 2, 2, config, 4, window=4) is windowed
     assert attention_work(sequences, 2, 2, config, 4) is not windowed
     assert attention_work(sequences, 2, 2, config, 4) is attention_work(sequences, 2, 2, config, 4)
-    assert batch_index(sequences) is batch_index(sequences)
-    assert row_tiles(sequences, 16) is row_tiles(sequences, 16)
+    assert tiles.batch_index(sequences) is tiles.batch_index(sequences)
+    assert tiles.row_tiles(sequences, 16) is tiles.row_tiles(sequences, 16)
     assert attention_work(sequences[:1], 2, 2, config, 4) is not attention_work(sequences, 2, 2, config, 4)
 
 
@@ -123,18 +115,12 @@ def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     table, begins, ends = cut_rows(sequences, 2, 64, 8)
     assert table[:, 1:3].tolist() == [[0, 12], [12, 16], [0, 2]]
     assert (begins.tolist(), ends.tolist()) == ([0, 83, 0], [16, 95, 8])
-    assert longest_part(sequences, 8) == 6
-    assert longest_part(sequences, None) == 8
+    assert tiles.longest_part(sequences, 8) == 6
+    assert tiles.longest_part(sequences, None) == 8
     table, begins, ends = cut_rows(sequences, 1, 64, 1)
     # A window of one token: neighbours still share a tile.
     assert table[:, 1:3].tolist() == [[0, 3], [3, 4], [4, 6], [6, 7], [7, 8], [0, 1]]
     assert begins.tolist() == [0, 10, 14, 90, 94, 7]
-
-
-def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one():
-    table, _, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
-    assert table.tolist() == [[0, 0, 4, 0], [0, 4, 12, 0], [4, 0, 3, 8]]
-    assert reach.tolist() == [2, 31, 8]
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64), (None, 64)])

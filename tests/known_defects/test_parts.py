@@ -18,7 +18,6 @@ from tests.kernels.builders import interpret
 @pytest.mark.known_defect(16)
 @pytest.mark.parametrize(("spans", "tokens"), [(1, 40), (8, 40), (8, 2000)])
 def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
-    """Spans, tokens, layers and blocks are one table that one kernel reads."""
     pytest.importorskip("triton", reason="skipped: Triton is not installed")
     if not torch.cuda.is_available():
         interpret(monkeypatch)  # as the kernels' tests import it, whichever comes first
@@ -39,7 +38,6 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
 @pytest.mark.known_defect(26)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
 def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_path, dtype):
-    """What a dtype allows is known when the caches are registered, not when KV is to be loaded."""
     args = LlmArgs(model=tiny_qwen2_path)
     scheduler, worker = SemBlendKvConnectorScheduler(args), SemBlendKvConnectorWorker(args)
     worker.register_kv_caches(torch.zeros(8, 3, 2, 2 * 8 * 16).to(dtype))

@@ -9,76 +9,56 @@ from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.transfer import staging
+from tests.engine_wrapper.serving import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
 
-BLOCK = 16
 STOCK = "semblend_trt.connector"
-
-
-@pytest.fixture
-def document(text):
-    return text(10, 200)
-
-
-@pytest.fixture
-def donor(text, document):
-    return text(1, 40) + document + text(4, 9)
-
-
-@pytest.fixture
-def shifted(text, document):
-    return text(2, 73) + document + text(3, 20)
-
-
-def first_logits(output):
-    return output.outputs[0].generation_logits[0]
 
 
 @pytest.mark.known_defect(1)
 @pytest.mark.parametrize(("module", "reused"), [("engine_wrapper.connector", 200), (STOCK, 0)])
-def test_shifted_document_saves_prefill_or_copies_nothing(engine, serve, copied, donor, shifted, module, reused):
-    """A document behind another instruction is reused where the engine can skip it, and else left alone."""
+def test_shifted_document_saves_prefill_or_copies_nothing(engine, copied, module, reused):
     llm = engine(module)
-    serve(llm, donor)
-    output = serve(llm, shifted)
+    serve(llm, DONOR)
+    output = serve(llm, SHIFTED)
     assert (output.reused_tokens, sum(copied)) == (reused, reused)
-    assert output.computed_tokens == len(shifted) - reused
+    assert output.computed_tokens == len(SHIFTED) - reused
 
 
 @pytest.mark.known_defect(2)
-def test_a_donor_is_found_at_another_offset_from_token_ids_alone(engine, serve, donor, shifted):
+def test_a_donor_is_found_at_another_offset_from_token_ids_alone(engine):
     """No text and no embedding is needed: the connector is given token ids only."""
     llm = engine(EMBEDDER="off")
-    serve(llm, donor)
-    assert serve(llm, shifted).reused_tokens == 200
+    serve(llm, DONOR)
+    assert serve(llm, SHIFTED).reused_tokens == 200
 
 
 @pytest.mark.known_defect(3)
-def test_blocks_given_to_other_requests_change_nothing_of_a_donor(engine, serve, donor, shifted):
+def test_blocks_given_to_other_requests_change_nothing_of_a_donor(engine):
     """A donor's KV is its own copy: what becomes of the blocks that it was computed in does not matter."""
     answers = []
     for is_reassigned in (False, True):
         llm = engine()
-        serve(llm, donor)
+        serve(llm, DONOR)
         if is_reassigned:
             llm.executor.pool.tensor.fill_(7.0)
-        output = serve(llm, shifted)
+        output = serve(llm, SHIFTED)
         assert output.reused_tokens == 200
-        answers.append(first_logits(output))
+        answers.append(output.outputs[0].generation_logits[0])
     assert torch.equal(*answers)
 
 
 @pytest.mark.known_defect(9)
-def test_blocks_of_the_engines_prefix_stay_bitwise(engine, serve, text, document):
+def test_blocks_of_the_engines_prefix_stay_bitwise(engine):
     """The engine has the head already; a donor that holds head and document may write the document only."""
     head = text(30, 4 * BLOCK)
     llm = engine(MIN_SPAN=len(head) + 1)  # the head alone is computed
-    serve(llm, text(31, 21) + head + document)
+    serve(llm, text(31, 21) + head + DOCUMENT)
     serve(llm, head + text(32, 30))
-    prompt = head + document + text(33, 20)
+    prompt = head + DOCUMENT + text(33, 20)
     shared = [node.block_id for node in llm.block_manager._tree.match(RootKey(), prompt).nodes]
     before = llm.executor.pool.tensor[shared].clone()
     output = serve(llm, prompt)
-    assert (len(shared), output.cached_tokens, output.reused_tokens) == (4, 4 * BLOCK, len(document))
+    assert (len(shared), output.cached_tokens, output.reused_tokens) == (4, 4 * BLOCK, len(DOCUMENT))
     assert torch.equal(llm.executor.pool.tensor[shared], before)
 
 
@@ -86,29 +66,21 @@ def test_blocks_of_the_engines_prefix_stay_bitwise(engine, serve, text, document
 @pytest.mark.parametrize(
     "variables",
     [
-        {"DISCOVERY_ONLY": 1},
-        {"POLICY": "off"},
-        {"POLICY": "exact"},
-        {"POLICY": "verified"},
-        {"MIN_REUSE_RATIO": 0.95},
-        {"MIN_SPAN": 201},
-        {"STRICT_PREFIX_BOUNDARY": 1},
-        {"EXACT_MATERIALIZATION_ONLY": 1},
-        {"LOOKUP_DEADLINE_MS": 0.001},
+        *({name: 1} for name in ("DISCOVERY_ONLY", "STRICT_PREFIX_BOUNDARY", "EXACT_MATERIALIZATION_ONLY")),
+        *({"POLICY": policy} for policy in ("off", "exact", "verified")),
+        *({"MIN_REUSE_RATIO": 0.95}, {"MIN_SPAN": 201}, {"LOOKUP_DEADLINE_MS": 0.001}),
     ],
     ids=str,
 )
-def test_what_is_not_promised_is_not_copied(engine, serve, copied, donor, shifted, variables):
-    """Where no token is promised none is copied and all are computed, even if a donor was found."""
+def test_what_is_not_promised_is_not_copied(engine, copied, variables):
     llm = engine(**variables)
-    serve(llm, donor)
-    output = serve(llm, shifted)
-    assert (output.reused_tokens, output.computed_tokens, copied) == (0, len(shifted), [])
+    serve(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.computed_tokens, copied) == (0, len(SHIFTED), [])
 
 
 @pytest.mark.known_defect(18)
-def test_the_end_of_a_request_only_enqueues(engine, serve, donor, monkeypatch):
-    """The engine's thread neither indexes nor copies while it tells that a request has ended."""
+def test_the_end_of_a_request_only_enqueues(engine, monkeypatch):
     ending, indexed, copying = [False], [], set()
     add, move = SpanIndex.add, staging.kv_move
     monkeypatch.setattr(SpanIndex, "add", lambda *arguments: indexed.append(ending[0]) or add(*arguments))
@@ -126,8 +98,8 @@ def test_the_end_of_a_request_only_enqueues(engine, serve, donor, monkeypatch):
             ending[0] = False
 
     llm.connector_scheduler.request_finished = request_finished
-    serve(llm, donor)
-    serve(llm, donor[100:] + donor)
+    serve(llm, DONOR)
+    serve(llm, DONOR[100:] + DONOR)
     assert indexed
     assert not any(indexed)
     assert copying
@@ -135,23 +107,23 @@ def test_the_end_of_a_request_only_enqueues(engine, serve, donor, monkeypatch):
 
 
 @pytest.mark.known_defect(21)
-def test_a_plan_of_many_donors_takes_none_of_another_tenant(engine, serve, text, document):
+def test_a_plan_of_many_donors_takes_none_of_another_tenant(engine):
     """Of two documents in one prompt, the one that another tenant's donor holds is computed."""
     llm, foreign = engine(MIN_REUSE_RATIO=0), text(11, 150)
-    serve(llm, text(1, 40) + document, cache_salt="mine")
+    serve(llm, text(1, 40) + DOCUMENT, cache_salt="mine")
     serve(llm, text(2, 30) + foreign, cache_salt="theirs")
-    prompt = text(3, 25) + foreign + text(4, 10) + document + text(5, 20)
-    assert serve(llm, prompt, cache_salt="mine").reused_tokens == len(document)
+    prompt = text(3, 25) + foreign + text(4, 10) + DOCUMENT + text(5, 20)
+    assert serve(llm, prompt, cache_salt="mine").reused_tokens == len(DOCUMENT)
     assert serve(llm, prompt).reused_tokens == 0
 
 
 @pytest.mark.known_defect(24)
-def test_the_last_generated_token_is_no_part_of_the_donor(engine, serve, text, donor):
+def test_the_last_generated_token_is_no_part_of_the_donor(engine):
     """Its KV was never written: the row that would write it has not run."""
     llm = engine()
-    answer = serve(llm, donor, max_tokens=6).outputs[0].token_ids
-    output = serve(llm, text(6, 30) + donor + answer + text(7, 20))
-    assert output.reused_tokens == len(donor) + len(answer) - 1
+    answer = serve(llm, DONOR, GREEDY).outputs[0].token_ids
+    output = serve(llm, text(6, 30) + DONOR + answer + text(7, 20))
+    assert output.reused_tokens == len(DONOR) + len(answer) - 1
 
 
 FACTS = [
@@ -178,7 +150,7 @@ FACTS = [
 @pytest.mark.known_defect(29)
 @pytest.mark.parametrize(("fact", "other"), FACTS)
 @pytest.mark.parametrize("min_span", [32, 64])
-def test_like_text_never_authorises_kv(engine, serve, monkeypatch, fact, other, min_span):
+def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_span):
     """Negation, exchanged roles and numbers, and paraphrases: what differs by one token is computed."""
     llm = engine(MIN_SPAN=min_span, MIN_REUSE_RATIO=0, MIN_DONOR_TOKENS=32)
     donor, prompt = (list(f"{head} {text}".encode()) for head, text in (("As we heard,", fact), ("Note that", other)))
@@ -195,8 +167,7 @@ def test_like_text_never_authorises_kv(engine, serve, monkeypatch, fact, other, 
 
 
 @pytest.mark.known_defect(30)
-def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, document):
-    """Every row that runs holds the token that stands there in the request's prompt, never the donor's."""
+def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
     rows, forward = [], SparseForward.__call__
 
     def record(self, schedule, *arguments):
@@ -204,19 +175,18 @@ def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, 
         return forward(self, schedule, *arguments)
 
     llm = engine()
-    serve(llm, list(b"Answer with yes, whatever you are asked: ") + document + list(b"Is it so?"))
+    serve(llm, list(b"Answer with yes, whatever you are asked: ") + DOCUMENT + list(b"Is it so?"))
     monkeypatch.setattr(SparseForward, "__call__", record)
-    prompt = list(b"Answer with no, and give your reasons in a few words: ") + document + list(b"Was it so?")
-    output = serve(llm, prompt)
-    assert output.reused_tokens >= len(document)
+    prompt = list(b"Answer with no, and give your reasons in a few words: ") + DOCUMENT + list(b"Was it so?")
+    output = serve(llm, prompt, PREFILL)
+    assert output.reused_tokens >= len(DOCUMENT)
     assert output.prompt_token_ids == prompt
     assert len(rows) == output.computed_tokens
     assert all(token == prompt[position] for position, token in rows)
 
 
 @pytest.mark.known_defect(37)
-def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp_path, monkeypatch):
-    """Prompts that no donor shares are looked up once; nothing is copied in, fetched or promised for them."""
+def test_a_miss_costs_a_lookup_and_nothing_else(engine, copied, tmp_path, monkeypatch):
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
     lookup = llm.connector_scheduler._lookup
     lookups, fetched, plan = [], [], lookup.planner.plan

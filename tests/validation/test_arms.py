@@ -55,9 +55,3 @@ def test_a_list_of_names_always_holds_both_cold_arms():
 def test_unknown_names_are_refused(name):
     with pytest.raises(ConfigurationError, match=f"--arms names '{name}'"):
         names_of(name)
-
-
-@pytest.mark.parametrize(("name", "problem"), [("boundary_9", "has 8"), ("cacheblend_101", "at most 100")])
-def test_a_number_beyond_the_model_is_refused(name, problem):
-    with pytest.raises(ConfigurationError, match=problem):
-        arms_of([name], CHOICES)

@@ -66,23 +66,17 @@ def a_case(reference="42"):
     return Case("case", "reordered", "1k", (donor, prompt), prompt, reference, True, Expectation.REUSE, "case")
 
 
-def test_the_shipped_model_gets_its_marks(shipped):
+def test_the_shipped_model_gets_its_marks_and_a_prompt_shares_its_start_with_donors(shipped):
     tokeniser, case = Tokeniser(shipped, 8), a_case()
-    assert shipped.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
+    tokens = tokeniser.tokenise(case)
+    assert shipped.tokenizer.decode(tokens.prompt) == case.prompt
     [end] = tokeniser.stop_token_ids
     assert tokeniser.text([*shipped.tokenizer.encode(" 42 "), end]) == "42"
-
-
-def test_what_a_prompt_shares_with_each_donor(shipped):
-    tokens = Tokeniser(shipped, 8).tokenise(a_case())
     shared = equal_start(tokens.donors[0], tokens.prompt)
     assert tokens.donors[0][:shared] == tokens.prompt[:shared]
     assert tokens.donors[0][shared] != tokens.prompt[shared]
     assert equal_start(tokens.donors[1], tokens.prompt) == len(tokens.prompt)
-
-
-def test_a_long_reference_is_scored_in_part(shipped):
-    tokeniser = Tokeniser(shipped, 8)
+    # A long reference is scored in part.
     assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None
 

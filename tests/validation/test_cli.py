@@ -40,8 +40,6 @@ def command(tiny_model_paths, tmp_path_factory):
 
 @pytest.fixture
 def run(command, tmp_path):
-    """Runs the command with further arguments and gives its status and its report."""
-
     def run(*arguments):
         report = tmp_path / "out" / "report.json"
         places = ["--output", str(report), "--audit-path", str(tmp_path / "audit.jsonl")]
@@ -150,7 +148,7 @@ def test_a_judge_and_a_second_model_score_the_answers(run, tiny_model_paths, tmp
         ("--policy lucky", "--policy names 'lucky'"),
         ("--arms cold,epic_0", "--arms names 'epic_0'"),
         ("--arms boundary_4", "The arm boundary_4 asks for 4 layers; the model has 3"),
-        ("--arms cacheblend_101", "asks for 101 % of the tokens"),
+        ("--arms cacheblend_101", "asks for 101 % of the tokens; at most 100 are there"),
         ("--profile missing.json", "--profile missing.json is not a file"),
         ("--dtype int8", "invalid choice: 'int8'"),
         ("--kv-dtype int4", "invalid choice: 'int4'"),

@@ -23,12 +23,8 @@ class Counted(EmbeddedEngines):
         return super().open(arm, settings, audit_path)
 
 
-@pytest.fixture
-def engines(shipped):
-    return Counted(shipped)
-
-
-def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines):
+def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(shipped):
+    engines = Counted(shipped)
     short, long = (
         write_cases(engines, FamilyRequest((name,), groups=2, questions=2, tokens=tokens))
         for name, tokens in (("reordered", 512), ("header_trap", 768))
@@ -54,8 +50,9 @@ def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines):
 
 
 @pytest.mark.parametrize("unit", [1, 32])
-def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(engines, unit):
+def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit):
     """Of a token that all prompts begin with an engine that keeps whole blocks reuses nothing."""
+    engines = EmbeddedEngines(shipped.runner)
     engines.prefix_unit = unit
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=2, tokens=512))
     arms = arms_of([COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX], ArmChoices(8, boundary=1))

@@ -110,7 +110,6 @@ class Tab:
         return (await self.until("id", self.number))["result"]
 
     async def until(self, key, value):
-        """The first message with that value."""
         while not (found := [each for each in self.events if each.get(key) == value]):
             self.events.append(json.loads(await self.socket.receive_str()))
         return found[0]

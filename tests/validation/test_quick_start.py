@@ -12,21 +12,15 @@ from tests.pages import README
 pytestmark = pytest.mark.usefixtures("installed_subcommands")
 
 
-@pytest.fixture
-def _bare(monkeypatch):
-    """No setting is in the environment, nor is one left there."""
-    for name in [name for name in os.environ if "SEMBLEND_" in name]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SEMBLEND_PROFILE", "what the program replaces")
-
-
 def test_its_source_is_the_readmes_first_program(capsys):
     assert main(["try", "--source"]) == 0
     assert capsys.readouterr().out == README.blocks("python")[0]
 
 
-@pytest.mark.usefixtures("_bare")
-def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys):
+def test_it_prints_what_the_readme_says_and_where_to_go_next(monkeypatch, capsys):
+    for name in [name for name in os.environ if "SEMBLEND_" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SEMBLEND_PROFILE", "what the program replaces, and leaves nowhere")
     assert main(["try"]) == 0
     printed = capsys.readouterr().out
     said = README.blocks("text")[0]

@@ -29,9 +29,6 @@ def gate(name, samples, audit=BUSY, exactness=None):
 )
 def test_a_gate_includes_its_bound(value, bound, better, holds):
     assert Gate("g", value, bound, better, "").holds is holds
-
-
-def test_a_failed_gate_names_value_and_bound():
     sentence = Gate("speedup", 0.9, 1.05, "higher", "what it reads").sentence()
     assert sentence == "speedup is 0.9, at least 1.05 is required (what it reads)"
 
@@ -122,7 +119,7 @@ def report(make_sample, measured):
     return Report("tiny", "position_fix", samples, audit, "audit.jsonl", gates, {"seed": 0}, measured, 1.5)
 
 
-def test_json_has_every_sample_and_the_old_names(report, tmp_path):
+def test_json_has_every_sample_and_the_old_names_and_grids_a_line_for_each_workload_and_arm(report, tmp_path):
     write_json(tmp_path / "report.json", report.to_dict())
     document = json.loads((tmp_path / "report.json").read_text())
     assert len(document["samples"]) == len(report.samples)
@@ -131,6 +128,11 @@ def test_json_has_every_sample_and_the_old_names(report, tmp_path):
     assert (document["audit"]["path"], document["audit"]["rejection_reasons"]) == ("audit.jsonl", {"no_runs": 1})
     assert [gate["holds"] for gate in document["gates"]] == [True, False]
     assert document["noise_floor"]["arm"] == "cold_again"
+    for _, _, rows in report.grids():
+        lines = [tuple(row[:3]) for row in rows]
+        assert len(lines) >= len(set(lines)) > 1
+        assert {arm for _, _, arm in lines} == set(DEFAULT_NAMES)
+        assert "unrelated" in {workload for workload, *_ in lines}
 
 
 def look(make_sample, measured, *arms):
@@ -177,14 +179,6 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, meas
     assert figures["checked"] == "100 ms, 2.0x, 95% reused, 0 of 3 changed; trap: 0 of 1 wrong"
     assert figures["controls"] == "0 of 2 unrelated prompts reused KV; logits within 1.3e-05"
     assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
-
-
-def test_grids_have_a_line_for_each_workload_and_arm(report):
-    for _, _, rows in report.grids():
-        lines = [tuple(row[:3]) for row in rows]
-        assert len(lines) >= len(set(lines)) > 1
-        assert {arm for _, _, arm in lines} == set(DEFAULT_NAMES)
-        assert "unrelated" in {workload for workload, *_ in lines}
 
 
 def test_the_noise_floor_ends_the_table_of_answers_alone(report):

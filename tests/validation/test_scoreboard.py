@@ -48,18 +48,6 @@ def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row
     ]
 
 
-@pytest.mark.parametrize(
-    ("columns", "problem"),
-    [
-        *[("x=em_*_*", "exactly one"), ("x=em_a", "exactly one"), ("x=em_* plain", "exactly one")],
-        ("x=em_* y=other_*", "No result row matches 'other_"),
-    ],
-)
-def test_a_column_without_rows_or_without_a_star_is_refused(row, columns, problem):
-    with pytest.raises(ConfigurationError, match=problem):
-        scoreboard.markdown_table(columns, {"card/one": [row("em_a")]})
-
-
 def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows_and_a_column_of_two_machines_must(row):
     rows = {place: [row("em_a"), row("other")] for place in ("card/one", "processor/one")}
     [line] = scoreboard.markdown_table("card/one/em_*", rows).splitlines()[2:]
@@ -78,9 +66,17 @@ def test_tables_are_replaced_and_the_text_stays(rows):
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("results:tpu_* -->\n<!-- /results -->\n", "No result row matches 'tpu_"), ("results:cpu_* -->\n", "close it")],
+    [
+        ("results:cpu_* -->\n", "close it"),
+        ("results:tpu_* -->\n<!-- /results -->\n", "No result row matches 'tpu_"),
+        ("results:x=cpu_* y=other_* -->\n<!-- /results -->\n", "No result row matches 'other_"),
+        *(
+            (f"results:x={names} -->\n<!-- /results -->\n", "exactly one")
+            for names in ("cpu_*_*", "cpu_a", "cpu_* plain")
+        ),
+    ],
 )
-def test_a_marker_without_rows_or_without_an_end_is_refused(rows, text, problem):
+def test_a_marker_without_rows_or_an_end_and_a_column_without_a_star_are_refused(rows, text, problem):
     with pytest.raises(ConfigurationError, match=problem):
         scoreboard.with_tables(f"<!-- {text}", rows)
 

@@ -1,13 +1,7 @@
-"""The shipped model's metrics show when placed KV is wrong: keys not rotated, or two spans exchanged.
-
-Two donors hold lists of the same places, one the earlier, one the later counts. The prompt shows both, and the later
-list counts: every answer hangs on which list stands where.
-"""
+"""The shipped model's metrics show when placed KV is wrong: keys not rotated, or two spans exchanged."""
 
 import dataclasses
 import random
-
-import pytest
 
 from kernels.kv_move import Move, kv_move_by_torch
 from validation import documents, prompts
@@ -18,6 +12,7 @@ from validation.models import shipped_model
 from validation.report import summary
 
 PLACES = 6
+SHOWN = (COLD, COLD_AGAIN, POSITION_FIX)
 ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_layers=8, boundary=2))
 # What every move on a CPU ends in: loads of plans, and saves, which move one range by nothing.
 kv_move = kv_move_by_torch
@@ -46,7 +41,7 @@ def exchanged(moves, target, rotation):
 
 
 def replaced_lists(seed):
-    """A question on each place; the two lists of a place differ in their counts only."""
+    """A question on each place, of which the prompt shows two lists, each from another donor; the later one counts."""
     rng = random.Random(seed)
     earlier = [documents.stock_list(rng, rows=14) for _ in range(PLACES)]
     later = [documents.restock(rng, document) for document in earlier]
@@ -63,41 +58,23 @@ def replaced_lists(seed):
     ]
 
 
-@pytest.fixture(scope="module")
-def measure(shipped):
-    """Runs the arms with one way of moving KV and gives each arm's figures."""
-    cases = replaced_lists(seed=1)
-    settings = ServingSettings(str(shipped_model()), max_tokens=8)
+def test_wrong_kv_is_far_worse_than_position_fix(shipped, monkeypatch):
+    """Half of all answers lost, ten times the divergence, and a right answer that is a fifth more surprising."""
+    cases, settings = replaced_lists(seed=1), ServingSettings(str(shipped_model()), max_tokens=8)
 
-    def run(move):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kernels.kv_move.kv_move_by_torch", move)
-            samples = Measurement(shipped, cases, settings, ARMS).run().samples
-        return {
-            arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])
-            for arm in (COLD, COLD_AGAIN, POSITION_FIX)
-        }
+    def measure(move):
+        monkeypatch.setattr("kernels.kv_move.kv_move_by_torch", move)
+        samples = Measurement(shipped, cases, settings, ARMS).run().samples
+        return {arm: summary(arm, "all", "all", [each for each in samples if each.arm == arm]) for arm in SHOWN}
 
-    return run
-
-
-@pytest.fixture(scope="module")
-def intact(measure):
-    return measure(kv_move)
-
-
-def test_the_model_knows_and_two_cold_runs_agree(intact):
+    intact = measure(kv_move)
     assert intact[COLD]["exact_match"] >= 0.9
     assert intact[COLD_AGAIN]["first_token_kl"] < 1e-6
     assert intact[COLD_AGAIN]["token_agreement"] == 1.0
-
-
-@pytest.mark.parametrize("broken", [without_rotation, exchanged])
-def test_wrong_kv_is_far_worse_than_position_fix(measure, intact, broken):
-    """Half of all answers lost, ten times the divergence, and a right answer that is a fifth more surprising."""
-    right, wrong = intact[POSITION_FIX], measure(broken)[POSITION_FIX]
-    assert right["reused_tokens"] == wrong["reused_tokens"] > 0
-    assert right["exact_match"] - wrong["exact_match"] >= 0.5
-    assert right["token_agreement"] - wrong["token_agreement"] >= 0.3
-    assert wrong["first_token_kl"] >= 10 * max(right["first_token_kl"], 0.01)
-    assert wrong["perplexity_ratio"] >= 1.2 * right["perplexity_ratio"]
+    for broken in (without_rotation, exchanged):
+        right, wrong = intact[POSITION_FIX], measure(broken)[POSITION_FIX]
+        assert right["reused_tokens"] == wrong["reused_tokens"] > 0
+        assert right["exact_match"] - wrong["exact_match"] >= 0.5
+        assert right["token_agreement"] - wrong["token_agreement"] >= 0.3
+        assert wrong["first_token_kl"] >= 10 * max(right["first_token_kl"], 0.01)
+        assert wrong["perplexity_ratio"] >= 1.2 * right["perplexity_ratio"]

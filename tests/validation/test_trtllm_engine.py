@@ -1,13 +1,12 @@
 """What is asked through TensorRT-LLM's arguments is answered as the embedded engine answers it."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from engine_wrapper.embedded.request import SamplingParams
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import SemBlendError
 from validation import engines as audit
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.families.catalog import FamilyRequest, write_cases
@@ -75,12 +74,6 @@ def test_what_the_engine_raises_is_one_sentence():
         TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
     with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
         open_llm(str(shipped_model()), None, {}, unknown_option=1)
-
-
-def test_without_tensorrt_llm_there_are_no_engines(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    with pytest.raises(ConfigurationError, match="tensorrt_llm cannot be imported here"):
-        TrtllmEngines(str(shipped_model()))
 
 
 def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path):

@@ -1,8 +1,4 @@
-"""A stand-in for `tensorrt_llm`: the names and arguments of its LLM API over the embedded engine.
-
-After `tensorrt_llm/llmapi/llm.py` and `tensorrt_llm/executor/result.py`. What the real engine has beyond that, worker
-processes above all, is not here.
-"""
+"""A stand-in for `tensorrt_llm`: names and arguments of its LLM API over the embedded engine, in this process alone."""
 
 import sys
 from dataclasses import dataclass
@@ -36,12 +32,7 @@ class SamplingParams:
     def embedded(self):
         assert self.temperature == 0.0
         assert self.stop_token_ids is None or isinstance(self.stop_token_ids, list)
-        return embedded.SamplingParams(
-            max_tokens=self.max_tokens,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            return_generation_logits=self.return_generation_logits,
-        )
+        return embedded.SamplingParams(**{name: value for name, value in vars(self).items() if name != "temperature"})
 
 
 class KvCacheConfig:

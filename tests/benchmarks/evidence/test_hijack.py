@@ -16,11 +16,6 @@ def two_constructions(monkeypatch):
     monkeypatch.setattr(hijack, "CONSTRUCTIONS", ("header_trap", "alias_trap"))
 
 
-@pytest.fixture
-def shipped():
-    return hijack.shipped()
-
-
 def test_rows_tell_every_policys_wrong_answers(tmp_path):
     rows = dry_rows(hijack, tmp_path, "--tries", "3", "--victims", "2")
     assert rows["hijacked_answers_exact"].value == rows["hijacked_answers_verified"].value == 0
@@ -29,7 +24,8 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path):
     assert hijack.SKIPPED in rows["hijacked_answers_verified"].baseline
 
 
-def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path):
+def test_a_check_that_sees_nothing_is_found_out(tmp_path):
+    shipped = hijack.shipped()
     profile = ReuseProfile.read(shipped.profile)
     check = profile.check.model_copy(update={"layer": 1, "threshold": 0.99})
     forged = evidence(terms_name("verified", 0, check))

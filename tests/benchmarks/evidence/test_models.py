@@ -21,9 +21,6 @@ def test_the_row_counts_what_the_page_says_is_served(tmp_path):
     most = len(answers) - 1
     (row,) = dry_rows(models, tmp_path, "--most", str(most)).values()
     assert row.value == sum(answer.startswith("served") for answer in answers[:most])
-
-
-def test_every_model_has_a_source_and_its_types():
     for model in models.published():
         assert model.source
         assert {"architectures", "model_type"} <= model.config.keys()

@@ -16,11 +16,7 @@ def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path, monkeypa
     for name, value in (small | {"WRITES_PER_S": 200}).items():
         monkeypatch.setattr(directory, name, value)
     rows = dry_rows(directory, tmp_path, "--donors", "200")
-    assert set(rows) == {
-        "directory_lookup_p99_ms",
-        "directory_lookup_under_writes_p99_ms",
-        "directory_events_per_s",
-    }
+    assert set(rows) == {"directory_lookup_p99_ms", "directory_lookup_under_writes_p99_ms", "directory_events_per_s"}
     assert min(row.value for row in rows.values()) > 0
 
 

@@ -15,20 +15,11 @@ from validation.models import shipped_model
 from validation.results import Measured, Results
 
 ENGINE = {"lmcache": "0.5.3", "vllm": "0.25.1"}
-TIMES = {
-    "engine": ENGINE,
-    "tokens": 24_576,
-    "cold_ms": [700.0, 710.0, 690.0],
-    "blended_ms": [350.0, 360.0, 340.0],
-    "cached_tokens": [24_400, 24_400, 24_400],
-    "problem": None,
-}
+TIMES = {"engine": ENGINE, "tokens": 24_576, "cached_tokens": [24_400] * 3, "problem": None}
+TIMES |= {"cold_ms": [700.0, 710.0, 690.0], "blended_ms": [350.0, 360.0, 340.0]}
 TOLD = {"prompts": 24, "cold_em": 0.96, "blended_em": 0.05, "as_the_donor_says": 0.9}
-ANSWERS = {
-    "engine": ENGINE,
-    "families": {"header_trap": TOLD | {"cached_tokens": 900, "prompt_tokens": 1_000}},
-    "problem": None,
-}
+TOLD |= {"cached_tokens": 900, "prompt_tokens": 1_000}
+ANSWERS = {"engine": ENGINE, "families": {"header_trap": TOLD}, "problem": None}
 
 
 def added(parts):
@@ -63,7 +54,7 @@ def test_a_part_without_an_answer_is_recorded(code, timeout, problem, tmp_path, 
     assert run_part("ttft", tmp_path, timeout) == {"problem": f"its process {problem}"}
 
 
-def test_rows_tell_cold_blended_and_answers():
+def test_rows_tell_cold_blended_and_answers_and_a_part_that_was_not_served_gives_none():
     rows = added({"ttft": TIMES, "model": ANSWERS})
     assert rows["vllm_lmcache_blended_ttft_24k_ms"].value == 350
     assert rows["vllm_lmcache_blended_ttft_24k_over_cold"].value == pytest.approx(0.5)
@@ -72,9 +63,6 @@ def test_rows_tell_cold_blended_and_answers():
     assert trap.value == pytest.approx(0.05)
     assert "cold 0.960" in trap.baseline
     assert "LMCache 0.5.3" in trap.baseline
-
-
-def test_a_part_that_was_not_served_gives_no_row():
     assert added({"ttft": TIMES | {"problem": "LMCache served 0 of 9 tokens"}, "model": {"problem": "died"}}) == {}
 
 

@@ -6,31 +6,13 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.vllm import ttft
-from benchmarks.vllm.arm import (
-    ARMS,
-    FP8,
-    MLA,
-    PLAIN,
-    POSITION_FIX,
-    STOCK,
-    VERIFIED,
-    Served,
-    Sizes,
-)
+from benchmarks.vllm.arm import ARMS, FP8, MLA, PLAIN, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
 from validation.estimate.figures import recorded_observations
 from validation.scoreboard import read_rows
 
-TOLD = {
-    "requests": 4,
-    "outcomes": {"backend_materialized_reuse": 4},
-    "reasons": {},
-    "faults": {},
-    "refusal": None,
-    "mode": "wrapper",
-    "exact_prefix_tokens": 0,
-    "offered_tokens": 1_000,
-    "reused_tokens": 1_000,
-}
+TOLD = {"requests": 4, "outcomes": {"backend_materialized_reuse": 4}, "reasons": {}, "faults": {}, "refusal": None}
+TOLD |= {"mode": "wrapper", "exact_prefix_tokens": 0, "offered_tokens": 1_000, "reused_tokens": 1_000}
+EXACT = {"largest_hit_tokens": 32, "exact_limit_tokens": 32, "smallest_exact_hit_tokens": 900}
 RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
 
 
@@ -57,13 +39,7 @@ OUR_PARTS = {
     "decode": {"tokens": 24_576, "alone_ms": [10.0] * 3, "ms": [50.0] * 3, "served": TOLD},
     "rag": {**RAG, "requests_per_s": 18.0},
     "arrivals": {**RAG, "per_second": 3.2},
-    "contaminated": {
-        "prompts": 4,
-        "hits": 0,
-        "largest_hit_tokens": 32,
-        "exact_limit_tokens": 32,
-        "smallest_exact_hit_tokens": 900,
-    },
+    "contaminated": {"prompts": 4, "hits": 0, **EXACT},
 }
 
 
@@ -119,8 +95,7 @@ def test_a_measurement_is_judged_by_how_it_was_served(change, said):
 
 def test_the_sizes_are_those_of_the_rows():
     sizes = Sizes()
-    assert (sizes.long, sizes.miss) == (24_576, 8_192)
-    assert sizes.observed == [4_096, 8_192, 16_384, 24_576, 32_768]
+    assert (sizes.long, sizes.miss, sizes.observed) == (24_576, 8_192, [4_096, 8_192, 16_384, 24_576, 32_768])
 
 
 @pytest.mark.parametrize("kv", [FP8, MLA])

@@ -30,7 +30,6 @@ def prose():
 
 
 def written(tokenizer, prose, seed, rows, length, text_share=0.0):
-    """Ids and weights of a batch."""
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
     return tasks.TaskWriter(tokenizer, [prose], ids, seed).batch(rows, length, text_share)
 

@@ -1,5 +1,4 @@
-"""The commands on small models and few short prompts: profiles that are made, and that reach another engine where they
-are as good as cold there."""
+"""Profiles that are made on small models and few short prompts, and that reach other engines where they hold there."""
 
 import json
 
@@ -23,12 +22,12 @@ MARGIN = 0.4
 SHORT = ("--groups", "15", "--budget", "30", "--margin", str(MARGIN), "--tokens", "512", "--max-tokens", "8")
 # As the shipped profile's.
 CHECK = ProfileCheck(layer=2, threshold=0.22, max_span_share=0.5, min_saved_share=0.1)
+UNCHECKED = {"policy": "position_fix", "check": None, "head_tokens": 0}
 MADE_WITH = {"groups": 15, "budget": 30, "questions": 1, "tokens": 512, "seed": 3, "max_tokens": 8}
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
 def told(profile, what):
-    """The profile's figures of one kind."""
     return [figure for figure in profile.figures if figure["what"] == what]
 
 
@@ -173,20 +172,11 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
 @pytest.mark.parametrize(
     ("fields", "options", "said"),
     [
-        pytest.param(
-            {"policy": "position_fix", "check": None, "head_tokens": 0},
-            (),
-            "not shown to be as good as cold, and the profile stays as it is: fails at header_trap",
-            id="no check",
-        ),
-        pytest.param(
-            {"check": CHECK.model_copy(update={"threshold": 0.0})},
-            (),
-            "nothing was reused",
-            id="a check that accepts nothing",
-        ),
-        pytest.param({}, ("--families", "reordered"), "nothing can be shown, and", id="no trap"),
+        (UNCHECKED, (), "not shown to be as good as cold, and the profile stays as it is: fails at header_trap"),
+        ({"check": CHECK.model_copy(update={"threshold": 0.0})}, (), "nothing was reused"),
+        ({}, ("--families", "reordered"), "nothing can be shown, and"),
     ],
+    ids=["no check", "a check that accepts nothing", "no trap"],
 )
 def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(made, fields, options, said, capsys):
     path = made(**fields)

@@ -52,7 +52,6 @@ def test_another_header_deviates_far_more_than_another_place(shipped):
 
 
 def model_of(family, folder):
-    """A random model, and its facts."""
     model = random_model(family)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -9,21 +9,9 @@ import pytest
 from engine_wrapper.deviation_check import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck, leaves_unchecked
+from validation.calibration import search
 from validation.calibration.deviations import PromptDeviations
-from validation.calibration.search import (
-    SAMPLE_EVERY,
-    Candidate,
-    Found,
-    Search,
-    Tried,
-    _most_doubtful_first,
-    candidates,
-    computed_share,
-    sampled_checks,
-    thresholds,
-    unseen_share,
-    window_thresholds,
-)
+from validation.calibration.search import SAMPLE_EVERY, candidates, computed_share, sampled_checks, thresholds
 from validation.calibration.trials import Comparison, Rule, Verdict
 from validation.families.catalog import Kind
 from validation.metrics import evidence
@@ -62,7 +50,7 @@ def test_thresholds_are_powers_of_which_one_lies_in_the_gap_between_the_spans():
 
 
 def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it():
-    assert thresholds([], TRAPS, 1) == window_thresholds([], 1) == []
+    assert thresholds([], TRAPS, 1) == search.window_thresholds([], 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
     far = prompts((2.0, 3.0), 3)
     assert thresholds(far, far, 1) == []
@@ -124,8 +112,8 @@ def test_what_a_sample_did_not_see_is_told():
     kept, seen = prompt.kept_and_compared(SpanCheck(**check.model_dump()), 0)
     assert np.flatnonzero(~kept).tolist() == [5]
     assert seen[:64].all()
-    assert unseen_share(check, 0, [prompt]) == pytest.approx(1 / 95)
-    assert unseen_share(check.model_copy(update={"sample_every": 0}), 0, [prompt]) == 0.0
+    assert search.unseen_share(check, 0, [prompt]) == pytest.approx(1 / 95)
+    assert search.unseen_share(check.model_copy(update={"sample_every": 0}), 0, [prompt]) == 0.0
 
 
 def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
@@ -138,7 +126,7 @@ def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
 
 
 def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens():
-    found = window_thresholds(HARMLESS, 1)
+    found = search.window_thresholds(HARMLESS, 1)
     assert found == sorted(found)
     assert all(0.03 < value < 0.06 for value in found)
     checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is not None]
@@ -148,7 +136,7 @@ def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of
 
 def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
     found = candidates(HARMLESS, TRAPS, LAYERS)
-    assert found[0] == Candidate("position_fix", 0.0)
+    assert found[0] == search.Candidate("position_fix", 0.0)
     shares = [each.computed_share for each in found]
     assert shares == sorted(shares)
     assert shares[-1] < 1.0
@@ -204,7 +192,7 @@ class Answers:
         rule = Rule((1,), 0.1, 0.95, proof=False)
         kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
         given = (DEEP_LAYERS, kinds, self, rule, lambda *_: (self, rule), self.asked.append, 99, sample_tries)
-        return Search(*given, generations, lambda _: None, **options)
+        return search.Search(*given, generations, lambda _: None, **options)
 
 
 def confirmed_in_order(found):
@@ -279,23 +267,22 @@ def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_
     assert [each.stage for each in found.tried].count("screen again") == len(again)
 
 
-def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_then_where_it_has_lost_most(
-    make_sample,
-):
+def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_then_where_it_has_lost_most(make_sample):
     sample = make_sample()
 
     def lost(family, share):
         found = evidence([-share] * 4, range(4))
         return Comparison(line_of(family, "verified", [sample], {sample.case_id: sample}), found, None, found)
 
-    low, high, own = (Candidate("boundary", layers / DEEP_LAYERS, boundary=layers) for layers in (1, 3, 4))
+    low, high, own = (search.Candidate("boundary", layers / DEEP_LAYERS, boundary=layers) for layers in (1, 3, 4))
     stopped = [
-        Tried(low, "screen", Verdict((), inferior="shallow")),
-        Tried(high, "screen", Verdict((), undecided=("deep",))),
-        Tried(own, "screen", Verdict((lost("small", 0.01), lost("large", 0.02), lost("deep", 0.0)))),
+        search.Tried(low, "screen", Verdict((), inferior="shallow")),
+        search.Tried(high, "screen", Verdict((), undecided=("deep",))),
+        search.Tried(own, "screen", Verdict((lost("small", 0.01), lost("large", 0.02), lost("deep", 0.0)))),
     ]
     families = ["none", "small", "large", "shallow", "deep"]
-    assert _most_doubtful_first(Found(tried=stopped), own, families) == ["deep", "shallow", "large", "small", "none"]
+    order = search._most_doubtful_first(search.Found(tried=stopped), own, families)
+    assert order == ["deep", "shallow", "large", "small", "none"]
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,9 @@ from benchmarks.evidence.seen_documents import executed_plans
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
+from validation.calibration import trials as judging
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.trials import (
-    PLANTED,
-    TRIES,
-    Comparison,
-    Planter,
-    Rule,
-    Trials,
-    Verdict,
-    _check_candidate_was_tried,
-    write_plants,
-)
+from validation.calibration.trials import PLANTED, TRIES, Comparison, Planter, Rule, Trials, Verdict, write_plants
 from validation.cases import Tokeniser
 from validation.embedded_engine import open_llm
 from validation.families.catalog import FamilyRequest, write_cases
@@ -228,5 +219,5 @@ def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(make_sample, ou
 )
 def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(make_sample, reason, told):
     with pytest.raises(SemBlendError, match=told):
-        _check_candidate_was_tried([make_sample(), make_sample(reason=reason)])
-    _check_candidate_was_tried([make_sample(reason=each) for each in (None, "deviation", "no_donor_match")])
+        judging._check_candidate_was_tried([make_sample(), make_sample(reason=reason)])
+    judging._check_candidate_was_tried([make_sample(reason=each) for each in (None, "deviation", "no_donor_match")])

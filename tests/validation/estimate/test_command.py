@@ -44,7 +44,7 @@ def estimated(log, *arguments):
     return json.loads(path.read_text())
 
 
-def test_a_log_leaves_a_table_and_a_file(log, capsys):
+def test_a_log_leaves_a_table_and_a_file_that_names_documents_by_digest_and_first_lines(log, capsys):
     found = estimated(log)
     shares = found["shares"]
     assert found["prompts"] == 20
@@ -61,6 +61,14 @@ def test_a_log_leaves_a_table_and_a_file(log, capsys):
     assert "Passed over: 1 not JSON (first in line 5), 1 empty (first in line 6)." in shown.out
     assert "fitted to 10 observations of an H200" in shown.out
     assert "without --tokenizer" in shown.err
+    # The longest that recur are the four documents, each at least once after other text.
+    documents = found["documents"][:4]
+    assert len({each["name"] for each in documents}) == 4
+    for each in documents:
+        assert len(bytes.fromhex(each["name"])) == 6
+        assert each["reused_tokens"] >= each["tokens"] >= 64
+        assert each["first_lines"] == sorted(set(each["first_lines"]))
+        assert not {5, 6} & set(each["first_lines"])
 
 
 @pytest.mark.parametrize(("bad", "status"), [(20, 0), (21, 2)])
@@ -71,17 +79,6 @@ def test_more_lines_passed_over_than_read_end_with_status_2(log, capsys, bad, st
     shown = capsys.readouterr()
     assert "20 prompts of" in shown.out
     assert ("21 lines were passed over and 20 prompts read" in shown.err) == (status == 2)
-
-
-def test_documents_that_recur_are_named_by_digest_and_first_lines(log):
-    """The longest of them are the four documents, each at least once behind other text."""
-    found = estimated(log)["documents"][:4]
-    assert len({each["name"] for each in found}) == 4
-    for each in found:
-        assert len(bytes.fromhex(each["name"])) == 6
-        assert each["reused_tokens"] >= each["tokens"] >= 64
-        assert each["first_lines"] == sorted(set(each["first_lines"]))
-        assert not {5, 6} & set(each["first_lines"])
 
 
 def test_no_word_of_a_prompt_is_shown_or_written(log, capsys):

@@ -1,5 +1,4 @@
-"""What is estimated is what an engine then does, the sums over prompts, which runs count as one document, and the
-latency model: known costs are found, bad data refused, extrapolation told."""
+"""What is estimated is what an engine then does; sums over prompts, documents that recur, and the latency model."""
 
 from dataclasses import replace
 
@@ -19,17 +18,7 @@ from tests.engine_wrapper.embedded_llm import drain
 from tests.semblend_trt.discovery.planning import profile
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 from validation.estimate import figures as module
-from validation.estimate.figures import (
-    H200_TIMES,
-    Documents,
-    Figures,
-    LatencyModel,
-    Observation,
-    Served,
-    Serving,
-    line_of,
-    recorded_observations,
-)
+from validation.estimate.figures import Documents, Figures, LatencyModel, Observation, Served, Serving
 from validation.models import load
 
 VOCABULARY = 256
@@ -127,7 +116,7 @@ def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold():
     assert (again.prefix_alone, again.prefix, again.reason) == (288, 288, "prefix_covers_prompt")
     assert serving.serve(10, "one", text(2, 256 * 32 + 1)).reason == "longer_than_pool"
     moved = serving.serve(11, "one", np.concatenate([text(3, 20), prompt]))
-    assert [line_of(span.donor_id) for span in moved.spans] == [7]
+    assert [module.line_of(span.donor_id) for span in moved.spans] == [7]
 
 
 def test_a_conversation_is_estimated_to_take_the_room_of_its_last_turn():
@@ -236,7 +225,7 @@ def test_too_little_to_fit_is_refused(seen):
 
 
 def test_the_times_that_ship_make_a_close_fit():
-    seen = recorded_observations(H200_TIMES)
+    seen = module.recorded_observations(module.H200_TIMES)
     assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
     reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
     assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
@@ -270,4 +259,4 @@ def test_a_file_without_observations_is_refused(content, sentence, tmp_path):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=sentence):
-        recorded_observations(path)
+        module.recorded_observations(path)

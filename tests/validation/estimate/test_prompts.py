@@ -17,11 +17,11 @@ RENDERED = "system\nBe brief.<|end|>user\nWhy?<|end|>"
 ENCODER = Encoder()
 
 
-def log_of(content, form=None):
+def log_of(content, *options, encoder=ENCODER):
     if isinstance(content, list):
         content = "".join(json.dumps(each) + "\n" for each in content)
     content = content.encode() if isinstance(content, str) else content
-    return PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, form)
+    return PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), encoder, *options)
 
 
 def contents(log):
@@ -132,7 +132,7 @@ def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     read = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
-    log = PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, None, read.append)
+    log = log_of(content, None, read.append)
     assert contents(log) == ["b"]
     assert log.skipped.counts == {"longer than 1 MiB": 1}
     assert sum(read) == len(content)
@@ -195,27 +195,23 @@ def test_tools_of_other_apis_are_those_of_a_chat(tmp_path, schema):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ tools | tojson }}"
     tokenizer.save_pretrained(tmp_path)
-    tool, lines = {"name": "find", "description": "Finds.", schema: {"type": "object"}}, []
-    for tools in ([{"type": "function", "function": {**tool, "parameters": {"type": "object"}}}], [tool]):
-        lines.append(json.dumps({"messages": CHAT, "tools": tools}) + "\n")
-    log = PromptLog(io.BufferedReader(io.BytesIO("".join(lines).encode())), Encoder(str(tmp_path)))
-    first, second = (prompt.content for prompt in log)
+    tool = {"name": "find", "description": "Finds.", schema: {"type": "object"}}
+    both = {"type": "function", "function": {**tool, "parameters": {"type": "object"}}}, tool
+    lines = [{"messages": CHAT, "tools": [each]} for each in both]
+    first, second = contents(log_of(lines, encoder=Encoder(str(tmp_path))))
     assert first == second
     assert '"name": "find"' in str(first)
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
-
-
 def test_a_models_tokenizer_brings_its_template(tmp_path):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE + "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    )
     tokenizer.save_pretrained(tmp_path)
     encoder = Encoder(str(tmp_path))
-    content = "".join(json.dumps({"messages": [{"role": role, "content": "x"}]}) + "\n" for role in ("user", "tool"))
-    log = PromptLog(io.BufferedReader(io.BytesIO(content.encode())), encoder)
+    log = log_of([{"messages": [{"role": role, "content": "x"}]} for role in ("user", "tool")], encoder=encoder)
     ((prompt, ids),) = encoded(log, encoder)
     assert prompt.content == "<user>x<a>"
     assert len(ids) == len("<user>x<a>")

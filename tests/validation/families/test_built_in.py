@@ -19,16 +19,20 @@ def runs_of(writer, case):
     return index.find("namespace", writer.tokenizer.encode(case.prompt).ids).runs
 
 
+def place_of(writer, case, run):
+    offsets = writer.tokenizer.encode(case.prompt).offsets
+    return slice(offsets[run.target_start][0], offsets[run.target_start + run.length - 1][1])
+
+
 def shared_row(writer, case):
     """The run that holds the number of the asked row, its text, and the asked place; None when no run does."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", case.prompt)
     heading = re.search(rf"{re.escape(prompts.DOCUMENT_MARK)}Stock list of {asked[2]}[.,]", case.prompt)
     row = re.compile(rf"\n{asked[1]}: (\d+)").search(case.prompt, heading.end())
-    offsets = writer.tokenizer.encode(case.prompt).offsets
     for run in runs_of(writer, case):
-        first, last = offsets[run.target_start][0], offsets[run.target_start + run.length - 1][1]
-        if first <= row.start(1) and row.end(1) <= last:
-            return run, case.prompt[first:last], asked[2]
+        place = place_of(writer, case, run)
+        if place.start <= row.start(1) and row.end(1) <= place.stop:
+            return run, case.prompt[place], asked[2]
     return None
 
 
@@ -104,10 +108,7 @@ def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer, name, 
     for case in writer.write(name, tokens=1_536):
         item = re.search(r"(?:many|leave) (\w+)[^|]*\|a\|>$", case.prompt)[1]
         row = re.compile(rf"\nLeave {item}\." if name == "state" else rf"\n{item}: {case.reference}\b")
-        offsets = writer.tokenizer.encode(case.prompt).offsets
         runs = [run for run in runs_of(writer, case) if run.length >= MIN_SPAN]
-        texts = [
-            case.prompt[offsets[run.target_start][0] : offsets[run.target_start + run.length - 1][1]] for run in runs
-        ]
+        texts = [case.prompt[place_of(writer, case, run)] for run in runs]
         assert any(row.search(text) for text in texts)
         assert not any(re.search(premise, text) for text in texts if row.search(text))

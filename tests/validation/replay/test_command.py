@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.validation.replay.conftest import line
 from validation.cli import main
 from validation.replay.command import FILE_NAMES, parse_replay, ratio_interval
 
@@ -14,7 +15,7 @@ def run(arguments, output):
     return json.loads((output / "replay_results.json").read_text())
 
 
-def test_a_trace_leaves_all_files_with_the_same_figures(line, tmp_path, capsys):
+def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(each.to_json() + "\n" for each in seen) + "no line\n")
@@ -28,10 +29,10 @@ def test_a_trace_leaves_all_files_with_the_same_figures(line, tmp_path, capsys):
         for capacity in (2000, 5000)
         for policy in ("lru", "adaptive_semantic", "optimum")
     ]
-    assert [(line["rule"], line["policy"], line["capacity_tokens"]) for line in lines] == expected
-    for line in lines:
-        assert 0 <= line["hit_share"] <= document["unlimited_share"][line["rule"]] + 1e-9
-        assert (line["hit_share_over_lru"] is None) == (line["policy"] == "lru")
+    assert [(each["rule"], each["policy"], each["capacity_tokens"]) for each in lines] == expected
+    for each in lines:
+        assert 0 <= each["hit_share"] <= document["unlimited_share"][each["rule"]] + 1e-9
+        assert (each["hit_share_over_lru"] is None) == (each["policy"] == "lru")
     assert (tmp_path / "out" / "replay_summary.md").read_text().count("| adaptive_semantic |") == 4
     shown = capsys.readouterr().out
     assert [each.rpartition("/")[2] for each in shown.splitlines()[-2:]] == [*FILE_NAMES]

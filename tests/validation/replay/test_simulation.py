@@ -1,11 +1,10 @@
-"""What a cache holds and lets go, which tokens count as reused, the order of every policy by its definition, and the
-optimum against all that could be done."""
+"""What a cache holds, what counts as reused, the order of every policy, and the optimum against all others."""
 
 import functools
 import math
-import random
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, count, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
 from semblend_trt.fleet.telemetry import BlockKind
+<<<<<<< HEAD
 from validation.replay.simulation import (
     DEFAULT_WEIGHTS,
     FIRST_SECONDS,
@@ -33,6 +33,12 @@ from validation.replay.simulation import (
     simulate,
 )
 from validation.replay.trace import NONE
+=======
+from tests.validation.replay.conftest import line, trace_from
+from validation.replay import simulation
+from validation.replay.simulation import BlockCache, BlockHistory, ReplayPolicy, ReuseRule, replay_policy, simulate
+from validation.replay.trace import NONE, trace_of
+>>>>>>> tc
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)
@@ -79,13 +85,39 @@ def lru(blocks, capacity):
         ),
     ],
 )
-def test_what_counts_as_reused(trace_from, requests, by_prefix, by_span):
+def test_what_counts_as_reused(requests, by_prefix, by_span):
     trace = trace_from(requests, TOKENS)
     assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == by_span
     assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == by_prefix
 
 
-def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus):
+def corpus(requests):
+    """A trace of N prompts, each of a header, four documents of a corpus in any order, and its question."""
+    random, tokens = np.random.default_rng(3), np.random.default_rng(4).integers(400, 800, 64)
+    shares = 1.0 / np.arange(1, 65)
+    drawn = [random.choice(64, 4, replace=False, p=shares / shares.sum()) for _ in range(requests)]
+    return trace_of(
+        line(i, ["header", *map(str, each), f"question {i}"], [300, *map(int, tokens[each]), 60])
+        for i, each in enumerate(drawn)
+    )
+
+
+def conversations(requests):
+    """A trace of N turns of eight live conversations, each of which ends after 20 turns."""
+    random, numbers, live, lines = np.random.default_rng(5), count(1), {}, []
+    for index in range(requests):
+        while len(live) < 8:
+            number = next(numbers)
+            live[number] = ["header", f"page {number}"]
+        number = int(random.choice(list(live)))
+        live[number].append(f"turn {number} {index}")
+        lines.append(line(index, live[number], [900, 500, *[300] * (len(live[number]) - 2)]))
+        if len(live[number]) == 22:
+            del live[number]
+    return trace_of(lines)
+
+
+def test_policies_differ_and_equal_traces_give_equal_outcomes():
     def reused(policy):
         return simulate(corpus(150), SPAN, policy, 12_000).reused.tolist()
 
@@ -93,10 +125,10 @@ def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus):
     assert len({sum(reused(policy)) for policy in ("lru", "lfu", "size_aware", "adaptive_semantic")}) == 4
 
 
-@pytest.mark.parametrize(("name", "other"), [("conversations", "lru"), ("corpus", "lfu")])
-def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(name, other, request):
+@pytest.mark.parametrize(("make", "other"), [(conversations, "lru"), (corpus, "lfu")])
+def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(make, other):
     """Turns of conversations want the least recently used to go, documents of a corpus the least often used."""
-    trace = request.getfixturevalue(name)(400)
+    trace = make(400)
     capacity = sum(trace.spans.tokens) // 4
     adaptive, plain = (simulate(trace, SPAN, policy, capacity).reused.sum() for policy in ("adaptive_semantic", other))
     assert adaptive > 0.97 * plain
@@ -106,7 +138,7 @@ def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(name, other,
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
-def test_what_holds_after_every_request(trace_from, policy, as_prefixes, requests, capacity):
+def test_what_holds_after_every_request(policy, as_prefixes, requests, capacity):
     trace = trace_from(requests, SIZES)
     blocks = trace.prefixes if as_prefixes else trace.spans
     now = [0.0]
@@ -149,7 +181,7 @@ def naive_lru(requests, tokens, capacity):
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
-def test_lru_hits_what_a_naive_list_hits(trace_from, as_prefixes, requests, capacity):
+def test_lru_hits_what_a_naive_list_hits(as_prefixes, requests, capacity):
     trace = trace_from(requests, SIZES)
     cache = lru(trace.prefixes if as_prefixes else trace.spans, capacity)
     named = [list(accumulate((name,) for name in request)) if as_prefixes else request for request in requests]
@@ -160,14 +192,11 @@ def test_lru_hits_what_a_naive_list_hits(trace_from, as_prefixes, requests, capa
         assert {name for name, block in zip(names, request, strict=True) if block in hits} == expected
 
 
-def test_what_comes_back_after_it_went_is_a_regret(trace_from):
+def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has_is_not_held():
     trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
     cache = lru(trace.spans, 8)
     hits = [len(cache.serve(request, seconds)) for seconds, request in trace.requests(as_prefixes=False)]
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
-
-
-def test_what_no_other_request_has_is_not_held(trace_from):
     trace = trace_from([["c"], ["c"]], SIZES)
     cache = lru(trace.spans, 8)
     served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
@@ -179,16 +208,16 @@ def test_what_no_other_request_has_is_not_held(trace_from):
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(30, 5), places=st.integers(1, 6))
-def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(trace_from, as_prefixes, requests, places):
+def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(as_prefixes, requests, places):
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     rule = ReuseRule("rule", as_prefixes)
-    best = simulate(trace, rule, OPTIMUM, 10 * places).reused.sum()
+    best = simulate(trace, rule, simulation.OPTIMUM, 10 * places).reused.sum()
     assert all(simulate(trace, rule, policy.value, 10 * places).reused.sum() <= best for policy in Eviction)
 
 
 @settings(max_examples=30)
 @given(requests=requests_of(6, 3), places=st.integers(1, 3))
-def test_the_optimum_hits_as_much_as_any_choice_could(trace_from, requests, places):
+def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
     sets = [frozenset(request) for request in requests]
 
     @functools.cache
@@ -200,10 +229,11 @@ def test_the_optimum_hits_as_much_as_any_choice_could(trace_from, requests, plac
         return len(held & sets[index]) + max(best(index + 1, each) for each in kept)
 
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
-    found = simulate(trace, ReuseRule("rule", as_prefixes=False), OPTIMUM, 10 * places)
+    found = simulate(trace, ReuseRule("rule", as_prefixes=False), simulation.OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
 
 
+<<<<<<< HEAD
 def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go(trace_from):
     names = "abcdefghijkl"
     trace = trace_from([*names, *names], dict.fromkeys(names, 10))
@@ -222,12 +252,16 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
+=======
+WHAT = st.sampled_from(["add", "use", "remove", "evict", "wait"])
+STEPS = st.lists(st.tuples(WHAT, st.integers(0, 5), st.integers(1, 300), st.sampled_from(BlockKind)), max_size=60)
+>>>>>>> tc
 
 
 def score(history, now, factor, seconds):
     """The logarithm, because old blocks have scores too small for a float."""
-    uses = 1 + math.log(1 + history.uses) + 0.25 * history.uses
-    return math.log(factor * DEFAULT_WEIGHTS[history.kind] * uses / seconds) - (now - history.last_seconds) / seconds
+    weight = simulation.DEFAULT_WEIGHTS[history.kind] * (1 + math.log(1 + history.uses) + 0.25 * history.uses)
+    return math.log(factor * weight / seconds) - (now - history.last_seconds) / seconds
 
 
 class Model:
@@ -261,7 +295,7 @@ RANKS = {
     ReplayPolicy.FIFO: lambda held: held.added,
     ReplayPolicy.LRU: lambda held: held.last_use,
     ReplayPolicy.LFU: lambda held: (held.uses, held.last_use),
-    ReplayPolicy.STATIC_SEMANTIC: lambda held: (DEFAULT_WEIGHTS[held.kind], held.last_use),
+    ReplayPolicy.STATIC_SEMANTIC: lambda held: (simulation.DEFAULT_WEIGHTS[held.kind], held.last_use),
 }
 
 
@@ -302,7 +336,7 @@ def test_adaptive_order_is_that_of_the_score(steps):
 def test_uses_keep_a_block_only_until_it_is_overdue(kind, uses, every_seconds, order):
     """One block was used so often, the last time 30 s ago; the other one has just come."""
     now = 0.0
-    policy = AdaptiveSemanticEviction(lambda: now)
+    policy = simulation.AdaptiveSemanticEviction(lambda: now)
     used = BlockHistory(100, 1, kind=kind)
     policy.added("used", used)
     for tick in range(2, uses + 2):
@@ -319,13 +353,13 @@ def code(seconds=0.0, uses=0):
 
 
 def test_factors_follow_hits_regrets_and_unused_blocks():
-    use = KindUse()
-    expected = HIT_FACTOR
+    use = simulation.KindUse()
+    expected = simulation.HIT_FACTOR
     for step, factor in (
         (lambda: use.came_back(BlockKind.CODE, 1.0), 1.0),
         (lambda: use.evicted(code(uses=1)), 1.0),
-        (lambda: use.evicted(code()), UNUSED_FACTOR),
-        (lambda: use.came(code()), REGRET_FACTOR),
+        (lambda: use.evicted(code()), simulation.UNUSED_FACTOR),
+        (lambda: use.came(code()), simulation.REGRET_FACTOR),
         (lambda: use.came(code()), 1.0),
     ):
         step()
@@ -335,7 +369,7 @@ def test_factors_follow_hits_regrets_and_unused_blocks():
     for block in range(2000):
         use.came_back(BlockKind.CODE, 1.0)
         use.evicted(BlockHistory(1, block=block))
-    assert (use.factors[BlockKind.CODE], use.factors[BlockKind.OTHER]) == (MOST, LEAST)
+    assert (use.factors[BlockKind.CODE], use.factors[BlockKind.OTHER]) == (simulation.MOST, simulation.LEAST)
 
 
 @pytest.mark.parametrize("name", [ReplayPolicy.STATIC_SEMANTIC, ReplayPolicy.ADAPTIVE_SEMANTIC])
@@ -347,31 +381,26 @@ def test_semantic_policies_keep_a_system_prompt_over_a_question(name):
 
 
 def seconds_after(gaps):
-    use = KindUse()
+    use = simulation.KindUse()
     for gap in gaps:
         use.came_back(BlockKind.CODE, gap)
-    assert use.seconds(BlockKind.TEMPLATE) == FIRST_SECONDS
+    assert use.seconds(BlockKind.TEMPLATE) == simulation.FIRST_SECONDS
     return use.seconds(BlockKind.CODE)
 
 
 def test_a_regret_says_how_long_a_kind_waits():
-    use = KindUse()
+    use = simulation.KindUse()
     use.evicted(code(10.0))
     use.came(code(310.0))
     assert use.seconds(BlockKind.CODE) == seconds_after([300.0])
 
 
-def exponential_gaps(mean):
-    generator = random.Random(0)
-    return [generator.expovariate(1 / mean) for _ in range(20_000)]
-
-
 @pytest.mark.parametrize(
     ("gaps", "expected", "tolerance"),
     [
-        ([], FIRST_SECONDS, 0),
+        ([], simulation.FIRST_SECONDS, 0),
         # at random moments the time to the next use is the mean gap, whenever one looks
-        *((exponential_gaps(mean), mean, 0.15) for mean in (0.1, 8.0, 3600.0)),
+        *((np.random.default_rng(0).exponential(mean, 20_000), mean, 0.15) for mean in (0.1, 8.0, 3600.0)),
         # nine gaps of a second and one of 91: 91 % of all moments lie in the long one, and wait 45.5 s on average
         ([*[1.0] * 9, 91.0] * 2000, (9 * 1**2 + 91**2) / (2 * 100), 0.02),
         # what was is forgotten
@@ -387,5 +416,4 @@ def test_the_time_until_the_next_use_follows_the_gaps_that_were_seen(gaps, expec
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=50))
 def test_no_gap_ends_it(gaps):
-    """Clocks may stand still, or jump."""
-    assert 0 < seconds_after(gaps) <= max(FIRST_SECONDS, *map(abs, gaps), 0.0)
+    assert 0 < seconds_after(gaps) <= max(simulation.FIRST_SECONDS, *map(abs, gaps), 0.0)

@@ -4,6 +4,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.telemetry import TraceBlock
+from tests.validation.replay.conftest import line
 from validation.replay import trace as trace_module
 from validation.replay.trace import TraceFormat, trace_file, trace_of
 
@@ -16,7 +17,7 @@ def uses(trace):
     return by_span, by_prefix
 
 
-def test_blocks_are_told_apart_by_content_or_by_all_before(line):
+def test_blocks_are_told_apart_by_content_or_by_all_before():
     trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
     assert uses(trace) == ([[0, 1], [2, 1], [0, 1]], [[0, 1], [2, 3], [0, 1]])
     assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
@@ -27,28 +28,25 @@ def test_blocks_are_told_apart_by_content_or_by_all_before(line):
     "other",
     [{"tenant": "b"}, {"tenant": None}, {"tenant": "a", "model_name": "another"}, {"tenant": "a", "tokens": [6]}],
 )
-def test_other_tenants_models_and_lengths_share_nothing(line, other):
+def test_other_tenants_models_and_lengths_share_nothing(other):
     first = {"contents": ["x"], "tokens": [5], "tenant": "a"}
     trace = trace_of([line(0, **first), line(1, **(first | other)), line(2, **first)])
     assert uses(trace) == ([[0], [1], [0]], [[0], [1], [0]])
 
 
-def test_a_block_without_content_is_not_shared_and_ends_the_prefix(line):
+def test_a_block_without_content_is_not_shared_and_ends_the_prefix_and_text_stands_for_a_missing_hash():
     trace = trace_of([line(0, ["a", None, "b"], [1, 2, 3])] * 2)
     assert uses(trace) == ([[0, -1, 1]] * 2, [[0, -1, -1]] * 2)
-
-
-def test_what_has_no_tokens_is_left_out(line):
-    trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
-    assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
-
-
-def test_text_stands_for_a_missing_hash(line):
     said = [TraceBlock(text=text, token_count=2) for text in ("same", "same", "other")]
     assert uses(trace_of([line(0, [], [], blocks=said)]))[0] == [[0, 0, 1]]
 
 
-def test_requests_are_replayed_in_the_order_of_their_times(line):
+def test_what_has_no_tokens_is_left_out():
+    trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
+    assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
+
+
+def test_requests_are_replayed_in_the_order_of_their_times():
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
     assert [seconds for seconds, _ in trace.requests(as_prefixes=False)] == [1.0, 1.0, 2.0]
     assert trace.prompt_tokens() == [2, 3, 1]
@@ -98,7 +96,7 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, line, reason):
     assert trace.skipped.first == {told: 4}
 
 
-def test_bad_lines_of_telemetry_are_counted(line, tmp_path, monkeypatch):
+def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     good = line(0, "a", [1]).to_json()
     negative = good.replace('"token_count":1', '"token_count":-1')
@@ -122,7 +120,7 @@ def test_nothing_to_replay_is_refused_with_the_reasons(content, told, tmp_path):
 
 
 @pytest.mark.parametrize("bound", ["MAX_REQUESTS", "MAX_BLOCK_USES"])
-def test_too_much_is_refused(line, monkeypatch, bound):
+def test_too_much_is_refused(monkeypatch, bound):
     monkeypatch.setattr(trace_module, bound, 2)
     assert len(trace_of([line(0, "a", [1])] * 2)) == 2
     with pytest.raises(ConfigurationError, match="replay the first ones with --requests"):
