@@ -1,6 +1,5 @@
 """Settings and plans of the wrapper's tests."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import numpy as np
@@ -8,18 +7,10 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-)
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
-
-PlanMaker = Callable[..., SemanticKvPlan]
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +31,7 @@ def make_plan():
         check=None,
         head=0,
     ):
-        """`spans` are (start, end) in the prompt, those whose index is in `exact` exact; `prefix_end` is the last
-        span's end unless given."""
+        """`spans` are (start, end) in the prompt; `exact` holds the indices of exact ones."""
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
         return SemanticKvPlan(
             request_id=request_id,
@@ -62,8 +52,7 @@ def make_plan():
 
 @pytest.fixture
 def interpret(monkeypatch):
-    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card to run it; the test
-    is skipped without Triton."""
+    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card."""
     if not find_spec("triton"):
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
 

@@ -30,8 +30,7 @@ def drain(llm):
 
 
 def find_donors(llm):
-    """Lets the scheduler learn of every donor on disk, which it does request by request. From then on donors get
-    files."""
+    """Lets the scheduler learn of every donor on disk, which it does request by request."""
     drain(llm)
     llm.generate([[1]], ONE_TOKEN)
     while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:

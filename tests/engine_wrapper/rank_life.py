@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import torch
@@ -18,15 +17,11 @@ from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
 from tests.semblend_trt.held_donors import held_kv, whole
 
-Told = dict[str, Any]
-
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
 # A hung rank must not hang the test for longer.
 PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
-
-
 OTHER = text(7, 260)
 PREFIXED = DONOR[:180] + text(8, 40)
 
@@ -226,7 +221,6 @@ def live(rank, size, model, folder):
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
     ranks = joined_ranks(size)
-    assert ranks is not None
     life = Life(model, folder, ranks)
     told = life.run() | life.run_faults()
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))

@@ -1,7 +1,4 @@
-"""The whole path with donors on the card: same answers, and room is made downwards.
-
-The CPU stands in for the card where there is none; where there is one, everything runs on both.
-"""
+"""The whole path with donors on the card, or on the CPU in its place: same answers, and room is made downwards."""
 
 import pytest
 import torch

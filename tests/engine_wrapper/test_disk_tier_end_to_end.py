@@ -133,8 +133,7 @@ def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     counts = events(restarted)
     assert reused(restarted) == [0, 0, 0]
     assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
-    assert donor_files(tmp_path) == []
-    assert len(restarted.connector_scheduler.donor_index.catalog) == 0
+    assert (donor_files(tmp_path), len(restarted.connector_scheduler.donor_index.catalog)) == ([], 0)
 
 
 @pytest.mark.parametrize("hindrance", ["key for all", "path of a file"])
@@ -157,8 +156,7 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     shutil.rmtree(tmp_path / FOLDER)
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
-    assert counts == {"write_failed": 1}
-    assert donor_files(tmp_path) == []
+    assert (counts, donor_files(tmp_path)) == ({"write_failed": 1}, [])
 
 
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):

@@ -1,5 +1,4 @@
-"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes.
-K and V of heads, and latent rows (MLA)."""
+"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes."""
 
 import pytest
 import torch
@@ -79,9 +78,6 @@ def any_engine(request, tiny_model_paths, tmp_path):
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
     yield engines
     engines.shutdown()
-
-
-# -- what is stored is what is read -----------------------------------------------------------------------------------
 
 
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
@@ -169,9 +165,6 @@ def by_place(kv):
     return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
@@ -200,8 +193,6 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(engine, profile, check
     assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
-
-# -- on the shipped model ---------------------------------------------------------------------------------------------
 
 GROUPS, TOKENS = 6, 700
 
@@ -242,7 +233,6 @@ def rebound(shipped, tmp_path, trial):
 
     def write(**changes):
         found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), shipped().connector_scheduler.namespace
-        assert found.check is not None
         own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
         fields = {"namespace": {**found.namespace, **own}, "check": found.check.model_copy(update=changes)}
         found.model_copy(update=fields).write(tmp_path / "fp8.json")
@@ -282,9 +272,6 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
     assert "KV dtype" in differences
     assert "float8_e4m3fn" in differences
-
-
-# -- tiers, and what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])

@@ -44,7 +44,6 @@ def verified(engine, runner, tmp_path):
 
     def build(generations, **settings):
         shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
-        assert shipped is not None
         ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
         return engine(cache={"tokens_per_block": 32}, model=shipped_model(), runner=runner, PROFILE=path, **settings)
 
@@ -75,13 +74,7 @@ def generations_of(llm):
     ],
 )
 def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
-    engine,
-    cold,
-    verified,
-    allowed,
-    contract,
-    reused,
-    kept,
+    engine, cold, verified, allowed, contract, reused, kept
 ):
     llm = verified(allowed, contract=contract)
     outputs = [serve(llm, prompt) for prompt in PROMPTS]

@@ -1,5 +1,4 @@
-"""A request's output, the report, the audit log and the metrics agree on what was reused; a reuse profile decides what
-may be reused on the engine that it was made for."""
+"""Output, report, audit log and metrics agree on what was reused; a reuse profile decides what may be."""
 
 import hashlib
 import json

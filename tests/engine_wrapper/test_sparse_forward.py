@@ -1,5 +1,4 @@
-"""The sparse forward equals Hugging Face's own wherever nothing approximate is used; in checked plans what differs is
-computed, and nothing else."""
+"""The sparse forward equals Hugging Face's own wherever nothing approximate is used."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,9 +53,6 @@ def bench(benches):
     return bench
 
 
-# -- without plans ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])
 def test_a_prompt_equals_the_plain_forward(family_bench, length):
     tokens = tokens_of(length)
@@ -107,9 +103,6 @@ def test_the_model_itself_still_runs_plainly(tiny_model_paths, family_bench):
         prompt = torch.tensor([tokens], device=DEVICE)
         generated = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generated[0, 20] == wanted[-1].argmax()
-
-
-# -- with plans -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
@@ -231,9 +224,6 @@ def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
     assert (logits - reference).norm() <= 0.05 * reference.norm()
 
 
-# -- with checks ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("boundary", [0, 2])
 def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan, layer, boundary):
@@ -347,9 +337,6 @@ def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret)
     assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
 
 
-# -- latent attention --------------------------------------------------------------------------------------------------
-
-
 def parts(tokens, seed):
     rows = torch.randn(1, 1, tokens, FREE + TURNING, generator=torch.Generator().manual_seed(seed))
     return rows[..., :FREE], rows[..., FREE:]
@@ -368,10 +355,9 @@ def test_a_version_that_caches_every_head_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
 def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype):
-    """Two sequences, the first in two chunks; of no other block, and of what is not written, anything comes back. In
-    e4m3 it is what the pool can hold."""
+    """Two sequences, the first in two chunks; in e4m3 it is what the pool can hold."""
     pool = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")).to(dtype)
-    watched = list[torch.Tensor]()
+    watched = []
     first, second = parts(10, 1), parts(5, 2)
     first[0][0, 0, 3, 1] = 1e4 if dtype is FP8 else 1.0
 

@@ -1,7 +1,5 @@
 """A connector that records every call, engines to run it in, and helpers of their tests."""
 
-from __future__ import annotations
-
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,8 +78,7 @@ def fails_once(owner, name):
 
 @dataclass
 class Record:
-    """What both halves of one connector share: the record of calls, donors by their tokens, and how to behave. With
-    `saves`, requests are saved that came to their end; with `saves_any`, those cut short as well."""
+    """What both halves share; `saves` has requests saved that came to their end, `saves_any` others too."""
 
     calls: list = field(default_factory=list)
     outputs: list = field(default_factory=list)

@@ -1,10 +1,4 @@
-"""Random lives of engines, with what must hold at any time: no stale byte is served and nothing is leaked.
-
-A life has admissions, aborts, pauses and evictions; that of an engine with habits of TensorRT-LLM's versions has
-forwards that fail and saves that lag behind, too. KV carries a pattern that says whose it is.
-"""
-
-from __future__ import annotations
+"""Random lives of engines, in which no stale byte may be served and nothing may leak."""
 
 import logging
 import random
@@ -12,7 +6,6 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
 
 from engine_wrapper.embedded.connector_manager import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
@@ -39,9 +32,7 @@ SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of engine. With the `wrapper` text is reused at any position, from all tiers; without it from position 0,
-    from host memory. In a `rough` life requests that run together begin alike, saves lag behind the iterations, and
-    forwards fail where the version survives that."""
+    """A kind of engine; in a `rough` life prompts begin alike, saves lag, and forwards fail where that is survived."""
 
     contract: str
     v2: bool
@@ -50,7 +41,7 @@ class Case:
     rough: bool = False
     block_reuse: bool = True
     transceiver: bool = False
-    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
+    attn_backend: str = "TRTLLM"
 
     @property
     def name(self):
@@ -109,7 +100,7 @@ def random_life(case, folder):
     model = random_model("qwen2")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    pattern = cast("PatternRunner", PatternRunner.from_model(model, folder))
+    pattern = PatternRunner.from_model(model, folder)
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     variables = {
@@ -178,11 +169,7 @@ class SaverGate:
 
 
 class Life:
-    """One engine, random requests to it, and what must hold at any time.
-
-    `counts` tells what happened, `steps` without a fault among it. `step` and `quiet` raise AssertionError where
-    something does not hold, when `leaked_blocks` were lost.
-    """
+    """One engine and random requests to it; `counts` says what happened."""
 
     def __init__(self, llm, case):
         self.counts = Counter()
@@ -190,7 +177,7 @@ class Life:
         self._case = case
         self.leaked_blocks = 0
         self._executor = llm.executor
-        self._runner = cast("PatternRunner", llm.executor.model_runner)
+        self._runner = llm.executor.model_runner
         self._texts = [self._tokens(TEXT_TOKENS) for _ in range(TEXTS)]
         self._live = []
         self.gate = SaverGate(llm.connector_worker)
@@ -270,8 +257,6 @@ class Life:
         if scheduler.donor_index is not None:
             stats = scheduler.donor_index.catalog.stats()
             assert (stats.leases, stats.saving) == (0, 0)
-            for name in ("evicted", "offloaded", "released", "promoted", "fetched"):
-                self.counts[f"donors_{name}"] = getattr(stats, name)
         self._check_donors()
         self.counts["starts_again"] = self._runner.started_again
         self.counts["failed_forwards"] = self._runner.failed_forwards

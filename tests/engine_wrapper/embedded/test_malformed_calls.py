@@ -1,5 +1,4 @@
-"""What no engine should hand over is refused and counted, and the engine goes on: single calls, and lives of requests
-that no engine leads, with calls out of order, twice, for ids of others."""
+"""What no engine should hand over is refused and counted, and the engine goes on."""
 
 import threading
 from types import SimpleNamespace
@@ -129,8 +128,6 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     (news,) = told
     assert news.tokens == kept or news.error is not None
 
-
-# -- lives ------------------------------------------------------------------------------------------------------------
 
 POOL_BLOCKS, BLOCK = 128, 8
 BLOCKS = list(range(40, 53))

@@ -25,21 +25,6 @@ def runner(tiny_qwen2_path):
     return runner
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_equals_the_plain_forward(runner):
-    first, second = tokens_of(30), tokens_of(17, 1)
-    slices = [SequenceSlice(1, 0, first, tuple(range(4))), SequenceSlice(2, 0, second, tuple(range(4, 8)))]
-    logits = runner.forward(slices)
-    with torch.inference_mode():
-        wanted = [runner.model(torch.tensor([tokens])).logits[0] for tokens in (first, second)]
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, torch.stack([rows[-1] for rows in wanted]), atol=TOLERANCE, rtol=0)
-    for rows, expected in zip(runner.forward(slices, all_rows=True), wanted, strict=True):
-        torch.testing.assert_close(rows, expected, atol=TOLERANCE, rtol=0)
-
-
 def test_a_pending_plan_is_executed_once(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
@@ -107,9 +92,6 @@ def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner):
     assert pool.isnan().all()
     torch.testing.assert_close(other.forward([SequenceSlice(1, 0, tokens, (5, 1))]), logits, atol=TOLERANCE, rtol=0)
     assert not pool[5].isnan().any()
-
-
-# -- refusing ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -180,8 +180,7 @@ def make_stubborn(executor, _args):
 def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, change, reason):
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
-    assert attachment.guard_refusal == reason
-    assert site.attributes() == site.before
+    assert (attachment.guard_refusal, site.attributes()) == (reason, site.before)
     assert (site.runtime.mode, site.runtime.publication_guard) == (EngineMode.STOCK, False)
     site.worker.close()
 

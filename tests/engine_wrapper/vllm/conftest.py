@@ -398,8 +398,7 @@ def blocks(monkeypatch):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Of all metadata that we had built for latent rows, the sequences that count as decodes, and those that count as
-    prompts."""
+    """Of all metadata built for latent rows, how many sequences count as decodes and how many as prompts."""
     from engine_wrapper.vllm.attention import VllmRows
 
     found = []
@@ -431,8 +430,7 @@ def many_runs(monkeypatch):
 
 @pytest.fixture
 def is_async(request, monkeypatch):
-    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
-    turns that off."""
+    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card alone."""
     if is_available():
         monkeypatch.setitem(PLACE, "async_scheduling", request.param)
         return bool(request.param)

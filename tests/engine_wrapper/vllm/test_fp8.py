@@ -156,8 +156,7 @@ def with_scales(unscaled, folder, strategy):
 
 @pytest.fixture
 def by_head(monkeypatch):
-    """vLLM's attention on a CPU, which stores all heads by the largest scale, stores each by its own, as FlashAttention
-    3 does."""
+    """vLLM's attention on a CPU stores each head by its own scale, as FlashAttention 3 does."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward

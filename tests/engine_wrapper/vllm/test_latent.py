@@ -1,5 +1,4 @@
-"""Latent attention (MLA) inside vLLM, in its own dtype and in e4m3: rows of plans go through vLLM's layers, and what is
-moved is one row a token. On a CPU no backend of vLLM's stores e4m3; one of these tests does (`latent_on_cpu.py`)."""
+"""Latent attention (MLA) inside vLLM, in its own dtype and in e4m3: what is moved is one row a token."""
 
 import json
 import math
@@ -168,8 +167,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
 
 
 def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_runs, built, kv, monkeypatch):
-    """In the self-check, whose plans are over the engine's own KV. Rows of e4m3 are read as they are stored, so that
-    they differ where a value is between two of e4m3 alone; else by far."""
+    """In the self-check, whose plans are over the engine's own KV; rows of e4m3 are read as they are stored."""
     if kv and not ON_CARD:
         monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
     thresholds, stock = set(), attention._built
@@ -265,9 +263,6 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, m
     assert_cold(served, served.ask(MOVED, max_tokens=16), expected)
     found = served.scheduler.outcomes.of(served.last)
     assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @in_own_dtype

@@ -109,9 +109,6 @@ def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, cold_o
     assert_cold(taught(engine(*AGAIN, model=model, language_model_only=True)), Case(family), wanted)
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
-
-
 def test_experts_are_found_where_the_engine_counts_their_layers(engine, tiny, cold_of, monkeypatch):
     """As vLLM does before torch 2.11."""
     wanted = cold_of(tiny("mixtral"), MOVED)
@@ -138,9 +135,6 @@ def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
     (rows, in_plan), (row, in_decode) = found
     assert (rows > len(DOCUMENT), in_plan) == (True, None)
     assert (row, in_decode.tolist() if in_decode is not None else None) == (1, [False])
-
-
-# -- how layers are called ---------------------------------------------------------------------------------------------
 
 
 def other(hidden_states, positions, cache): ...

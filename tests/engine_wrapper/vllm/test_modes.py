@@ -124,8 +124,7 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine("position_fix"))
     found = sampled(served, MOVED, **options)
-    assert found.num_cached_tokens == 0
-    assert found.prompt_logprobs == alone.prompt_logprobs
+    assert (found.num_cached_tokens, found.prompt_logprobs) == (0, alone.prompt_logprobs)
     assert found.outputs[0].token_ids == alone.outputs[0].token_ids
     assert served.scheduler.outcomes.of(served.last).reason == "prompt_logprobs"
     found = sampled(served, MOVED, max_tokens=16, skip_reading_prefix_cache=True)

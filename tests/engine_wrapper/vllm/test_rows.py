@@ -1,6 +1,5 @@
 """Runs of rows as sequences of their own: more of them than the engine serves requests, and short gaps closed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from engine_wrapper.vllm.attention import VllmRows, own_builder
 from engine_wrapper.vllm.decoder import unfused_of
 from engine_wrapper.vllm.hooks import StepGraphs
 from semblend_trt.plan import SpanCheck
-from tests.engine_wrapper.vllm.conftest import near, random_tokens
+from tests.engine_wrapper.vllm.conftest import near, random_tokens, taught
 
 some = random_tokens(3)
 DOCUMENT = some(600)
@@ -52,19 +51,12 @@ def deviate(monkeypatch, every):
     monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
-def taught(engine):
-    served = engine("verified", max_num_seqs=2)
-    served.ask(DONOR, max_tokens=1)
-    served.settle()
-    return served
-
-
 def evidence_of(served):
     return served.scheduler.outcomes.of(served.last).figures
 
 
 def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monkeypatch, runs):
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
         patched.setattr(attention, "ROWS_PER_GAP", 0)
@@ -86,7 +78,7 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
 
 def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatch, runs):
     cold = engine(None, enable_prefix_caching=False).ask(MOVED, max_tokens=16).tokens
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
     deviate(monkeypatch, 17)
     runs.clear()
@@ -99,7 +91,7 @@ def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatc
 
 
 def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     attended = []
     monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
     assert served.ask(MOVED).cached > 500
@@ -160,8 +152,8 @@ BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164), torch.ara
 class Part:
     """What vLLM holds of a part of the compiled model: the graphs of some numbers of rows, and what they read."""
 
-    rows: Sequence[int]
-    addresses: Sequence[int]
+    rows: list
+    addresses: list
     runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
 
     @property

@@ -1,5 +1,4 @@
-"""A load or a plan that fails is computed, and vLLM's own counts of a prompt, and what its answer says is cached, are
-what was used, whatever was promised."""
+"""What fails is computed, and vLLM's own counts of a prompt are what was used, whatever was promised."""
 
 import pytest
 

@@ -56,17 +56,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     assert not served.runtime.faults
 
 
-def test_harmless_text_is_reused_by_verified(engine):
-    served = engine("verified")
-    cases = cases_of(served.llm.get_tokenizer(), "reordered")
-    right, _, cached = answers(served, cases, donors=True)
-    assert right == GROUPS
-    assert cached > 0
-    evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
-    assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
-    assert not served.runtime.faults
-
-
 @pytest.fixture
 def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
