@@ -19,8 +19,8 @@ def make_plan():
         tokens,
         spans,
         *,
-        num_layers,
-        block_size,
+        num_layers=3,
+        block_size=8,
         request_id=1,
         boundary=0,
         num_computed=0,
@@ -66,7 +66,6 @@ def tiny_runner(tiny_qwen2_path):
 
 @pytest.fixture
 def engine(tiny_qwen2_path, tiny_runner, tmp_path):
-    """Engines over one tiny model, whose weights they share."""
     engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
     yield engines
     engines.shutdown()

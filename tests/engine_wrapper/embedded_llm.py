@@ -4,7 +4,6 @@ from validation.embedded_engine import ONE_TOKEN
 
 
 def disk_tier(folder, size=1 << 30):
-    """Settings of a tier of `size` bytes in `folder`."""
     return {"DISK_BYTES": str(size), "DISK_PATH": str(folder), "DISK_KEY_PATH": str(folder / "key")}
 
 
@@ -17,13 +16,11 @@ def evict_block(llm):
 
 
 def evict_prefixes(llm):
-    """Empties the engine's own prefix cache."""
     while evict_block(llm):
         pass
 
 
 def drain(llm):
-    """Waits for the saves and the transfers between tiers."""
     llm.settle()
     for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):
         thread.drain()

@@ -15,7 +15,6 @@ from kernels.layout import KvGeometry, pool_view
 from semblend_trt.ranks import Ranks
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
-SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
 TOLERANCE = 1e-4
 KEEP_ALL = 1e30
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,6 +11,8 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
+from validation.families.catalog import write_family
+from validation.prompts import form_for
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -52,7 +54,6 @@ class Engines:
         return llm
 
     def cold(self):
-        """An engine that reuses nothing."""
         return self(None, {"enable_block_reuse": False})
 
     def events(self, name):
@@ -74,7 +75,6 @@ def serve(llm, prompt, params=GREEDY, **options):
 
 
 def teach(llm, *prompts):
-    """Has the engine keep donors."""
     for prompt in prompts:
         serve(llm, prompt, PREFILL)
 
@@ -93,6 +93,13 @@ def through_staging_memory(llm, monkeypatch, tokens):
         loader._reader = HostReader(pool.tensor.device, loader._rotation, staging(3))
         llm.connector_worker.saver._writer._staging = staging(1)
     return llm
+
+
+def cases_of(tokenizer, family, groups=6):
+    def count(words):
+        return len(tokenizer.encode(words, add_special_tokens=False))
+
+    return write_family(family, form_for(tokenizer), count, 3, groups, 1, 700)
 
 
 def token_ids(output):

@@ -28,7 +28,6 @@ from tests.random_models import CHUNK, WINDOW
 LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
 # Pieces of a document that is cut where a chunk ends are short.
 SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
-# Texts before the document.
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
 V2 = {"use_kv_cache_manager_v2": True}
 with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)

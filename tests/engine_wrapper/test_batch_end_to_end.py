@@ -16,7 +16,6 @@ COLD = text(7, 130)
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Rows of every forward so far."""
     counted = []
 
     def count(name):

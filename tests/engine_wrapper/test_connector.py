@@ -82,7 +82,6 @@ class Service:
         self.worker.bind_connector_meta(metadata)
 
     def asked(self, question):
-        """What rank 0's scheduler answers."""
         return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
 
     def report(self, request_id):
@@ -211,7 +210,6 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(ti
     report = service.report(2)
     assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
     assert service.manager.impl.tree == published
-    # Holes need a decoder that computes them.
     service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
     assert service.report(3).reason == "hole_needs_wrapper"
     service.close()

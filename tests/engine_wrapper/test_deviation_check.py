@@ -93,7 +93,6 @@ def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_r
     positions = np.cumsum(steps)
     found = closed(computed, positions, keys_per_row)
     assert (found >= computed).all()
-    # A gap that was short is closed whole, a longer one stays as it is.
     bounds = np.flatnonzero(computed).tolist()
     for low, high in itertools.pairwise(bounds):
         gap = high - low - 1

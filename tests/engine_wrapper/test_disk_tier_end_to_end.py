@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import threading
 from importlib.resources import files
 
 import pytest
@@ -218,8 +219,6 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
 
 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
-    import threading
-
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):
         real = getattr(os, name)

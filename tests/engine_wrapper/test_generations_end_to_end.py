@@ -90,7 +90,6 @@ def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(cold, v
     llm = verified(1)
     first, again = [serve(llm, prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[1])][1:]
     assert generations_of(llm) == [1]
-    # The engine's own prefix cache holds nothing behind the instruction, and the donor is no exact prefix either.
     assert max(first.cached_tokens, again.cached_tokens) < 8
     report = llm.connector_scheduler.reuse_of(again.request_id)
     assert again.reused_tokens > first.reused_tokens
@@ -135,7 +134,6 @@ def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified,
         serve(llm, prompt)
     llm.shutdown()
     restarted = verified(allowed, MIN_DONOR_TOKENS=4096, **disk)
-    # The first request that would use it has it read back.
     outputs = [serve(restarted, prompt) for prompt in ("hello", "hello", prompt_of(8, SHOWN[2]), PROMPTS[2])]
     assert generations_of(restarted) == [1]
     assert (outputs[-1].reused_tokens > 100) == (allowed > 0)

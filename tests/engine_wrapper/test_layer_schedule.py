@@ -279,7 +279,6 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan):
         replace(slice_of(second), block_ids=(1, 11, 3, 8)),
     ]
     schedule = build_schedule(slices)
-    # Keys and values are views of the same rows.
     heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
     _, keys, values = heads.split([4, 2, 2], 1)
     write_rows(keys, values, PoolLayer(pool, 1, geometry), schedule.stages[0].sequences)

@@ -16,13 +16,12 @@ from tests.engine_wrapper.serving import (
     SHIFTED,
     SOME_KEPT,
     Engines,
+    cases_of,
     serve,
     teach,
     text,
 )
-from validation.families.catalog import write_family
 from validation.models import PROFILE_NAME, shipped_model
-from validation.prompts import form_for
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 
@@ -198,8 +197,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, h
         changed.write(path)
     engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
-    form, count = form_for(cold.tokenizer), lambda words: len(cold.tokenizer.encode(words, add_special_tokens=False))
-    cases = write_family("header_trap", form, count, 3, 4, 1, 700)
+    cases = cases_of(cold.tokenizer, "header_trap", groups=4)
     for case in cases:
         teach(llm, *case.donors)
     for case in cases:

@@ -56,7 +56,6 @@ def test_each_rank_keeps_and_places_its_own_heads(told, alone):
     ours = alike(told, "shifted")
     assert ours["shifted"] == alone["shifted"]["shifted"]
     assert (ours["shifted"]["reused"], ours["shifted"]["computed"]) == (200, len(SHIFTED) - 200)
-    # The second donor is what a shifted prompt has before its document.
     for our_heads, their_heads in zip(ours["held"], alone["shifted"]["held"], strict=True):
         assert (our_heads, len(set(our_heads))) == (pytest.approx(their_heads, rel=1e-6), 4)
 

@@ -37,7 +37,6 @@ def form(contract, groups, **fields):
 
 
 def forget_prefixes(llm):
-    """Empties the reuse tree, so that only donors know what was served."""
     manager = llm.block_manager
     while (block := manager._tree.evict()) is not None:
         manager._free.append(block)
@@ -61,7 +60,6 @@ def teach_recorded(llm, record, tokens):
 
 @contextmanager
 def fails_once(owner, name):
-    """The next call of `owner`'s method raises."""
     sound, calls = getattr(owner, name), []
 
     def broken(*arguments):
@@ -225,7 +223,6 @@ def runner(tiny_qwen2_path):
 
 @pytest.fixture
 def make_llm(tiny_qwen2_path, runner):
-    """Builds engines over shared weights, and shuts them down."""
     engines = []
 
     def make(scheduler=None, worker="RecordingWorker", *, module=__name__, cache=None, **fields):
@@ -245,8 +242,6 @@ def make_llm(tiny_qwen2_path, runner):
 
 @pytest.fixture
 def make_recorded_llm(make_llm):
-    """An engine with the recording connector, and its record."""
-
     def make(**fields):
         llm = make_llm("RecordingScheduler", **fields)
         return llm, record_of(llm.llm_args)
@@ -256,5 +251,4 @@ def make_recorded_llm(make_llm):
 
 @pytest.fixture
 def cold(make_llm):
-    """The answers of an engine that reuses nothing."""
     return lambda prompts, params=SIX: answers(make_llm(cache={"enable_block_reuse": False}).generate(prompts, params))

@@ -155,13 +155,11 @@ class SaverGate:
         self._opened = None
 
     def close(self):
-        """Blocks all saves that begin from now on, where there are any."""
         if self._opened is None and self._worker.saver is not None:
             self._opened = threading.Event()
             self._worker.saver._thread.submit(self._opened.wait)
 
     def open(self):
-        """Lets the blocked saves go on, and waits for their end."""
         if self._opened is not None:
             self._opened.set()
             self._opened = None
@@ -191,7 +189,6 @@ class Life:
         return self._runner.wrong_tokens
 
     def step(self):
-        """One random action."""
         if self._case.rough:
             self._roughen()
         action = self._random.random()
@@ -216,7 +213,6 @@ class Life:
         self.counts["steps"] = number
 
     def let_saves_go_on(self):
-        """Opens the gate, and counts what has gathered behind it."""
         behind = self._executor.pending_transfers
         self.counts["saves_behind"] += len(behind)
         self.counts["saves_together"] += len(behind) > 1
@@ -267,7 +263,6 @@ class Life:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
     def _roughen(self):
-        """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
         if self._random.random() < SAVES_GO_ON:
             self.let_saves_go_on()
         self.gate.close()
@@ -315,7 +310,6 @@ class Life:
         return request
 
     def _evict(self):
-        """Evicts blocks of the engine's prefix cache, as other prompts would."""
         for _ in range(self._random.randrange(1, 30)):
             self.counts["evictions"] += evict_block(self._llm)
 
@@ -344,7 +338,6 @@ class Life:
             self.counts["published_blocks_checked"] += 1
 
     def _check_donors(self):
-        """Checks that donors in memory hold what their requests' rows held."""
         store = self._llm.connector_worker.store
         if store is None:
             return

@@ -94,7 +94,6 @@ def admit(blocks, request_id, tokens, total=None, key=KEY):
 
 
 def run(blocks, request_id, tokens, key=KEY):
-    """A request's whole life: admitted, computed, published, released."""
     matched = admit(blocks, request_id, tokens, key=key)
     blocks.publish(request_id, tokens)
     blocks.release(request_id)
@@ -283,8 +282,6 @@ TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count
 
 
 class KeepingMachine(BlockManagerMachine):
-    """The same life where the tree keeps its own blocks."""
-
     REPLACES = False
 
 

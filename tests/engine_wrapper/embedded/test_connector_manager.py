@@ -10,8 +10,6 @@ from tests.semblend_trt.rank_threads import on_ranks
 
 
 class Scheduler(KvCacheConnectorScheduler):
-    """Answers what it was told to answer."""
-
     def __init__(self, answer=(0, False), saving=False, metadata=None):
         super().__init__(None)
         self.answer, self.saving, self.metadata = answer, saving, metadata
@@ -42,7 +40,6 @@ class Worker(KvCacheConnectorWorker):
 
 
 def managed(*, worker=None, **answers):
-    """A manager whose scheduler has these answers."""
     return KvCacheConnectorManager(worker or Worker(), Scheduler(**answers))
 
 

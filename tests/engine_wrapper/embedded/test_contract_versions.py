@@ -42,8 +42,6 @@ FORMS = [
 
 
 class GroupedScheduler(RecordingScheduler):
-    """Takes both forms, and keeps what it was asked about."""
-
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.asked = []
@@ -65,8 +63,6 @@ class GroupedScheduler(RecordingScheduler):
 
 
 class GroupedWorker(RecordingWorker):
-    """Takes the pool of all groups."""
-
     def register_kv_cache_layout(self, layout):
         self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
         super().register_kv_caches(layout.pool)
@@ -208,7 +204,6 @@ def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_e
 
 
 def cut_short(llm, tokens, how):
-    """Has a request fail in its first forward, or be cancelled behind it."""
     if how == "cancelled":
         stream = llm.generate_async(tokens, SIX)
         next(stream)
@@ -248,7 +243,6 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
     assert (record.count("request_finished"), llm.block_manager.num_reusable_blocks) == (0, published)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    # What waited is served as if nothing had been.
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 

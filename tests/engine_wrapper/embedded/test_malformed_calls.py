@@ -38,7 +38,6 @@ def bare(request_id=77, **attributes):
 
 
 def serves_on(llm):
-    """The engine still answers, and keeps what it served."""
     outputs = llm.generate([PROMPT], TWO)
     llm.settle()
     assert outputs[0].outputs[0].finish_reason == "length"
@@ -184,6 +183,12 @@ class Engine:
         held = self.scheduler.request_finished_by_layer_group(bare(request_id), groups)
         self.saving |= {request_id} if held else set()
 
+    def serve(self, request_id, tokens, blocks=BLOCKS, ended_with=None):
+        """A request from its query to its end."""
+        self.ask(request_id, tokens, 0, 4, None)
+        self.run([RequestData(request_id, [], blocks, 0, 100)], [])
+        self.end(request_id, ended_with or blocks)
+
     def poll(self, request_ids):
         saved, loaded = self.worker.get_finished(request_ids, [])
         assert loaded == []
@@ -289,9 +294,7 @@ def test_the_same_id_is_a_new_request_behind_its_end(llm):
 def test_an_end_that_is_told_twice_is_one_end(llm):
     # As 1.2 and 1.3rc do under the overlap scheduler while a request is being saved.
     engine, runtime = with_donor(llm)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
+    engine.serve(1001, PROMPT[::-1])
     assert engine.saving == {1001}
     assert engine.scheduler.request_finished(bare(1001), BLOCKS) is False
     engine.end_all()
@@ -301,9 +304,7 @@ def test_an_end_that_is_told_twice_is_one_end(llm):
 
 def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
     engine, runtime = with_donor(llm)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, [*BLOCKS[:6], 3, *BLOCKS[7:]])
+    engine.serve(1001, PROMPT[::-1], ended_with=[*BLOCKS[:6], 3, *BLOCKS[7:]])
     assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
     engine.run([], [])
     assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
@@ -325,9 +326,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     engine, runtime = with_donor(llm)
     go_on = threading.Event()
     engine.worker.saver._thread.submit(go_on.wait)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
+    engine.serve(1001, PROMPT[::-1])
     if is_handed_in:
         engine.poll([1001])
     used_again(engine, 1001)
@@ -338,23 +337,17 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     engine.end_all()
     stats = engine.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.saving, engine.saving, engine.scheduler.donor_index._saving) == (2, 0, set(), {})
-    # Behind the save the id is any request's, and becomes a donor beside the one that is held.
-    engine.ask(1001, prompt(100, 5), 0, 4, None)
+    engine.serve(1001, prompt(100, 5))
     assert engine.scheduler.reuse_of(1001).reason == "no_donor_match"
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
     engine.end_all()
     assert engine.scheduler.donor_index.catalog.stats().ready == 3
     assert not runtime.faults
 
 
 def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
-    # This version is told of one end at a time.
     engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
-        engine.ask(request_id, prompt(100, request_id), 0, 4, None)
-        engine.run([RequestData(request_id, [], blocks, 0, 100)], [])
-        engine.end(request_id, blocks)
+        engine.serve(request_id, prompt(100, request_id), blocks)
     go_on = threading.Event()
     engine.worker.saver._thread.submit(go_on.wait)
     engine.poll([1001, 1002])

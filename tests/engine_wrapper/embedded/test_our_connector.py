@@ -60,7 +60,6 @@ def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contra
 
 @pytest.mark.parametrize(("contract", "groups"), POOLED)
 def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, contract, groups):
-    # The lowest layers run on the document as well, which fits; the last row of the prompt runs behind them.
     llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
     document = prompt(160)
     teach(llm, prompt(24, 1) + document)
@@ -201,8 +200,6 @@ def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monke
     monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
     llm = make_ours("main", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
     with saves_wait(llm):
-        # The save of the first holds the blocks that the second is to grow into; its position is told without the lag
-        # of the overlap scheduler behind the iterations that it was left out of.
         first, second = (
             llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))
             for seed, count in ((1, 3), (2, 12))

@@ -24,7 +24,6 @@ ALL = (*CASES, *HABIT_CASES)
 
 
 def habits_of(case):
-    """What a life counts of its engine's own habits."""
     found = ["failed_forwards"] * (case.rough and case.version.survives_failed_forward)
     if case.refusal is not None:
         return [*found, f"refused_{case.refusal}"]

@@ -17,7 +17,6 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.trtllm.stand_ins import (
-    BLOCK,
     KVCacheManager,
     KVCacheManagerV2,
     LlmArgs,
@@ -194,7 +193,6 @@ def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, cha
     ],
 )
 def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypatch, change, refusals):
-    # Each stand-in holds the whole model, and is no part of a larger one.
     monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
     sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
 
@@ -255,7 +253,7 @@ def pending(site, make_plan):
     site.attach()
     site.runtime.mode = EngineMode.WRAPPER
     site.worker.wait_for_save(None)
-    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)]))
     return site
 
 

@@ -17,7 +17,7 @@ FLAGGED, EXACT = 1, 2
 @pytest.fixture
 def plans(make_plan):
     plans = ActivePlans()
-    plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, block_size=BLOCK, request_id=FLAGGED, shift=3))
+    plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, request_id=FLAGGED, shift=3))
     return plans
 
 

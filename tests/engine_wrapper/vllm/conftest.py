@@ -26,7 +26,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-# A donor may be short here, and prompts are.
 SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": 8})
@@ -74,7 +73,6 @@ class Served:
 
     @property
     def worker(self):
-        """Our worker half inside vLLM."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker

@@ -1,6 +1,8 @@
 """What a user of vLLM gets: answers that equal vLLM's own, from other requests' KV."""
 
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
 
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, taught
 
@@ -35,9 +37,6 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(engine, cold):
 
 
 def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
-    from vllm import SamplingParams
-    from vllm.sampling_params import BeamSearchParams
-
     served = engine("position_fix")
     served.llm.beam_search([{"prompt_token_ids": DONOR}], BeamSearchParams(beam_width=4, max_tokens=8))
     served.settle()
@@ -54,7 +53,6 @@ def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold):
     served = taught(engine("position_fix"))
     assert served.llm.reset_prefix_cache(reset_connector=True)
     assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
-    # Its KV is still being saved, so that vLLM holds its blocks.
     served.llm.reset_prefix_cache(reset_connector=True)
     served.settle()
     served.forget()

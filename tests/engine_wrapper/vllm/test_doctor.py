@@ -21,7 +21,6 @@ def one_process(monkeypatch):
 
 
 def looked_at(options, tmp_path, capsys, areas=AREAS):
-    """The findings of these areas."""
     arguments = ["doctor", "--json", "--engine", "vllm"]
     arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
     if options is not None:

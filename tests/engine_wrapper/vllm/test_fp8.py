@@ -15,12 +15,12 @@ from torch.cuda import is_available
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.serving import cases_of
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
-from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
+from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
 
 FP8 = {"kv_cache_dtype": "fp8"}
-# As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
 
 
@@ -34,7 +34,6 @@ def same(answer, expected):
 
 @pytest.fixture(scope="module")
 def cold():
-    """vLLM's own answers without a connector, with its own fp8 cache."""
     return cold_answers(DONOR, MOVED, NEW, **FP8)
 
 

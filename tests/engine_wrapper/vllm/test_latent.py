@@ -39,7 +39,6 @@ FAR = [*some(520), *DONOR, *some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
 TOKENS = 4 if ON_CARD else 16
-# All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # A card's kernels take no smaller heads.
 SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -84,7 +83,6 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(models, kv):
-    """Answers of vLLM without a connector."""
     asked = cache(lambda form: cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
@@ -104,7 +102,6 @@ def stored(served, blocks, positions):
 
 
 def proven(engine, model, **options):
-    """An engine whose self-check has run."""
     served = engine("position_fix", model=model, **options)
     served.ask(DONOR, max_tokens=1)
     return served
@@ -154,7 +151,6 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
     assert served.offered_of(3)[1] >= len(DOCUMENT)
     for answer, alone in zip(found, expected, strict=True):
         assert_cold(served, answer, alone)
-    # And while another one decodes.
     served = taught(engine(*WHOLE, model=models(), **kv))
     built.clear()
     found = while_another_decodes(served)

@@ -24,7 +24,6 @@ from tests.engine_wrapper.vllm.place import exact
 
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
-# All layers of every reused token are computed again, so that answers are those of cold runs.
 AGAIN = ("boundary", {"recompute_boundary_layer": TINY_LAYERS})
 MOVE = ("position_fix", {})
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -67,7 +66,6 @@ CASES = [
     Case("gpt_oss", {"max_num_batched_tokens": 128}),
     Case("llama4_text", {"max_num_batched_tokens": 64}),
     *(Case(family, FP8) for family in ("mixtral", "gpt_oss", "gemma3_text", "llama4_text")),
-    # K and V of the lowest layer depend on token and position only.
     *(Case(family, {}, MOVE, 1) for family in ("mixtral", "gpt_oss")),
     *(Case(*each, MOVE, 1) for each in OTHER_CALLS),
     *(Case(family, FP8, MOVE, 1, IN_PLACE) for family in ("qwen3_moe", "glm4_moe")),

@@ -2,6 +2,9 @@
 
 import pytest
 from torch.cuda import is_available
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from semblend_trt.outcome import Scope, advice
 from tests.engine_wrapper.vllm.conftest import (
@@ -17,14 +20,10 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
 )
 
-# Tokens in front of `MOVED`'s document, and in a block.
 HEAD, BLOCK = 70, 32
 
 
 def sampled(served, prompt, **options):
-    """vLLM's own output of one prompt."""
-    from vllm import SamplingParams
-
     params = SamplingParams(detokenize=False, **{"max_tokens": 8, "temperature": 0, **options})
     return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
 
@@ -87,7 +86,6 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
     served = taught(engine(*WHOLE, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     assert_planned(served, cold)
-    # The third one is planned while the first two decode.
     for _ in range(2):
         answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
         assert answers[0].tokens == cold(NEW).tokens
@@ -99,8 +97,6 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
 @pytest.mark.parametrize("steps", [2, 5])
 @both_schedulings
 def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, steps):
-    from vllm import SamplingParams
-
     # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
     served = engine("position_fix", max_num_batched_tokens=256)
     llm_engine, pool = served.llm.llm_engine, served.core.scheduler.kv_cache_manager.block_pool
@@ -132,7 +128,6 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     assert served.scheduler.outcomes.of(served.last).reason == "skip_reading_prefix_cache"
     counted = served.scheduler.outcomes.reasons()
     assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
-    # Both were computed by vLLM, and so are published.
     assert sampled(served, MOVED).num_cached_tokens >= len(MOVED) - BLOCK
     assert served.runtime.refusal is None
 
@@ -142,8 +137,6 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     [("load_failure_policy", {"kv_load_failure_policy": "fail"}), ("kv_role", {"kv_role": "kv_producer"})],
 )
 def test_a_refused_engine_serves_as_stock(engine, cold, reason, changes, caplog):
-    from vllm.config import KVTransferConfig
-
     extra = {**SHORT, "policy": "position_fix"}
     served = engine(
         None, kv_transfer_config=KVTransferConfig(**{**TRANSFER, **changes}, kv_connector_extra_config=extra)
@@ -181,8 +174,6 @@ class Watched:
 
     def run(self, prompt, exact_tokens, max_tokens):
         """Steps that were looked at while the request had approximate blocks."""
-        from vllm import SamplingParams
-
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
         self._served.settle()
         llm_engine, scheduler = self._served.llm.llm_engine, self._served.core.scheduler
@@ -209,16 +200,12 @@ class Watched:
 
     @staticmethod
     def _as_told(hashes):
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
         return {maybe_convert_block_hash(each) for each in hashes}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
 @both_schedulings
 def test_approximate_blocks_are_never_published(engine, cold, is_async, options):
-    from vllm.config import KVEventsConfig
-
     # Room for two prompts: what is held is given to others while they are asked again and again.
     room = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -235,11 +222,9 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     for _ in range(3):
         served.ask(some(600), some(600), max_tokens=40, ignore_eos=True)
         watched.assert_clean()
-    # Asked again it is planned again, and stays as it is.
     assert watched.run(MOVED, HEAD, max_tokens=40) > 30
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
-    # What vLLM has computed by itself may be published again.
     assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK

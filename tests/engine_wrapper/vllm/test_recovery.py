@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_wrapper.vllm.scheduler import Recovery
 from tests.engine_wrapper.vllm.conftest import (
@@ -62,7 +64,6 @@ def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, mon
     served = taught(engine("position_fix", max_num_batched_tokens=96, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     fail(monkeypatch, served)
-    # With two sequences at a time the plan fails while its neighbour decodes, and others wait.
     answers = assert_cold(served, cold, LONG, NEW, MOVED, DONOR)
     assert served.runtime.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
     assert [each.cached for each in answers[:2]] == [0, 0]
@@ -123,8 +124,6 @@ def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
 
 @both_schedulings
 def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
-    from vllm import SamplingParams
-
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
     llm_engine = served.llm.llm_engine
@@ -141,8 +140,6 @@ def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
 
 
 def test_a_scheduler_of_another_kind_is_refused(engine, cold, monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda scheduler: True)
     served = engine("position_fix")
     assert served.runtime.refusal == "recovery"

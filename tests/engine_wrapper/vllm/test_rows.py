@@ -28,7 +28,6 @@ DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How many sequences each stage had."""
     found = []
     metadata = VllmRows._metadata
 
@@ -65,7 +64,6 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
     found = evidence_of(served)
     assert 30 < max(runs) <= found["recomputed_tokens"] < 60
     assert found["offered_tokens"] == found["reused_tokens"] + found["recomputed_tokens"]
-    # Our kernel takes them for one sequence, and gives the same answer.
     served.forget()
     runs.clear()
     again = served.ask(MOVED)

@@ -34,13 +34,10 @@ GREEDY = {"model": NAME, "max_tokens": 8, "temperature": 0}
 
 
 class VllmServer(ServeProcess):
-    """`vllm serve` as worker `number` of the fleet."""
-
     def __init__(self, number, nats, audit):
         self.audit = audit
         settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
         transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
-        # The engine's own series are counted in its process, and shown by the server's.
         shared = audit.with_suffix(".metrics")
         shared.mkdir()
         options = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
@@ -56,15 +53,12 @@ class VllmServer(ServeProcess):
 
 @dataclass
 class Fleet:
-    """What runs, and how it is asked."""
-
     workers: dict[str, VllmServer]
     url: str
     tenants: Tenants
 
     @property
     def salt(self):
-        """The salt that the router makes for acme."""
         return self.tenants.caller({"Authorization": "Bearer key of acme"}).salt
 
     def client(self, tenant, url=None):
@@ -132,7 +126,6 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
         worker, text, cached = fleet.ask(prompt)
         assert (worker, text) == (holder, expected)
         assert cached > 400
-    # Its engine says so, not only the request's answer.
     served = fleet.workers[holder]
     wait_for(lambda: served.audit.read_text().count('"event":"materialized"') == len(others))
     series = ('outcome="backend_materialized_reuse"}', 'semblend_requests_total{outcome="backend_materialized_reuse"}')

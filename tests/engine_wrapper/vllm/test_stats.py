@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
@@ -53,8 +54,6 @@ def test_intervals_add_up_and_leave_what_they_were_made_of():
 
 
 class Metrics(ReuseMetrics):
-    """Of two engines, in a registry of their own."""
-
     def __init__(self):
         self.registry = CollectorRegistry()
         kinds = dict.fromkeys([Counter, Gauge, Histogram], lambda **given: Counter(**given, registry=self.registry))
@@ -95,8 +94,6 @@ def test_unknown_reasons_are_counted_together():
 
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
 def test_vllm_tells_every_request_once(engine, options, monkeypatch):
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-
     document = some(400)
     served = engine("position_fix", disable_log_stats=False, **options)
     told = []

@@ -10,21 +10,13 @@ from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import Engines
+from tests.engine_wrapper.serving import Engines, cases_of
 from tests.engine_wrapper.vllm.conftest import SHORT
 from validation.documents import stock_list
-from validation.families.catalog import write_family
 from validation.models import shipped_model
-from validation.prompts import INSTRUCTIONS, form_for, render
+from validation.prompts import INSTRUCTIONS, render
 
 GROUPS, TOKENS = 6, 700
-
-
-def cases_of(tokenizer, family):
-    def count(text):
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    return write_family(family, form_for(tokenizer), count, 3, GROUPS, 1, TOKENS)
 
 
 def answers(served, cases, *, donors):
@@ -67,7 +59,6 @@ def sampled(profile, tmp_path, monkeypatch, trial):
 
 
 def told(report):
-    """What became of a request's tokens."""
     return report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
 
 

@@ -11,7 +11,6 @@ from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, near, serving, some
 from validation.models import shipped_model
 
 pytestmark = pytest.mark.every_version
-# Each begins as DONOR or holds its document elsewhere.
 PROMPTS = [[*DONOR, *some(20 + each)] if each % 2 else [*some(50 + each), *MOVED[70:]] for each in range(12)]
 
 
@@ -81,7 +80,6 @@ def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, polic
         served.settle()
         found = assert_cold(served, answers[name], PROMPTS)
         assert all(found[1::2])
-        # The profile was made for the shipped weights.
         moved = found[2::2]
         assert all(moved) if (policy, name) == ("verified", "shipped") else not any(moved)
         served.settle()

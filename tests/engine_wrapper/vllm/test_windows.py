@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 ROUNDING = 5e-2 if is_available() else 0.0
 # Which layers of Llama 4 have chunks and RoPE (1), from the lowest on.
 MIXED, LOWER = ("llama4_text", 3, {"no_rope_layers": [1, 0, 1]}), ("llama4_text", 3, {"no_rope_layers": [1, 1, 0]})
-# Texts before the document, which end where a chunk does.
 IN_DONOR, IN_PROMPT, NEW = some(CHUNK), some(3 * CHUNK), some(60)
 EARLY, LATER = 40, 50
 SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
