@@ -36,25 +36,14 @@ class Life:
 
     def run(self):
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
-        return {
-            "cold": self._cold(),
-            "shifted": self._shifted(),
-            "verified": self._verified(),
-            "evicted": self._evicted(),
-            "prefix": self._prefix(),
-            "drawn": self._drawn(),
-        }
+        return self._run("cold", "shifted", "verified", "evicted", "prefix", "drawn")
 
     def run_faults(self):
         """What the last rank breaks, and all of them answer."""
-        return {
-            "save_fails": self._save_fails(),
-            "load_fails": self._load_fails(),
-            "stock_load_fails": self._stock_load_fails(),
-            "disk": self._disk(),
-            "refusal": self._refusal(),
-            "start": self._start(),
-        }
+        return self._run("save_fails", "load_fails", "stock_load_fails", "disk", "refusal", "start")
+
+    def _run(self, *scenarios):
+        return {name: getattr(self, f"_{name}")() for name in scenarios}
 
     def _engine(self, module="engine_wrapper.connector", **settings):
         # Seconds of a lookup, because these processes crowd the machine.

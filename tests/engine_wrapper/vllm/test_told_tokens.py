@@ -4,6 +4,8 @@ import pytest
 
 from semblend_trt.outcome import VLLM_RECEIPT
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_schedulings, fail_planned, taught
+from tests.engine_wrapper.vllm.test_recovery import fails_twice
+from tests.engine_wrapper.vllm.test_recovery import is_lost as is_not_executed
 
 
 def nothing(monkeypatch, served):
@@ -32,23 +34,13 @@ def forward_fails_once(monkeypatch, served):
     fail_planned(monkeypatch, served, once=True)
 
 
-def is_not_executed(monkeypatch, served):
-    """vLLM runs its steps past our forward, and computes again."""
-    served.worker._forward.remove()
-
-
-def forward_fails_twice(monkeypatch, served):
-    """Our rows cannot compute what was promised either: vLLM computes it again."""
-    fail_planned(monkeypatch, served)
-
-
 FAULTS = {
     nothing: set(),
     is_lost: set(),
     load_fails: {"start_load_kv"},
     forward_fails_once: {"planned_forward"},
     is_not_executed: {"plan_not_executed"},
-    forward_fails_twice: {"planned_forward"},
+    fails_twice: {"planned_forward"},
 }
 
 
@@ -88,7 +80,7 @@ class Told:
 @both_schedulings
 def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
     served = taught(engine("verified", disable_log_stats=False))
-    if fault not in (is_not_executed, forward_fails_twice):
+    if fault not in (is_not_executed, fails_twice):
         # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
         served.ask(NEW, max_tokens=1)
     told = Told(monkeypatch, served)
