@@ -1,6 +1,197 @@
+"""The loop as a connector sees it, and what must not change an answer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
+from tests.engine_wrapper.embedded.conftest import (
+    BLOCK,
+    SIX,
+    TWO,
+    RecordingScheduler,
+    RecordingWorker,
+    answers,
+    prompt,
+    teach_recorded,
+)
+from tests.engine_wrapper.serving import token_ids
+
+
 def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
     llm, record = make_recorded_llm()
     record.calls.clear()
     assert llm.executor.step() is False
     llm.executor.poll_transfers()
     assert record.names() == ["get_finished"] * 2
+
+
+def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_llm):
+    llm, record = make_recorded_llm()
+    teach_recorded(llm, record, prompt(30))
+    record.asynchronous, record.polls_a_load_takes = True, 4
+    parked = llm.generate_async(prompt(40), TWO)
+    other = prompt(12, 1)
+    llm.generate([other], TWO)
+    assert llm.executor.pending_transfers == [parked.request_id]
+    assert [len(list(parked)), llm.executor.pending_transfers] == [2, []]
+    first_seen = [data.request_id for output in record.outputs for data in output.new_requests]
+    assert first_seen == [parked.request_id + 1, parked.request_id]
+    assert [loads for _, loads in record.polls if loads] == [[parked.request_id]]
+    (data,) = [d for output in record.outputs for d in output.new_requests if d.request_id == parked.request_id]
+    assert (data.computed_position, data.num_scheduled_tokens) == (30, 10)
+
+
+def test_an_iteration_that_parks_everything_runs_no_forward(make_recorded_llm):
+    llm, record = make_recorded_llm()
+    teach_recorded(llm, record, prompt(30))
+    record.asynchronous, record.polls_a_load_takes = True, 1
+    stream = llm.generate_async(prompt(40), TWO)
+    assert llm.executor.step() is False
+    assert record.names() == [
+        *["get_num_new_matched_tokens", "update_state_after_alloc"],
+        *["build_connector_meta", "start_load_kv", "get_finished"],
+    ]
+    stream.close()
+
+
+def test_blocks_are_held_until_the_save_is_reported(make_recorded_llm):
+    llm, record = make_recorded_llm(cache={"max_tokens": 8 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 2
+    free = llm.block_manager.num_free_blocks
+    llm.generate([prompt(20)], TWO)
+    assert llm.block_manager.num_free_blocks == free - 3
+    assert llm.executor.pending_transfers == [1]
+    llm.executor.poll_transfers()
+    assert llm.block_manager.num_free_blocks == free - 3
+    llm.executor.poll_transfers()
+    assert llm.block_manager.num_free_blocks == free
+    assert [saves for saves, _ in record.polls if saves] == [[1]]
+
+
+def test_a_request_waits_for_blocks_that_a_save_holds(make_recorded_llm):
+    llm, record = make_recorded_llm(cache={"max_tokens": 4 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 5
+    llm.generate([prompt(20)], TWO)
+    assert len(token_ids(llm.generate([prompt(20, 1)], TWO)[0])) == 2
+
+
+def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
+    llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 10**9
+    llm.generate([prompt(20)], TWO)
+    with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
+        llm.settle()
+    with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
+        llm.generate([prompt(20, 1)], TWO)
+
+
+class Raises(RecordingScheduler):
+    def update_state_after_alloc(self, request, block_ids):
+        raise OSError("the disk is gone")
+
+
+def test_an_error_of_the_connector_ends_every_request(make_llm):
+    llm = make_llm("Raises", RecordingWorker.__name__, module=__name__)
+    stream = llm.generate_async(prompt(5), TWO)
+    with pytest.raises(OSError, match="the disk is gone"):
+        llm.generate([prompt(20)], TWO)
+    output = next(stream)
+    assert (output.outputs[0].finish_reason, output.finished) == ("error", True)
+    assert "the engine stopped: OSError: the disk is gone" in output.error
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("no.such.module", "A", "B"), "cannot be imported"),
+        (("json", "NoScheduler", "JSONDecoder"), "has no class NoScheduler"),
+        (("semblend_trt.connector.contract", "KvCacheConnectorScheduler", "KvCacheConnectorWorker"), "lacks"),
+    ],
+)
+def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, message):
+    fields = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    with pytest.raises(ConfigurationError, match=message):
+        make_llm(kv_connector_config=dict(zip(fields, names, strict=True)))
+
+
+def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
+    llm, record = make_recorded_llm(max_num_tokens=16)
+    free = llm.block_manager.num_free_blocks
+    running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
+    next(running)
+    waiting = llm.generate_async(prompt(9, 2), SIX)
+    assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
+    assert llm.block_manager.num_free_blocks == free
+    assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
+    assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
+    assert [llm.abort(request_id) for request_id in (running.request_id, 999)] == [False] * 2
+    assert llm.executor.num_unfinished == 0
+
+
+def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
+    poisoned = ModelRunner(tiny_qwen2_path, device="cpu")
+    with torch.no_grad():
+        poisoned.model.model.embed_tokens.weight[7] = float("nan")
+    llm = make_llm(cache={"max_tokens": 9 * BLOCK})
+    clean = [token for token in prompt(30) if token != 7]
+    (cold,) = llm.generate([clean], SIX)
+    llm = type(llm)(model=tiny_qwen2_path, runner=poisoned, kv_cache_config=llm.llm_args.kv_cache_config.model_copy())
+    free = llm.block_manager.num_free_blocks
+    poisoned_prompt = [7, *clean[:20]]
+    bad, good = llm.generate([poisoned_prompt, clean], SIX)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+    assert "request 1 failed" in bad.error
+    assert "not finite" in bad.error
+    assert (token_ids(good), llm.block_manager.num_free_blocks) == (token_ids(cold), free)
+    assert llm.generate([poisoned_prompt], SIX)[0].cached_tokens == 0
+    for seed in range(4):  # the poisoned block comes round again
+        again = [token for token in prompt(30 + seed, seed) if token != 7]
+        assert llm.generate([again], SIX)[0].outputs[0].finish_reason == "length"
+    llm.shutdown()
+
+
+def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
+    shared = prompt(29, 9)
+    prompts = [[*shared, *prompt(length, length)] for length in (1, 5, 19, 60)] + [prompt(3), shared]
+    alone = make_llm(cache={"enable_block_reuse": False}, max_batch_size=1)
+    expected = answers(alone.generate(prompts, SIX))
+    for llm in (
+        make_llm(),
+        make_llm(max_num_tokens=16),
+        make_llm(max_batch_size=2, enable_chunked_prefill=False),
+        make_llm(cache={"enable_partial_reuse": False}),
+        make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
+    ):
+        free = llm.block_manager.num_free_blocks
+        assert answers(llm.generate(prompts, SIX)) == expected
+        assert answers(llm.generate(prompts, SIX)) == expected
+        assert llm.block_manager.num_free_blocks == free
+
+
+def test_only_written_chunks_are_reusable(make_llm):
+    tokens = prompt(60)
+    (cold,) = make_llm().generate([tokens], SIX)
+    llm = make_llm(max_num_tokens=20)  # chunks of 16, 16, 16 and 12; the second prompt enters beside the last
+    first = llm.generate_async(tokens, SIX)
+    llm.executor.step()
+    second = llm.generate_async(tokens, SIX)
+    *_, last = first
+    *_, also = second
+    assert token_ids(last) == token_ids(also) == token_ids(cold)
+    assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
+    assert also.cached_tokens == 48
+
+
+def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):
+    llm = type(make_recorded_llm()[0])(model=tiny_qwen2_path, runner=runner)
+    llm.generate([prompt(5)], TWO)
+    pool = weakref.ref(llm.executor.pool)
+    del llm
+    gc.collect()
+    assert pool() is None
