@@ -16,7 +16,6 @@ from semblend_trt.ranks import Ranks
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
 TOLERANCE = 1e-4
-KEEP_ALL = 1e30
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -13,7 +13,7 @@ from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import PlanKind, SpanCheck
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 
 NUM_LAYERS, BLOCK_SIZE = 5, 8
@@ -219,14 +219,6 @@ def check_evidence(evidence, plan, deviating, keys_per_row):
     assert (evidence.is_dropped, evidence.largest_kept) == (expected.is_dropped, 0.0)
 
 
-def test_a_discovery_plan_changes_nothing(make_plan):
-    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
-    slice_ = slice_of(plan)
-    bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
-    assert len(schedule.stages) == 1
-    assert torch.equal(schedule.positions, bare.positions)
-
-
 @pytest.mark.parametrize(
     ("change", "invariant"),
     [
@@ -240,30 +232,6 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invari
     with pytest.raises(PlanError) as refusal:
         build_schedule([replace(slice_of(plan), **change)])
     assert refusal.value.invariant == invariant
-
-
-def test_last_rows_survive_a_check(make_plan):
-    plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
-    rest, _ = schedule.check.decide(torch.zeros(16))
-    # 4 rows of a hole, 10 of the slice, 1 of the decode step.
-    assert rest.output_rows.tolist() == [13, 14]
-
-
-def test_a_schedule_is_moved_whole(make_plan):
-    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
-    moved = schedule.to("cpu")
-    assert [stage.first_layer for stage in moved.stages] == [stage.first_layer for stage in schedule.stages] == [0, 2]
-    assert [stage.keep is None for stage in moved.stages] == [True, False]
-    for found, own in zip(moved.stages, schedule.stages, strict=True):
-        assert [each.tolist() for each in found.vectors] == [each.tolist() for each in own.vectors]
-        assert found.num_rows == own.num_rows
-    assert (moved.output_rows.tolist(), moved.token_ids.tolist(), moved.positions.tolist()) == (
-        schedule.output_rows.tolist(),
-        schedule.token_ids.tolist(),
-        schedule.positions.tolist(),
-    )
 
 
 def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan):

@@ -9,7 +9,6 @@ from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import (
-    DOCUMENT,
     DONOR,
     NONE_KEPT,
     NONE_SAMPLED,
@@ -19,7 +18,6 @@ from tests.engine_wrapper.serving import (
     cases_of,
     serve,
     teach,
-    text,
 )
 from validation.models import PROFILE_NAME, shipped_model
 
@@ -52,7 +50,7 @@ def test_without_a_profile_only_identical_text_from_the_start_is_reused(shifted)
     llm, output = shifted()
     assert (output.reused_tokens, output.reuse_outcome) == (0, "backend_declined_reuse")
     assert output.reuse_reason == "no_profile"
-    assert serve(llm, text(7, 300)).reuse_reason == "no_donor_match"
+    assert serve(llm, list(range(200))).reuse_reason == "no_donor_match"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def test_evidence_that_never_arrives_is_said_to_be_unknown(engine, profile):
 
 def test_evidence_of_ended_requests_is_dropped(shifted, profile):
     llm, _ = shifted(PROFILE=profile(check=SOME_KEPT))
-    serve(llm, DOCUMENT)
+    serve(llm, [1, 2, 3])
     assert not llm.connector_scheduler._runtime.evidence
     assert len(llm.connector_scheduler._requests) == 0
 

@@ -110,8 +110,7 @@ def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
 def test_the_only_block_left_is_the_source_itself():
     blocks, copies = manager(num_blocks=1)
     run(blocks, 1, [0, 1, 2, 3])
-    assert admit(blocks, 2, [0, 1, 70]) == 2
-    assert (blocks.block_ids(2), copies) == ([0], [])
+    assert (admit(blocks, 2, [0, 1, 70]), blocks.block_ids(2), copies) == (2, [0], [])
 
 
 def test_admission_counts_what_running_requests_may_still_need():

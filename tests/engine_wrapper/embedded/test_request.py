@@ -51,8 +51,7 @@ def test_the_array_and_the_lists_hold_the_same_tokens(prompt, generated, data):
     end = data.draw(st.integers(begin, len(tokens)))
     request.tokens(begin, end).clear()  # a list of the caller's own
     assert request.tokens(begin, end) == tokens[begin:end]
-    assert request.token_array(end).tolist() == tokens[:end]
-    assert request.token_array(end).dtype == np.int32
+    assert (request.token_array(end).tolist(), request.token_array(end).dtype) == (tokens[:end], np.int32)
 
 
 def logits_of(seed, size=50):

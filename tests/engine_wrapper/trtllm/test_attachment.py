@@ -16,13 +16,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.trtllm.stand_ins import (
-    KVCacheManager,
-    KVCacheManagerV2,
-    LlmArgs,
-    LlmRequest,
-    executor_of,
-)
+from tests.engine_wrapper.trtllm.stand_ins import KVCacheManager, KVCacheManagerV2, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 
@@ -236,8 +230,7 @@ def test_without_an_executor_among_the_callers_nothing_is_attached(site, caller)
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
     else:
         caller.register(site)
-    assert site.worker.attachment.guard_refusal == "executor_unknown"
-    assert site.attributes() == site.before
+    assert (site.worker.attachment.guard_refusal, site.attributes()) == ("executor_unknown", site.before)
 
 
 def test_a_refused_pool_attaches_nothing(site):

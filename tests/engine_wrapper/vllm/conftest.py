@@ -31,7 +31,7 @@ SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 WHOLE = ("boundary", {"recompute_boundary_layer": 8})
 
 
-needs_torchvision = pytest.mark.skipif(
+needs_vision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="skipped: vLLM's models that take images need torchvision"
 )
 
@@ -444,4 +444,4 @@ def is_async(request, monkeypatch):
     return bool(request.param)
 
 
-both_schedulings = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])
+both_modes = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])

@@ -68,5 +68,4 @@ def test_a_reset_that_fails_is_told_and_nothing_is_reused(engine, cold, monkeypa
     with monkeypatch.context() as change:
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
         assert not served.llm.reset_prefix_cache(reset_connector=True)
-    assert served.runtime.faults == {"reset_cache": 1}
-    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
+    assert (served.runtime.faults, served.ask(MOVED, max_tokens=16)) == ({"reset_cache": 1}, cold(MOVED))

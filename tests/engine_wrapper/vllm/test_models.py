@@ -10,16 +10,7 @@ from vllm.forward_context import get_forward_context
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.conftest import MIXTURES, save_with_images
-from tests.engine_wrapper.vllm.conftest import (
-    DOCUMENT,
-    MOVED,
-    TINY_LAYERS,
-    WINDOW,
-    near,
-    needs_torchvision,
-    some,
-    taught,
-)
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, TINY_LAYERS, WINDOW, near, needs_vision, some, taught
 from tests.engine_wrapper.vllm.place import exact
 
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
@@ -98,7 +89,7 @@ def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, cold_of, case):
     assert_cold(served, case, wanted)
 
 
-@needs_torchvision
+@needs_vision
 @pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
 def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, cold_of, tmp_path, family):
     """As Gemma 3 and Llama 4 are published."""

@@ -15,7 +15,7 @@ from tests.engine_wrapper.vllm.conftest import (
     TRANSFER,
     WHOLE,
     assert_cold,
-    both_schedulings,
+    both_modes,
     random_tokens,
     taught,
 )
@@ -66,22 +66,21 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
     assert not served.runtime.faults
 
 
-@both_schedulings
+@both_modes
 def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     served = taught(engine(*WHOLE))
     stop = cold(MOVED).tokens[5]
     until = cold(MOVED).tokens.index(stop) + 1
     found = sampled(served, MOVED, stop_token_ids=[stop], max_tokens=16)
     assert served.offered > 400
-    assert found.outputs[0].token_ids == cold(MOVED).tokens[:until]
-    assert found.outputs[0].stop_reason == stop
+    assert (found.outputs[0].token_ids, found.outputs[0].stop_reason) == (cold(MOVED).tokens[:until], stop)
     served.settle()
     served.forget()
     # With async scheduling a step ran behind the stop; the donor that is left holds nothing of it.
     assert_planned(served, cold)
 
 
-@both_schedulings
+@both_modes
 def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
     served = taught(engine(*WHOLE, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
@@ -95,7 +94,7 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-@both_schedulings
+@both_modes
 def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, steps):
     # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
     served = engine("position_fix", max_num_batched_tokens=256)
@@ -204,7 +203,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
-@both_schedulings
+@both_modes
 def test_approximate_blocks_are_never_published(engine, cold, is_async, options):
     # Room for two prompts: what is held is given to others while they are asked again and again.
     room = {"num_gpu_blocks_override": 44, "max_model_len": 1024}

@@ -7,16 +7,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_wrapper.vllm.scheduler import Recovery
-from tests.engine_wrapper.vllm.conftest import (
-    DONOR,
-    LONG,
-    MOVED,
-    NEW,
-    assert_cold,
-    both_schedulings,
-    fail_planned,
-    taught,
-)
+from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, assert_cold, both_modes, fail_planned, taught
 
 
 def fails_twice(monkeypatch, served):
@@ -59,7 +50,7 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-@both_schedulings
+@both_modes
 def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, monkeypatch):
     served = taught(engine("position_fix", max_num_batched_tokens=96, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
@@ -109,7 +100,7 @@ def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, mon
     assert_cold(served, cold, MOVED)  # served as without us from then on
 
 
-@both_schedulings
+@both_modes
 def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
@@ -122,7 +113,7 @@ def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-@both_schedulings
+@both_modes
 def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)

@@ -3,7 +3,7 @@
 import pytest
 
 from semblend_trt.outcome import VLLM_RECEIPT
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_schedulings, fail_planned, taught
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_modes, fail_planned, taught
 from tests.engine_wrapper.vllm.test_recovery import fails_twice
 from tests.engine_wrapper.vllm.test_recovery import is_lost as is_not_executed
 
@@ -77,7 +77,7 @@ class Told:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@both_schedulings
+@both_modes
 def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
     served = taught(engine("verified", disable_log_stats=False))
     if fault not in (is_not_executed, fails_twice):
