@@ -73,8 +73,6 @@ def engine(tiny_qwen2_path, tiny_runner, tmp_path):
 
 @pytest.fixture
 def shifted(engine):
-    """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
-
     def build(*module, **settings):
         llm = engine(*module, **settings)
         teach(llm, DONOR)
@@ -85,14 +83,11 @@ def shifted(engine):
 
 @pytest.fixture
 def trial(monkeypatch):
-    """Profiles need no evidence, which random weights do not give."""
     monkeypatch.setenv("SEMBLEND_PROFILE_TRIAL", "1")
 
 
 @pytest.fixture
 def profile(engine, tmp_path, trial):
-    """Writes a profile for the engine that `engine` builds, and returns its path."""
-
     def make(policy="verified", **fields):
         llm, path = engine(), tmp_path / "reuse-profile.json"
         namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
@@ -104,5 +99,4 @@ def profile(engine, tmp_path, trial):
 
 @pytest.fixture
 def position_fix(monkeypatch):
-    """The policy that checks nothing, for tests of everything else."""
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")

@@ -8,7 +8,6 @@ def disk_tier(folder, size=1 << 30):
 
 
 def evict_block(llm):
-    """Evicts the least recently used block of the engine's own prefix cache; False when the cache is empty."""
     block = llm.block_manager._tree.evict()
     if block is not None:
         llm.block_manager._free.append(block)
@@ -27,7 +26,6 @@ def drain(llm):
 
 
 def find_donors(llm):
-    """Lets the scheduler learn of every donor on disk, which it does request by request."""
     drain(llm)
     llm.generate([[1]], ONE_TOKEN)
     while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:

@@ -75,7 +75,6 @@ class Bench:
 
     @torch.inference_mode()
     def reference(self, tokens):
-        """Logits by Transformers' own forward, [tokens, vocabulary]."""
         return self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
 
     def kv(self, request_id, end=None):
@@ -99,7 +98,6 @@ class Bench:
 
 
 def attach_pool(runner):
-    """A pool of NaN for the runner, of 40 blocks."""
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
     shape = (40, facts.num_layers, 2, geometry.row_elements)

@@ -19,7 +19,6 @@ from tests.semblend_trt.held_donors import held_kv, whole
 
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
-# A hung rank must not hang the test for longer.
 PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
 OTHER = text(7, 260)

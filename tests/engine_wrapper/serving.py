@@ -57,7 +57,6 @@ class Engines:
         return self(None, {"enable_block_reuse": False})
 
     def events(self, name):
-        """The audit log's events of that name, once all engines have ended."""
         self.shutdown()
         events = [json.loads(line) for line in self.audit.read_text().splitlines()]
         return [event for event in events if event["event"] == name]
@@ -68,7 +67,6 @@ class Engines:
 
 
 def serve(llm, prompt, params=GREEDY, **options):
-    """Serves one prompt, until its KV is kept."""
     (output,) = llm.generate([prompt], params, **options)
     llm.settle()
     return output

@@ -28,7 +28,6 @@ TERMS = {
     "below a boundary": {"check": SpanCheck(0, largest_share=0.3), "boundary": 2},
     "behind heads": {"check": SpanCheck(1, largest_share=0.25), "head": 4},
 }
-# A hole longer than a part stands in front of the last span.
 LENGTH, SPANS, MAX_ROWS = 90, [(9, 24), (24, 40), (66, 80)], 20
 
 
@@ -145,7 +144,6 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     (whole, [evidence]), (parts, [in_parts]), (_, [dense]), _ = found
     assert close(parts, whole)
     assert alike([in_parts], [evidence])
-    # Each donor deviates in its tokens 2 to 6: in two windows, whose neighbours are checked with them.
     checked = [min(end - start, 12) for start, end in SPANS]
     assert (evidence.checked_tokens, dense.checked_tokens) == (sum(checked), dense.offered_tokens)
     assert evidence.sampled_tokens > 0

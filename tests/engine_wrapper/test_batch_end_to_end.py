@@ -34,8 +34,6 @@ def rows(monkeypatch):
 
 
 class Serving:
-    """What engines answer that have served DONOR, each under another bound."""
-
     def __init__(self, engine, policy, lose=False, **options):
         self._engine, self._options, self._lose = engine, {"POLICY": policy, **options}, lose
 

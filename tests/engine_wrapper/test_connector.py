@@ -62,7 +62,6 @@ class Service:
         return logits
 
     def cold(self, request):
-        """The logits of the same prompt without the connector."""
         again = LlmRequest(99, list(request.tokens))
         self.manager.add_sequence(again)
         return self.executor.prefill(again)
@@ -118,7 +117,6 @@ def test_documents_at_other_places_are_reused_and_never_published(service):
     report = service.report(2)
     assert (report.outcome, report.offered_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 170)
     assert (service.manager.impl.tree, sorted(service.manager.impl.free)) == (published, list(range(96)))
-    # With the boundary above the last layer everything is computed again: the very logits of a cold run.
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 

@@ -57,7 +57,6 @@ def keep(llm, *numbers):
 
 
 def held(llm):
-    """Donors on the device and on the host; catalog and worker must agree on each."""
     store, donors = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
     for donor_id in donors.texts:

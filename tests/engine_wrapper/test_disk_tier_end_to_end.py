@@ -78,7 +78,6 @@ def serve(llm, prompt, params=GREEDY):
 
 
 def ready(llm):
-    """An engine whose donor index knows what lies on disk; the prompt is too short to become a donor."""
     serve(llm, "hello", SamplingParams(max_tokens=1))
     while llm.connector_worker._runtime.disk.found:
         serve(llm, "hello", SamplingParams(max_tokens=1))
@@ -86,7 +85,6 @@ def ready(llm):
 
 
 def events(llm):
-    """Counts of the tier events that reach the donor index from now on."""
     counts, offload = {}, llm.connector_scheduler.donor_index.offload
     offload._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
@@ -97,7 +95,6 @@ def donor_files(path):
 
 
 def reused(llm, numbers=range(3)):
-    """Tokens that each of some questions reuses."""
     return [serve(llm, second(number)).reused_tokens for number in numbers]
 
 

@@ -175,7 +175,6 @@ def walk(schedule, slices, drawn):
                 assert stage.keep.numel() < len(active)
                 active = [active[row] for row in stage.keep.tolist()]
             of_requests = [sequence.positions.tolist() for sequence in stage.sequences]
-            # Rows keep their order, and the sequences cover them without a gap.
             assert [position for positions in of_requests for position in positions] == [p for p, _ in active]
             assert [sequence.first_row for sequence in stage.sequences] == [
                 sum(map(len, of_requests[:index])) for index in range(len(of_requests))

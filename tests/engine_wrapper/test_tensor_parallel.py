@@ -26,7 +26,6 @@ def alone(model, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def told(request, model, tmp_path_factory):
-    """What each rank of an engine of so many saw."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine_wrapper.rank_life"])
@@ -42,7 +41,6 @@ def told(request, model, tmp_path_factory):
 
 
 def alike(told, name):
-    """What all ranks tell of one scenario."""
     assert all(each[name] == told[0][name] for each in told)
     return told[0][name]
 

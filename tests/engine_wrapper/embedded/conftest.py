@@ -43,7 +43,6 @@ def forget_prefixes(llm):
 
 
 def teach(llm, tokens, **options):
-    """Serves `tokens` once, after which only donors know them."""
     llm.generate([tokens], TWO, **options)
     llm.settle()
     forget_prefixes(llm)

@@ -117,7 +117,6 @@ class PatternRunner(ModelRunner):
                 raise AssertionError(f"{name} holds stale bytes")
 
     def _begin(self, request, part):
-        """Notes the request's rows before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
             self.check_answer(paused, request.all_tokens)
@@ -133,7 +132,6 @@ class PatternRunner(ModelRunner):
             self._fill(rows, request, plan, part.block_ids)
 
     def _fill(self, rows, request, plan, block_ids):
-        """Computes the plan's holes, and notes what its spans must hold."""
         for span in plan.spans:
             self._fill_hole(rows, request, span.target_start, block_ids)
             rows.place(self._donated(request, span), moved=span.shift != 0)

@@ -148,8 +148,6 @@ def random_life(case, folder):
 
 
 class SaverGate:
-    """Blocks the thread that saves, so that saves lag behind the iterations."""
-
     def __init__(self, worker):
         self._worker = worker
         self._opened = None
@@ -179,7 +177,6 @@ class Life:
         self._texts = [self._tokens(TEXT_TOKENS) for _ in range(TEXTS)]
         self._live = []
         self.gate = SaverGate(llm.connector_worker)
-        # Blocks of the requests whose save began behind the closed gate that the engine freed at once.
         self._freed = {}
         self._watch_pins()
 
@@ -227,7 +224,6 @@ class Life:
         try:
             self._llm.run_until(lambda: all(request.is_finished for request in self._live))
         except SemBlendError:
-            # Where blocks are lost, requests may wait for them for ever.
             for request in self._live:
                 self._executor.abort(request)
             self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
@@ -294,7 +290,6 @@ class Life:
             self._enqueue(shared + self._tokens(self._random.choice((0, 0, 3))), request)
 
     def _enqueue(self, tokens, like=None):
-        """A new request, of the same tenant as `like`."""
         request = LlmRequest(
             self.counts["admissions"] + 1,
             tokens,
@@ -327,7 +322,6 @@ class Life:
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
 
     def _check_tree(self):
-        """Checks that every block of the prefix cache holds what a cold run would have written."""
         for key, node in self._llm.block_manager._tree.walk():
             tokens = ()
             step = node

@@ -114,7 +114,6 @@ def test_answers_about_ends_that_break_a_rule(saving, finished, rule):
 
 
 def on_two_ranks(work, **answers):
-    """What `work` returns on each of two ranks, the first of which has a scheduler with these answers."""
     return on_ranks(2, lambda ranks: work(
         KvCacheConnectorManager(Worker(), Scheduler(**answers) if ranks.rank == 0 else None, ranks=ranks)
     ))  # fmt: skip

@@ -195,7 +195,6 @@ class Engine:
         self.saving -= set(saved)
 
     def end_all(self):
-        """As an engine ends that has lost sight of its requests."""
         waiting = list(self.saving)
         while self.saving:
             self.poll(waiting)
@@ -311,7 +310,6 @@ def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
 
 
 def used_again(engine, request_id):
-    """A request with this id is served as stock, with blocks of its own."""
     others = [block + 30 for block in BLOCKS]
     engine.ask(request_id, PROMPT, 0, 4, None)
     assert engine.scheduler.reuse_of(request_id).reason == "id_in_use"

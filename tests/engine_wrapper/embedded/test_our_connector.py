@@ -105,7 +105,6 @@ def test_ours_takes_a_short_honour(make_ours, cold, module):
 
 @contextmanager
 def saves_wait(llm):
-    """What is begun within the block is saved behind it."""
     opened = threading.Event()
     llm.connector_worker.saver._thread.submit(opened.wait)
     try:
@@ -120,7 +119,6 @@ def donors(llm):
 
 
 def check_answers(llm, cold, begin, reused, seed=9):
-    """A prompt that begins so reuses as much of donors, and is answered as a cold engine does."""
     forget_prefixes(llm)
     tokens = begin + prompt(40, seed)
     (output,) = outputs = llm.generate([tokens], SIX)

@@ -35,8 +35,6 @@ def make_worker(tiny_qwen2_path):
 
 
 def asked(worker, ask):
-    """What `ask`, which is given a client of the worker, returns."""
-
     async def run():
         async with TestClient(TestServer(worker.app())) as client:
             return await ask(client)

@@ -109,7 +109,6 @@ class Told:
         self._watch_ends()
 
     def lose_some_loads(self):
-        """Every second load finds nothing."""
         loader, fails = self._worker.loader, cycle((False, True))
         stock = loader.load
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from kernels.layout import KvGeometry, indexable, pool_view
 
 BLOCK = 8
-# Of an fp8 cache, in every layer.
 KV_SCALE = 0.5
 
 

@@ -271,11 +271,9 @@ def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending):
         ("default", True, {}, None),
         ("linear", True, {}, None),
         ("llama3", True, {}, None),
-        # It also scales, which is left to the engine.
         ("yarn", True, {}, "rope_fused"),
         ("yarn", False, {}, None),
         ("default", True, {"pipeline_parallel_size": 2}, "pipeline_parallel"),
-        # Each rank has to hold its share of the heads.
         ("default", True, {"tensor_parallel_size": 2}, "model_layout"),
     ],
 )

@@ -43,7 +43,6 @@ def random_tokens(seed):
 
 
 some = random_tokens(6)
-# A prompt, another one with its document elsewhere, and two with nothing of it.
 DOCUMENT = some(500)
 DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
 NEW, LONG = some(150), some(90)
@@ -59,8 +58,6 @@ class Answered:
 
 
 class Served:
-    """One engine in this process."""
-
     def __init__(self, llm):
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
@@ -111,11 +108,9 @@ class Served:
         return self.offered_of(1)[0]
 
     def offered_of(self, count):
-        """Tokens that the plans of the last requests offered, the oldest first."""
         return [self.scheduler.outcomes.of(self.last - back).offered_tokens for back in reversed(range(count))]
 
     def forget(self):
-        """vLLM's own prefix cache is empty from now on; donors stay."""
         for _ in range(20):
             if self.llm.reset_prefix_cache():
                 return
@@ -123,7 +118,6 @@ class Served:
         raise AssertionError("blocks are held")
 
     def settle(self):
-        """Waits until all that has ended is saved, and its blocks are free."""
         settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
         self.ask([1, 2, 3], max_tokens=4)  # blocks that a step on its way might write come back behind it
 
@@ -231,7 +225,6 @@ def _collected_once():
 
 
 def cold_answers(*prompts, model=None, **options):
-    """vLLM's own answers to prompts, of 16 tokens, without a connector."""
     served = serving(model, enable_prefix_caching=False, **options)
     try:
         found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
@@ -287,7 +280,6 @@ def cold():
 
 # Of the tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
 TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128
-# Those that vLLM runs by the layers of Transformers.
 _BY_TRANSFORMERS = ("granite", "olmo2", "smollm3", "qwen3")
 _OWN = {
     "gpt_oss": {"sliding_window": WINDOW, "layer_types": None},

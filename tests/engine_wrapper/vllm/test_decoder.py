@@ -83,7 +83,6 @@ def test_a_layout_is_known_by_what_its_backend_writes(seen, shape):
     pool = pool_of(caches, backend(seen))
     assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
     assert all(cache.isnan().all() for cache in caches.values())
-    # What is written through the pool lies where the backend looks.
     pool.keys[1][3, 1, 2], pool.values[2][4, 0, 3] = torch.arange(DIM), torch.arange(DIM) + 50.0
     assert torch.equal(seen(caches[name_of(1)])[0][3, 1, 2], torch.arange(DIM).float())
     assert torch.equal(seen(caches[name_of(2)])[1][4, 0, 3], torch.arange(DIM) + 50.0)

@@ -100,7 +100,6 @@ def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
     assert answer.tokens == cold(DONOR).tokens
     assert near(answer.logprobs, cold(DONOR).logprobs)
     assert answer.cached == len(DONOR) - 1
-    # Moved by 50 tokens: K is turned as it is stored, and rounded once more.
     moved = served.ask(MOVED, max_tokens=16)
     assert moved.cached >= len(DOCUMENT)
     assert moved.tokens[0] == cold(MOVED).tokens[0]

@@ -25,8 +25,6 @@ IN_PLACE = [*some(20), *DOCUMENT, *some(40)]
 
 @dataclass(frozen=True)
 class Case:
-    """An engine over a tiny model, and whether it answers `prompt` as a cold run."""
-
     family: str
     options: dict = field(default_factory=dict)
     policy: tuple = AGAIN

@@ -29,7 +29,6 @@ def sampled(served, prompt, **options):
 
 
 def assert_planned(served, cold):
-    """A prompt with the moved document is served from its donor, as it is cold."""
     assert_cold(served, cold, MOVED)
     assert served.offered > 400
     assert not served.runtime.faults
@@ -189,7 +188,6 @@ class Watched:
         return looked
 
     def assert_clean(self):
-        """No hash of a block that holds approximate KV can be hit, or was ever told of."""
         assert not any(self.pool.get_cached_block(each, [0]) for each in self.approximate)
         assert not self._told.hashes & self._as_told(self.approximate)
 
@@ -213,7 +211,6 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
     watched, some = Watched(served, told), random_tokens(2)
-    # Three blocks are filled while it decodes: they lie behind approximate KV, and are approximate too.
     assert watched.run(MOVED, HEAD, max_tokens=100) > 90
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK

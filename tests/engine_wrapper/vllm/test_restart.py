@@ -40,7 +40,6 @@ def written(served):
 
 
 def ready(served):
-    """The engine when its self-check has passed and its library has taken in what lies on disk."""
     served.worker._worker.transfers.drain()
     served.ask(FIRST, max_tokens=1)
     while served.runtime.disk.found:
@@ -82,7 +81,6 @@ def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     served.ask(DONOR, max_tokens=1)
     written(served)
     assert len(donor_files(tmp_path)) == 1
-    # No donor is made any more: what is found comes from the first engine.
     served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
     stats = served.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)

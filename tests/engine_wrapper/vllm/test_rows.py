@@ -141,14 +141,11 @@ def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused():
     assert refusal.value.reason == "attention_backend"
 
 
-# Of the rows of a step some are padding.
 BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164), torch.arange(64) >= 20
 
 
 @dataclass(eq=False)
 class Part:
-    """What vLLM holds of a part of the compiled model: the graphs of some numbers of rows, and what they read."""
-
     rows: list
     addresses: list
     runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE

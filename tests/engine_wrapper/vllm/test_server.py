@@ -65,12 +65,10 @@ class Fleet:
         return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
 
     def ask(self, prompt, tenant="acme", **fields):
-        """The worker that answered, its answer, and how many tokens of the prompt it did not compute."""
         raw = self.client(tenant).completions.with_raw_response.create(prompt=prompt, **GREEDY, **fields)
         return raw.headers["X-SemBlend-Worker"], *told(raw.parse())
 
     def holder(self, prompt):
-        """The worker that has the prompt's documents, and is known to have them."""
         worker, *_ = self.ask(prompt)
         wait_for(lambda: self.metric("donors", worker))
         return worker
@@ -157,7 +155,6 @@ def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet):
     assert sampled.usage.semblend["verified"]["result"] == "not_comparable"
     with pytest.raises(openai.PermissionDeniedError, match="verify"):
         fleet.client("globex").completions.create(prompt=prompt, **GREEDY, extra_headers=header)
-    # The cold run itself: vLLM's prefix cache is salted, and our connector leaves it alone.
     worker = acme.with_options(base_url=f"{fleet.workers[fleet.holder(prompt)].url}/v1")
     asked = {"cache_salt": "new", "kv_transfer_params": {"semblend.cold": True}}
     cold = worker.completions.create(prompt=prompt, **GREEDY, extra_body=asked)

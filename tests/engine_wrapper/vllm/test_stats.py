@@ -126,7 +126,6 @@ def test_vllm_tells_every_request_once(engine, options, monkeypatch):
 
 
 def _told(name, **label):
-    """What vLLM's /metrics shows of its only engine."""
     family = next(each for each in REGISTRY.collect() if each.name == f"vllm:semblend_{name}")
     found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
     assert [each.labels["engine"] for each in found] == ["0"]

@@ -45,8 +45,6 @@ FAULTS = {
 
 
 class Told:
-    """What an engine told from now on: counts by their sources, hits, and the receipts of what has ended."""
-
     def __init__(self, monkeypatch, served):
         self.external = self.own = self.hits = 0
         self.cached, self.receipts = {}, {}

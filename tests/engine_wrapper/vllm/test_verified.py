@@ -20,7 +20,6 @@ GROUPS, TOKENS = 6, 700
 
 
 def answers(served, cases, *, donors):
-    """How many prompts are answered rightly, how many with the donor's answer, and how many tokens were reused."""
     tokenizer = served.llm.get_tokenizer()
     encoded = {case.id: tokenizer.encode(case.prompt, add_special_tokens=False) for case in cases}
     if donors:
@@ -67,7 +66,6 @@ FAMILIES = "reordered", "header_trap"
 
 @pytest.fixture
 def expected(sampled, tmp_path):
-    """What becomes of them in the embedded engine."""
     engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
     settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
@@ -112,7 +110,6 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
         reports = [served.scheduler.outcomes.of(served.last - i) for i in reversed(range(GROUPS))]
         found += map(told, reports)
     assert found == expected
-    # Of harmless text some is served by the sample alone, and all that was checked of a trap is computed.
     assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
     assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed in found[GROUPS:])
     assert max(most) <= served.core.scheduler.max_num_scheduled_tokens

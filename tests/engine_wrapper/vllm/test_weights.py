@@ -28,7 +28,6 @@ def other(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(other):
-    """Answers of a vLLM without a connector that loads the same weights in the same way."""
     served = serving(enable_prefix_caching=False)
     try:
         found = {}
@@ -65,7 +64,6 @@ def assert_cold(served, expected, prompts):
 
 
 def reused(served):
-    """Tokens of the last prompt whose KV came from donors."""
     report = served.scheduler.outcomes.of(served.last)
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 

@@ -30,7 +30,6 @@ def placed(early=0, later=0):
 
 
 def asked(served, prompt=MOVED):
-    """The answer to a prompt, most of which is not computed by vLLM."""
     answer = served.ask(prompt, max_tokens=16)
     assert served.offered >= len(DOCUMENT) - CHUNK
     assert not served.runtime.faults
