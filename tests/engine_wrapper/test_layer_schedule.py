@@ -13,7 +13,7 @@ from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import PlanKind, SpanCheck
 from semblend_trt.ranks import Ranks
 
 NUM_LAYERS, BLOCK_SIZE = 5, 8
@@ -216,6 +216,14 @@ def check_evidence(evidence, plan, deviating, keys_per_row):
     assert evidence.reused_tokens == len(exact_positions(plan)) + kept
     assert evidence.reused_tokens + evidence.recomputed_tokens == evidence.offered_tokens
     assert (evidence.is_dropped, evidence.largest_kept) == (expected.is_dropped, 0.0)
+
+
+def test_a_discovery_plan_changes_nothing(make_plan):
+    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
+    slice_ = slice_of(plan)
+    bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
+    assert len(schedule.stages) == 1
+    assert torch.equal(schedule.positions, bare.positions)
 
 
 @pytest.mark.parametrize(
