@@ -25,7 +25,6 @@ def llm(make_llm, monkeypatch):
 
 
 def bare(request_id=77, **attributes):
-    """A request as the query sees it, outside the engine."""
     values = {
         "request_id": request_id,
         "prompt_len": len(PROMPT),
@@ -59,7 +58,6 @@ def ends(request_id):
 
 
 def tells(output):
-    """Tells a schedule without a request that the scheduler knows."""
     return lambda scheduler, worker: scheduler.build_connector_meta(output), SemBlendConnectorMetadata()
 
 

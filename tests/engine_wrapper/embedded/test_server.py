@@ -21,7 +21,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def make_worker(tiny_qwen2_path):
-    """make_worker(**fields of the engine): a worker of the name tiny; all end with the test."""
     workers = []
 
     def make(**fields):

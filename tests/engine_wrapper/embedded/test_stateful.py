@@ -46,7 +46,6 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     assert (happened["moved_hits"] > 0, happened["starts_again"] > 0) == (case.wrapper, case.v2)
 
 
-# Defects of the product, each with an engine in whose life it shows.
 DEFECTS = {
     "approximate blocks are published": (ActivePlans, "publishable", lambda _, request_id, tokens: tokens, CASES[-1]),
     "blocks stay pinned": (BlockManager, "unpin", lambda _, request_id: None, HABIT_CASES[0]),

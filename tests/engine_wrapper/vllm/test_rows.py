@@ -97,8 +97,6 @@ def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
 
 
 class Op(CustomOp):
-    """One that runs as `kind` says: by a kernel, as plain torch, or as torch in a graph of its own."""
-
     def __init__(self, kind):
         torch.nn.Module.__init__(self)
         self._forward_method = {"kernel": self.forward_cuda, "plain": self.forward_native}.get(kind, lambda: kind)

@@ -21,7 +21,6 @@ from tests.test_metrics_page import series
 some = random_tokens(3)
 LABELS = ["model_name", "engine"]
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
-# A check whose result is not known has no figures.
 DECLINED = ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, "deviation", checked_tokens=None, recomputed_tokens=5)
 BOTH = {
     "requests": {"backend_materialized_reuse": 1, "backend_declined_reuse": 1},
