@@ -1,6 +1,5 @@
 """Settings and plans of the wrapper's tests."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import numpy as np
@@ -8,19 +7,11 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-)
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
-
-PlanMaker = Callable[..., SemanticKvPlan]
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +20,8 @@ def make_plan():
         tokens,
         spans,
         *,
-        num_layers,
-        block_size,
+        num_layers=3,
+        block_size=8,
         request_id=1,
         boundary=0,
         num_computed=0,
@@ -41,8 +32,7 @@ def make_plan():
         check=None,
         head=0,
     ):
-        """`spans` are (start, end) in the prompt, those whose index is in `exact` exact; `prefix_end` is the last
-        span's end unless given."""
+        """`spans` are (start, end) in the prompt; `exact` holds the indices of exact ones."""
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
         return SemanticKvPlan(
             request_id=request_id,
@@ -63,8 +53,7 @@ def make_plan():
 
 @pytest.fixture
 def interpret(monkeypatch):
-    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card to run it; the test
-    is skipped without Triton."""
+    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card."""
     if not find_spec("triton"):
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
 
@@ -78,7 +67,6 @@ def tiny_runner(tiny_qwen2_path):
 
 @pytest.fixture
 def engine(tiny_qwen2_path, tiny_runner, tmp_path):
-    """Engines over one tiny model, whose weights they share."""
     engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
     yield engines
     engines.shutdown()
@@ -86,8 +74,6 @@ def engine(tiny_qwen2_path, tiny_runner, tmp_path):
 
 @pytest.fixture
 def shifted(engine):
-    """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
-
     def build(*module, **settings):
         llm = engine(*module, **settings)
         teach(llm, DONOR)
@@ -98,14 +84,11 @@ def shifted(engine):
 
 @pytest.fixture
 def trial(monkeypatch):
-    """Profiles need no evidence, which random weights do not give."""
     monkeypatch.setenv("SEMBLEND_PROFILE_TRIAL", "1")
 
 
 @pytest.fixture
 def profile(engine, tmp_path, trial):
-    """Writes a profile for the engine that `engine` builds, and returns its path."""
-
     def make(policy="verified", **fields):
         llm, path = engine(), tmp_path / "reuse-profile.json"
         namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
@@ -117,5 +100,4 @@ def profile(engine, tmp_path, trial):
 
 @pytest.fixture
 def position_fix(monkeypatch):
-    """The policy that checks nothing, for tests of everything else."""
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")

@@ -12,12 +12,10 @@ def geometry_of(llm):
 
 
 def disk_tier(folder, size=1 << 30):
-    """Settings of a tier of `size` bytes in `folder`."""
     return {"DISK_BYTES": str(size), "DISK_PATH": str(folder), "DISK_KEY_PATH": str(folder / "key")}
 
 
 def evict_block(llm):
-    """Evicts the least recently used block of the engine's own prefix cache; False when the cache is empty."""
     block = llm.block_manager._tree.evict()
     if block is not None:
         llm.block_manager._free.append(block)
@@ -25,21 +23,17 @@ def evict_block(llm):
 
 
 def evict_prefixes(llm):
-    """Empties the engine's own prefix cache."""
     while evict_block(llm):
         pass
 
 
 def drain(llm):
-    """Waits for the saves and the transfers between tiers."""
     llm.settle()
     for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):
         thread.drain()
 
 
 def find_donors(llm):
-    """Lets the scheduler learn of every donor on disk, which it does request by request. From then on donors get
-    files."""
     drain(llm)
     llm.generate([[1]], ONE_TOKEN)
     while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:

@@ -1,6 +1,5 @@
 """A tiny model over a pool of its own, for tests of forwards with and without plans."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,16 +12,10 @@ from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
-from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import Ranks
 
-PlanMaker = Callable[..., SemanticKvPlan]
-Tokens = tuple[int, ...]
-
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
-SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
 TOLERANCE = 1e-4
-KEEP_ALL = 1e30
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -58,11 +51,7 @@ class Bench:
         return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
 
     def run(self, *slices, max_rows=None, keys_per_row=0):
-        """Logits of each slice, [tokens, vocabulary]; `evidence`, `lowest` and `forwards`, of what samples leave, are
-        this run's.
-
-        With `max_rows` plans that need more run their lowest layers in parts, and one forward runs what is left.
-        """
+        """Logits of each slice; with `max_rows` plans that need more run their lowest layers in parts."""
         self.evidence, self.lowest = [], []
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
@@ -86,7 +75,6 @@ class Bench:
 
     @torch.inference_mode()
     def reference(self, tokens):
-        """Logits by Transformers' own forward, [tokens, vocabulary]."""
         return self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
 
     def kv(self, request_id, end=None):
@@ -110,7 +98,6 @@ class Bench:
 
 
 def attach_pool(runner):
-    """A pool of NaN for the runner, of 40 blocks."""
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
     shape = (40, facts.num_layers, 2, geometry.row_elements)

@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import torch
@@ -19,15 +18,10 @@ from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
 from tests.semblend_trt.held_donors import held_kv, whole
 
-Told = dict[str, Any]
-
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
-# A hung rank must not hang the test for longer.
 PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
-
-
 OTHER = text(7, 260)
 PREFIXED = DONOR[:180] + text(8, 40)
 
@@ -42,25 +36,14 @@ class Life:
 
     def run(self):
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
-        return {
-            "cold": self._cold(),
-            "shifted": self._shifted(),
-            "verified": self._verified(),
-            "evicted": self._evicted(),
-            "prefix": self._prefix(),
-            "drawn": self._drawn(),
-        }
+        return self._run("cold", "shifted", "verified", "evicted", "prefix", "drawn")
 
     def run_faults(self):
         """What the last rank breaks, and all of them answer."""
-        return {
-            "save_fails": self._save_fails(),
-            "load_fails": self._load_fails(),
-            "stock_load_fails": self._stock_load_fails(),
-            "disk": self._disk(),
-            "refusal": self._refusal(),
-            "start": self._start(),
-        }
+        return self._run("save_fails", "load_fails", "stock_load_fails", "disk", "refusal", "start")
+
+    def _run(self, *scenarios):
+        return {name: getattr(self, f"_{name}")() for name in scenarios}
 
     def _engine(self, module="engine_wrapper.connector", **settings):
         # Seconds of a lookup, because these processes crowd the machine.
@@ -227,7 +210,6 @@ def live(rank, size, model, folder):
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
     ranks = joined_ranks(size)
-    assert ranks is not None
     life = Life(model, folder, ranks)
     told = life.run() | life.run_faults()
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))

@@ -12,6 +12,8 @@ from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
 from tests.engine_wrapper.embedded_llm import geometry_of
+from validation.families.catalog import write_family
+from validation.prompts import form_for
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -53,11 +55,9 @@ class Engines:
         return llm
 
     def cold(self):
-        """An engine that reuses nothing."""
         return self(None, {"enable_block_reuse": False})
 
     def events(self, name):
-        """The audit log's events of that name, once all engines have ended."""
         self.shutdown()
         events = [json.loads(line) for line in self.audit.read_text().splitlines()]
         return [event for event in events if event["event"] == name]
@@ -68,14 +68,12 @@ class Engines:
 
 
 def serve(llm, prompt, params=GREEDY, **options):
-    """Serves one prompt, until its KV is kept."""
     (output,) = llm.generate([prompt], params, **options)
     llm.settle()
     return output
 
 
 def teach(llm, *prompts):
-    """Has the engine keep donors."""
     for prompt in prompts:
         serve(llm, prompt, PREFILL)
 
@@ -94,6 +92,13 @@ def through_staging_memory(llm, monkeypatch, tokens):
         loader._reader = HostReader(pool.device, loader._rotation, staging(3))
         llm.connector_worker.saver._writer._staging = staging(1)
     return llm
+
+
+def cases_of(tokenizer, family, groups=6):
+    def count(words):
+        return len(tokenizer.encode(words, add_special_tokens=False))
+
+    return write_family(family, form_for(tokenizer), count, 3, groups, 1, 700)
 
 
 def token_ids(output):

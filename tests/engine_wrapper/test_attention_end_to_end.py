@@ -1,35 +1,20 @@
-"""Models whose attention is not plain, in the embedded engine: gpt-oss with windows and sinks, Llama 4 with chunks and
-a layer without RoPE, DeepSeek-V3 with latent rows. Documents are many windows and several chunks long."""
+"""Models whose attention is not plain, in the embedded engine: windows and sinks, chunks, and latent rows."""
 
 import pytest
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from engine_wrapper import sparse_forward
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    QUESTION,
-    SHIFTED,
-    Engines,
-    assert_same,
-    serve,
-    teach,
-    text,
-)
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, Engines, assert_same, serve, teach, text
 from tests.random_models import CHUNK, WINDOW
 
 # In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.
 LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
 # Pieces of a document that is cut where a chunk ends are short.
 SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
-# Texts before the document.
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
 V2 = {"use_kv_cache_manager_v2": True}
 with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
@@ -98,18 +83,15 @@ def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_nam
     assert (output.reused_tokens, output.reuse_reason) == (0, "profile_check_layer")
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------
-
-
 @with_windows
 def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine):
     """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
     llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
     teach(llm, DONOR)
     forget_prefixes(llm)
-    output = serve(llm, DONOR + QUESTION)
-    assert output.reused_tokens >= len(DONOR) // BLOCK * BLOCK
-    assert_same(output, serve(engine.cold(), DONOR + QUESTION))
+    output = serve(llm, DONOR + text(7, 20))
+    assert output.reused_tokens >= len(DONOR) // 16 * 16
+    assert_same(output, serve(engine.cold(), DONOR + text(7, 20)))
 
 
 @with_windows
@@ -127,9 +109,6 @@ def test_what_windows_do_not_allow_is_refused_by_name(engine, options, reason):
     assert (output.reused_tokens, output.reuse_reason) == (0, reason)
 
 
-# -- chunks -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def lower_path(tmp_path_factory):
     return save_tiny_model("llama4_text", tmp_path_factory.mktemp("llama4"), no_rope_layers=[1, 1, 0])
@@ -144,8 +123,7 @@ def lower(lower_path, tmp_path):
 
 
 def moved(engine, early, shift=0, **settings):
-    """What an engine under these settings answers to a document that begins `early` tokens before a chunk's end, and
-    `shift` later in its chunk than in the donor, and what a cold one does."""
+    """Its answer to a document `early` tokens before a chunk's end, `shift` later than in the donor, and a cold one."""
     llm = engine(**SHORT | settings)
     teach(llm, text(1, IN_DONOR - early) + DOCUMENT)
     prompt = text(2, IN_PROMPT - early + shift) + DOCUMENT + text(3, 20)
@@ -156,8 +134,7 @@ def moved(engine, early, shift=0, **settings):
     ("early", "shift", "heads", "is_cold"), [(0, 0, 0, True), (20, 0, 20, True), (20, 0, 19, False), (0, 1, 0, False)]
 )
 def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(lower, early, shift, heads, is_cold):
-    """Where the tokens before it, in its first chunk, are computed, K and V are those of the new text; those of a token
-    more are of another text."""
+    """Where all of the run in its first chunk is computed, K and V are those of the new text."""
     policy = {"POLICY": "epic", "EPIC_TOKENS": heads} if heads else {"POLICY": "position_fix"}
     output, cold = moved(lower, early, shift, **policy)
     if is_cold:
@@ -167,13 +144,6 @@ def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(lower, early, 
     assert output.reused_tokens
     with pytest.raises(AssertionError):
         assert_same(output, cold)
-
-
-def test_queries_are_scaled_by_their_positions_and_not_by_their_rows(lower, monkeypatch):
-    monkeypatch.setattr(sparse_forward._Places, "get_seq_length", lambda self, layer: 0)
-    wrong, cold = moved(lower, 0, POLICY="position_fix")
-    with pytest.raises(AssertionError):
-        assert_same(wrong, cold)
 
 
 def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lower):
@@ -186,9 +156,6 @@ def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lo
 def test_blocks_that_do_not_divide_a_chunk_are_refused(engine):
     with pytest.raises(ConfigurationError, match=r"tokens_per_block 48 does not divide the chunks of 64 tokens"):
         engine(cache={"tokens_per_block": 48})
-
-
-# -- latent rows ------------------------------------------------------------------------------------------------------
 
 
 @with_latent_rows

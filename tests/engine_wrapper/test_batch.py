@@ -1,5 +1,4 @@
-"""Plans that need more rows than one forward may have decide, write and answer what they do in one forward; what is
-divided stays within its rows, in order, and what has to be decided at once stays together."""
+"""Plans that need more rows than one forward may have decide, write and answer what they do in one forward."""
 
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -29,7 +28,6 @@ TERMS = {
     "below a boundary": {"check": SpanCheck(0, largest_share=0.3), "boundary": 2},
     "behind heads": {"check": SpanCheck(1, largest_share=0.25), "head": 4},
 }
-# A hole longer than a part stands in front of the last span.
 LENGTH, SPANS, MAX_ROWS = 90, [(9, 24), (24, 40), (66, 80)], 20
 
 
@@ -40,7 +38,7 @@ def bench(tiny_qwen2_path):
 
 def long_plan(make_plan, terms, request_id=1, **options):
     tokens = tokens_of(LENGTH, request_id)
-    return make_plan(tokens, SPANS, **SIZES, request_id=request_id, **TERMS[terms], **options)
+    return make_plan(tokens, SPANS, request_id=request_id, **TERMS[terms], **options)
 
 
 def place_donor(bench, plan):
@@ -91,7 +89,7 @@ def evidence_over_own_kv(bench, plan):
 
 
 def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench, make_plan):
-    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SAMPLED))
+    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, check=SAMPLED))
     [(sample, layer)] = bench.lowest
     assert layer == 1
     # The first window of each span, every second token behind it, and all that stands between the spans.
@@ -108,7 +106,7 @@ def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench, make_plan):
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)
     tokens, found = tokens_of(LENGTH), []
-    plan, bystander = make_plan(tokens, SPANS, **SIZES, check=check), bench.slice(2, tokens_of(25, seed=8))
+    plan, bystander = make_plan(tokens, SPANS, check=check), bench.slice(2, tokens_of(25, seed=8))
     wanted, kv = bench.cold(tokens, 1)
     other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
     if deviates:
@@ -124,8 +122,7 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan,
         found.append(([*logits, bench.kv(1)[:, :, :, :LENGTH], bench.kv(2)[:, :, :, :25]], bench.evidence))
     (waited, evidence), (speculative, told) = found
     assert all(close(each, other) for each, other in zip(speculative, waited, strict=True))
-    assert told == evidence
-    assert (evidence[0].checked_tokens > 0) == deviates
+    assert (told, evidence[0].checked_tokens > 0) == (evidence, deviates)
 
 
 @pytest.mark.parametrize("keys_per_row", [0, 1])
@@ -134,10 +131,9 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     wanted, kv = bench.cold(tokens, 1)
     other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
     for start, _ in SPANS:
-        # The lowest layer's KV depends on the tokens alone, which are a donor's own.
         kv[1:, :, :, start + 2 : start + 7] = other[1:, :, :, start + 2 : start + 7]
     for check in (SAMPLED, replace(SAMPLED, sample_every=0)):
-        plan = make_plan(tokens, SPANS, **SIZES, check=check)
+        plan = make_plan(tokens, SPANS, check=check)
         for max_rows in (None, MAX_ROWS):
             bench.clear()
             for start, end in SPANS:
@@ -148,7 +144,6 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     (whole, [evidence]), (parts, [in_parts]), (_, [dense]), _ = found
     assert close(parts, whole)
     assert alike([in_parts], [evidence])
-    # Each donor deviates in its tokens 2 to 6: in two windows, whose neighbours are checked with them.
     checked = [min(end - start, 12) for start, end in SPANS]
     assert (evidence.checked_tokens, dense.checked_tokens) == (sum(checked), dense.offered_tokens)
     assert evidence.sampled_tokens > 0
@@ -189,7 +184,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
 ):
     """The decision is a function of the deviations alone, not of the parts: the very same bits."""
     tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
-    options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
+    options = {"exact": {0} if exact else (), **TERMS[terms]}
     plan = make_plan(tokens, spans, prefix_end=85, **options)
     blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
     (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
@@ -240,7 +235,7 @@ def slice_of(make_plan, request_id, terms, begin, length):
     if begin < 12:
         return slice_
     spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
-    options = {**SIZES, **TERMS[terms]}
+    options = {**TERMS[terms]}
     return replace(slice_, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
 
 
@@ -254,7 +249,6 @@ def slice_of(make_plan, request_id, terms, begin, length):
 def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
     slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
     works = works_of(slices, NUM_LAYERS)
-    # What must stay together, and one row behind it.
     max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
     found = micro_batches(works, NUM_LAYERS, max_rows)
     assert all(0 < rows_of(parts) <= max_rows for parts in found)
@@ -267,7 +261,6 @@ def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
             assert joined.tolist() == getattr(work, name).tolist()
         assert sum(part.scheduled for part in own) == work.outputs
         assert all(part.work.outputs == max(1, part.scheduled) for part in own)
-        # What is put out has passed every layer.
         assert all((part.work.drops_at[-part.work.outputs :] == NUM_LAYERS).all() for part in own)
         checks = [checked_positions(part.work).tolist() for part in own if part.work.pending is not None]
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])

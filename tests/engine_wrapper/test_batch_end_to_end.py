@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine_wrapper.embedded import model_runner as runner_module
-from tests.engine_wrapper.serving import (
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    SHIFTED,
-    SOME_KEPT,
-    assert_same,
-    teach,
-    text,
-)
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
 
 UNBOUNDED = 4096
 ASSETS = Path(str(files("validation"))) / "assets"
@@ -25,7 +16,6 @@ COLD = text(7, 130)
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Rows of every forward so far."""
     counted = []
 
     def count(name):
@@ -44,8 +34,6 @@ def rows(monkeypatch):
 
 
 class Serving:
-    """What engines answer that have served DONOR, each under another bound."""
-
     def __init__(self, engine, policy, lose=False, **options):
         self._engine, self._options, self._lose = engine, {"POLICY": policy, **options}, lose
 
@@ -93,14 +81,7 @@ def compare(served, rows, max_num_tokens, *prompts):
         ("epic", (SHIFTED, BEHIND_A_HOLE), 64),
     ],
 )
-def test_plans_run_in_several_forwards_and_come_out_the_same(
-    engine,
-    profile,
-    rows,
-    policy,
-    prompts,
-    max_num_tokens,
-):
+def test_plans_run_in_several_forwards_and_come_out_the_same(engine, profile, rows, policy, prompts, max_num_tokens):
     options = {"PROFILE": profile(check=SOME_KEPT)} if policy == "verified" else {}
     figures = compare(Serving(engine, policy, **options), rows, max_num_tokens, *prompts)
     assert all(each["reused_tokens"] for prompt, each in zip(prompts, figures, strict=True) if prompt is not COLD)

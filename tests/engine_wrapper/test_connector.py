@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
-from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -25,19 +24,9 @@ from tests.semblend_trt.rank_threads import on_ranks
 
 
 class Service:
-    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other.
+    """Scheduler, worker and executor in TensorRT-LLM's order of calls, as one of several `ranks` with its part."""
 
-    As one of several `ranks` it holds their part of the model (`source`), and rank 0's scheduler answers for all.
-    """
-
-    def __init__(
-        self,
-        path,
-        ranks=None,
-        source=None,
-        kv_dtype=torch.float32,
-        **settings,
-    ):
+    def __init__(self, path, ranks=None, source=None, kv_dtype=torch.float32, **settings):
         self.ranks = ranks or Ranks()
         self.args = LlmArgs(path, tensor_parallel_size=self.ranks.size, **settings)
         runtime_for(self.args).ranks = self.ranks
@@ -73,7 +62,6 @@ class Service:
         return logits
 
     def cold(self, request):
-        """The logits of the same prompt without the connector."""
         again = LlmRequest(99, list(request.tokens))
         self.manager.add_sequence(again)
         return self.executor.prefill(again)
@@ -90,17 +78,13 @@ class Service:
 
     def bind(self, **scheduled):
         metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
-        assert isinstance(metadata, SemBlendConnectorMetadata)
         self.worker.bind_connector_meta(metadata)
 
     def asked(self, question):
-        """What rank 0's scheduler answers."""
         return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
 
     def report(self, request_id):
-        report = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
-        assert report is not None
-        return report
+        return self.asked(lambda scheduler: scheduler.reuse_of(request_id))
 
     def close(self):
         if self.scheduler is not None:
@@ -131,11 +115,8 @@ def test_documents_at_other_places_are_reused_and_never_published(service):
     shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
     logits = service.serve(shuffled)
     report = service.report(2)
-    assert report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE.value
-    assert report.offered_tokens == 170
-    assert service.manager.impl.tree == published
-    assert sorted(service.manager.impl.free) == list(range(96))
-    # With the boundary above the last layer everything is computed again: the very logits of a cold run.
+    assert (report.outcome, report.offered_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 170)
+    assert (service.manager.impl.tree, sorted(service.manager.impl.free)) == (published, list(range(96)))
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 
@@ -146,9 +127,9 @@ def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(tiny_qwen2_
     service.check_reuse_from_position_0()
     other = Service(tiny_qwen2_path)
     namespaces = [each.scheduler.namespace for each in (service, other)]
-    assert [each.kv_dtype for each in namespaces if each is not None] == ["float8_e4m3fn", "float32"]
+    assert [each.kv_dtype for each in namespaces] == ["float8_e4m3fn", "float32"]
     scales = hashlib.sha256(repr((KV_SCALE,) * 3).encode()).hexdigest()[:16]
-    assert [each.cache_dtype for each in namespaces if each is not None] == [f"auto+{scales}", "auto"]
+    assert [each.cache_dtype for each in namespaces] == [f"auto+{scales}", "auto"]
     for each in (service, other):
         each.close()
 
@@ -193,7 +174,6 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
     service = Service(tiny_qwen2_path)
     namespace, geometry = service.scheduler.namespace, service.manager.geometry
-    assert namespace is not None
     service.close()
     check = ProfileCheck(layer=1, threshold=1.0)
     made = ReuseProfile.made_for(namespace, geometry, policy="verified", check=check, generations=generations)
@@ -227,10 +207,8 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(ti
     report = service.report(2)
     assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
     assert service.manager.impl.tree == published
-    # Holes need a decoder that computes them.
     service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
-    report = service.report(3)
-    assert report.reason == "hole_needs_wrapper"
+    assert service.report(3).reason == "hole_needs_wrapper"
     service.close()
 
 
@@ -273,9 +251,6 @@ def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch,
     (first, report), (second, _) = on_ranks(2, serve_part)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, atol=1e-3, rtol=0)
-    assert (report.outcome, report.offered_tokens, report.reused_tokens) == (
-        alone.outcome,
-        alone.offered_tokens,
-        alone.reused_tokens,
-    )
+    for name in ("outcome", "offered_tokens", "reused_tokens"):
+        assert getattr(report, name) == getattr(alone, name)
     assert report.reused_tokens == 90 if policy == "position_fix" else 0 < report.reused_tokens < 90

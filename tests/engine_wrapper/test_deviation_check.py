@@ -39,14 +39,7 @@ def lengths(spans):
     holes=st.integers(0, 10),
 )
 def test_a_threshold_against_the_same_token_by_token(
-    spans,
-    threshold,
-    window_threshold,
-    window_tokens,
-    max_span_share,
-    min_saved_share,
-    exact,
-    holes,
+    spans, threshold, window_threshold, window_tokens, max_span_share, min_saved_share, exact, holes
 ):
     check = SpanCheck(
         1,
@@ -71,8 +64,7 @@ def test_a_threshold_against_the_same_token_by_token(
     assert choice.is_dropped == is_dropped
     assert choice.computed.tolist() == ([True] * len(wanted) if is_dropped else wanted)
     kept = [value for value, computed in zip(array(spans).tolist(), choice.computed, strict=True) if not computed]
-    assert choice.kept_tokens == len(kept)
-    assert choice.largest_kept == max(kept, default=0.0)
+    assert (choice.kept_tokens, choice.largest_kept) == (len(kept), max(kept, default=0.0))
     assert choice.largest_kept <= threshold
 
 
@@ -101,7 +93,6 @@ def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_r
     positions = np.cumsum(steps)
     found = closed(computed, positions, keys_per_row)
     assert (found >= computed).all()
-    # A gap that was short is closed whole, a longer one stays as it is.
     bounds = np.flatnonzero(computed).tolist()
     for low, high in itertools.pairwise(bounds):
         gap = high - low - 1
@@ -158,12 +149,7 @@ def test_another_request_has_another_sample():
     data=st.data(),
 )
 def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
-    spans,
-    bad,
-    window_tokens,
-    max_span_share,
-    min_saved_share,
-    data,
+    spans, bad, window_tokens, max_span_share, min_saved_share, data
 ):
     check = SpanCheck(
         1,

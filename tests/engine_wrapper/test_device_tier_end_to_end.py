@@ -1,7 +1,4 @@
-"""The whole path with donors on the card: same answers, and room is made downwards.
-
-The CPU stands in for the card where there is none; where there is one, everything runs on both.
-"""
+"""The whole path with donors on the card, or on the CPU in its place: same answers, and room is made downwards."""
 
 import pytest
 import torch
@@ -60,7 +57,6 @@ def keep(llm, *numbers):
 
 
 def held(llm):
-    """Donors on the device and on the host; catalog and worker must agree on each."""
     store, donors = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
     for donor_id in donors.texts:

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import threading
 from importlib.resources import files
 
 import pytest
@@ -77,7 +78,6 @@ def serve(llm, prompt, params=GREEDY):
 
 
 def ready(llm):
-    """An engine whose donor index knows what lies on disk; the prompt is too short to become a donor."""
     serve(llm, "hello", SamplingParams(max_tokens=1))
     while llm.connector_worker._runtime.disk.found:
         serve(llm, "hello", SamplingParams(max_tokens=1))
@@ -85,7 +85,6 @@ def ready(llm):
 
 
 def events(llm):
-    """Counts of the tier events that reach the donor index from now on."""
     counts, offload = {}, llm.connector_scheduler.donor_index.offload
     offload._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
@@ -96,7 +95,6 @@ def donor_files(path):
 
 
 def reused(llm, numbers=range(3)):
-    """Tokens that each of some questions reuses."""
     return [serve(llm, second(number)).reused_tokens for number in numbers]
 
 
@@ -133,8 +131,7 @@ def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     counts = events(restarted)
     assert reused(restarted) == [0, 0, 0]
     assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
-    assert donor_files(tmp_path) == []
-    assert len(restarted.connector_scheduler.donor_index.catalog) == 0
+    assert (donor_files(tmp_path), len(restarted.connector_scheduler.donor_index.catalog)) == ([], 0)
 
 
 @pytest.mark.parametrize("hindrance", ["key for all", "path of a file"])
@@ -157,8 +154,7 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     shutil.rmtree(tmp_path / FOLDER)
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
-    assert counts == {"write_failed": 1}
-    assert donor_files(tmp_path) == []
+    assert (counts, donor_files(tmp_path)) == ({"write_failed": 1}, [])
 
 
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):
@@ -220,8 +216,6 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
 
 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
-    import threading
-
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):
         real = getattr(os, name)

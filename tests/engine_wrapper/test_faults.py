@@ -23,7 +23,6 @@ POOL_TOKENS, ANSWER = 2048, SamplingParams(max_tokens=8)
 LISTS = [stock_list(random.Random(seed), rows=12) for seed in range(3)]
 DONOR, *OTHERS = (render("Answer briefly.", [one.text for one in LISTS], each.questions[1].text) for each in LISTS)
 SERVE_AND_DIE = "import sys; from tests.engine_wrapper.test_faults import serve_and_die; serve_and_die(*sys.argv[1:])"
-# Nothing listens at a reserved port.
 NO_SERVER = "nats://127.0.0.1:1"
 MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
@@ -39,7 +38,6 @@ def engine(runner, folder=None, **variables):
 
 
 def serve(llm, prompt):
-    """Serves a prompt without the engine's own prefix cache, and waits for its save and for transfers."""
     evict_prefixes(llm)
     (output,) = llm.generate([prompt], ANSWER)
     drain(llm)

@@ -1,5 +1,4 @@
-"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes.
-K and V of heads, and latent rows (MLA)."""
+"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes."""
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
 from tests.engine_wrapper.embedded_llm import geometry_of
-from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, load, tokens_of
+from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.serving import (
     BLOCK,
     DOCUMENT,
@@ -29,6 +28,7 @@ from tests.engine_wrapper.serving import (
     SHIFTED,
     Engines,
     assert_same,
+    cases_of,
     logits_of,
     serve,
     teach,
@@ -39,16 +39,13 @@ from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
 from tests.kernels.builders import FP8, error_of
-from validation.families.catalog import write_family
 from validation.models import PROFILE_NAME, shipped_model
-from validation.prompts import form_for
 
 BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 # K and V of heads, and latent rows, of whose channels the last ones turn.
 FORMS, LATENT_CHANNELS = ("qwen2", "deepseek_v3"), 512
 # Half a unit in the last of three bits of mantissa, for the donor's rounding and for that of the moved key.
 TWO_ROUNDINGS = 2 * 2**-4
-# Where the document stands in SHIFTED.
 PLACES = range(len(OTHER_INSTRUCTION), len(OTHER_INSTRUCTION) + len(DOCUMENT))
 
 
@@ -80,9 +77,6 @@ def any_engine(request, tiny_model_paths, tmp_path):
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
     yield engines
     engines.shutdown()
-
-
-# -- what is stored is what is read -----------------------------------------------------------------------------------
 
 
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
@@ -170,9 +164,6 @@ def by_place(kv):
     return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
@@ -183,10 +174,9 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     logits, kv = bench.cold(tokens)
     bench.place(1, kv, 5, 45)
     check = SpanCheck(layer, 0.0, sample_every=every)
-    output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check, **SIZES)))[0]
+    output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check)))[0]
     (evidence,) = bench.evidence
-    assert (evidence.largest_kept, evidence.is_dropped) == (0.0, False)
-    assert evidence.recomputed_tokens == 0
+    assert (evidence.largest_kept, evidence.is_dropped, evidence.recomputed_tokens) == (0.0, False, 0)
     assert error_of(output, logits[45:]) < 1e-5
     assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
 
@@ -202,16 +192,7 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(engine, profile, check
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
-# -- on the shipped model ---------------------------------------------------------------------------------------------
-
 GROUPS, TOKENS = 6, 700
-
-
-def cases_of(llm, family):
-    def count(words):
-        return len(llm.tokenizer.encode(words, add_special_tokens=False))
-
-    return write_family(family, form_for(llm.tokenizer), count, 3, GROUPS, 1, TOKENS)
 
 
 def answers(llm, cases):
@@ -243,7 +224,6 @@ def rebound(shipped, tmp_path, trial):
 
     def write(**changes):
         found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), shipped().connector_scheduler.namespace
-        assert found.check is not None
         own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
         fields = {"namespace": {**found.namespace, **own}, "check": found.check.model_copy(update=changes)}
         found.model_copy(update=fields).write(tmp_path / "fp8.json")
@@ -258,7 +238,7 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
-    cases = cases_of(cold, family)
+    cases = cases_of(cold.tokenizer, family)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
@@ -268,7 +248,7 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
 def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, cases_of(llm, "reordered"))
+    right, _, reused = answers(llm, cases_of(llm.tokenizer, "reordered"))
     assert right == GROUPS
     assert reused > 0.2 * GROUPS * TOKENS
 
@@ -283,9 +263,6 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
     assert "KV dtype" in differences
     assert "float8_e4m3fn" in differences
-
-
-# -- tiers, and what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])

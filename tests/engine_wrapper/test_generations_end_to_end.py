@@ -44,7 +44,6 @@ def verified(engine, runner, tmp_path):
 
     def build(generations, **settings):
         shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
-        assert shipped is not None
         ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
         return engine(cache={"tokens_per_block": 32}, model=shipped_model(), runner=runner, PROFILE=path, **settings)
 
@@ -75,13 +74,7 @@ def generations_of(llm):
     ],
 )
 def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
-    engine,
-    cold,
-    verified,
-    allowed,
-    contract,
-    reused,
-    kept,
+    engine, cold, verified, allowed, contract, reused, kept
 ):
     llm = verified(allowed, contract=contract)
     outputs = [serve(llm, prompt) for prompt in PROMPTS]
@@ -97,7 +90,6 @@ def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(cold, v
     llm = verified(1)
     first, again = [serve(llm, prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[1])][1:]
     assert generations_of(llm) == [1]
-    # The engine's own prefix cache holds nothing behind the instruction, and the donor is no exact prefix either.
     assert max(first.cached_tokens, again.cached_tokens) < 8
     report = llm.connector_scheduler.reuse_of(again.request_id)
     assert again.reused_tokens > first.reused_tokens
@@ -142,7 +134,6 @@ def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified,
         serve(llm, prompt)
     llm.shutdown()
     restarted = verified(allowed, MIN_DONOR_TOKENS=4096, **disk)
-    # The first request that would use it has it read back.
     outputs = [serve(restarted, prompt) for prompt in ("hello", "hello", prompt_of(8, SHOWN[2]), PROMPTS[2])]
     assert generations_of(restarted) == [1]
     assert (outputs[-1].reused_tokens > 100) == (allowed > 0)

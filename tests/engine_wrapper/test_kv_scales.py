@@ -40,8 +40,7 @@ def test_kv_of_other_scales_is_of_another_namespace(cache_dtype):
     assert told != described_dtype(cache_dtype, {**layers, "model.layers.1": attention(0.25, 1.5)})
     # An expert holds no cache, and before the model is loaded no layer is known.
     assert told == described_dtype(cache_dtype, {**layers, "model.layers.0.experts": SimpleNamespace()})
-    assert described_dtype(cache_dtype, {}) == "fp8_e4m3"
-    assert described_dtype("auto", layers) == "auto"
+    assert (described_dtype(cache_dtype, {}), described_dtype("auto", layers)) == ("fp8_e4m3", "auto")
 
 
 @pytest.mark.parametrize(

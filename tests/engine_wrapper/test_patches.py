@@ -1,7 +1,5 @@
 """A changed method of an engine does what it did, is changed once, and is left as it was found."""
 
-from typing import Any
-
 import pytest
 
 from engine_wrapper.patches import AlreadyPatchedError, replace_method, replaced_method, watch_method
@@ -15,15 +13,14 @@ class Owner:
 
 
 def test_the_result_and_the_error_are_the_owners_and_both_are_noticed():
-    owner, seen = Owner(), list[Any]()
+    owner, seen = Owner(), []
     undo = watch_method(owner, "double", lambda *found: seen.append(found))
     assert owner.double(4) == 8
     with pytest.raises(ValueError, match="it fails"):
         owner.double(5, fails=True)
     assert seen == [(8, 4), (None, 5)]
     undo()
-    assert owner.double(6) == 12
-    assert len(seen) == 2
+    assert (owner.double(6), len(seen)) == (12, 2)
     assert not vars(owner)
 
 

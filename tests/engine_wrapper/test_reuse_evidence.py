@@ -1,5 +1,4 @@
-"""A request's output, the report, the audit log and the metrics agree on what was reused; a reuse profile decides what
-may be reused on the engine that it was made for."""
+"""Output, report, audit log and metrics agree on what was reused; a reuse profile decides what may be."""
 
 import hashlib
 import json
@@ -10,20 +9,17 @@ from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import (
-    DOCUMENT,
     DONOR,
     NONE_KEPT,
     NONE_SAMPLED,
     SHIFTED,
     SOME_KEPT,
     Engines,
+    cases_of,
     serve,
     teach,
-    text,
 )
-from validation.families.catalog import write_family
 from validation.models import PROFILE_NAME, shipped_model
-from validation.prompts import form_for
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 
@@ -54,7 +50,7 @@ def test_without_a_profile_only_identical_text_from_the_start_is_reused(shifted)
     llm, output = shifted()
     assert (output.reused_tokens, output.reuse_outcome) == (0, "backend_declined_reuse")
     assert output.reuse_reason == "no_profile"
-    assert serve(llm, text(7, 300)).reuse_reason == "no_donor_match"
+    assert serve(llm, list(range(200))).reuse_reason == "no_donor_match"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def test_evidence_that_never_arrives_is_said_to_be_unknown(engine, profile):
 
 def test_evidence_of_ended_requests_is_dropped(shifted, profile):
     llm, _ = shifted(PROFILE=profile(check=SOME_KEPT))
-    serve(llm, DOCUMENT)
+    serve(llm, [1, 2, 3])
     assert not llm.connector_scheduler._runtime.evidence
     assert len(llm.connector_scheduler._requests) == 0
 
@@ -199,8 +195,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, h
         changed.write(path)
     engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
-    form, count = form_for(cold.tokenizer), lambda words: len(cold.tokenizer.encode(words, add_special_tokens=False))
-    cases = write_family("header_trap", form, count, 3, 4, 1, 700)
+    cases = cases_of(cold.tokenizer, "header_trap", groups=4)
     for case in cases:
         teach(llm, *case.donors)
     for case in cases:

@@ -101,17 +101,14 @@ def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
         owners = scheduler, scheduler._profiles, index, index.catalog, index.texts, index.texts.spans, index.offload
         kept.append([sizes(each) for each in owners])
     assert len(index.texts.spans._donors) == len(index.texts.spans._namespaces) == 4
-    # From the fifth on every salt leaves the engine as it found it.
     assert kept[-1] == kept[5]
 
 
 @pytest.mark.parametrize(
     ("settings", "reused", "reason"),
     [
-        # 200 of the 293 tokens that the engine lacks.
         ({"MIN_REUSE_RATIO": 0.68}, 200, None),
         ({"MIN_REUSE_RATIO": 0.69}, 0, "low_reuse"),
-        # The shortest run that is reused.
         ({"MIN_SPAN": 200}, 200, None),
         ({"MIN_SPAN": 201}, 0, "no_donor_match"),
     ],

@@ -1,5 +1,4 @@
-"""The sparse forward equals Hugging Face's own wherever nothing approximate is used; in checked plans what differs is
-computed, and nothing else."""
+"""The sparse forward equals Hugging Face's own wherever nothing approximate is used."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,17 +17,7 @@ from kernels.sparse_prefill import SequenceRows
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from tests.conftest import FAMILIES, MIXTURES
-from tests.engine_wrapper.forward_bench import (
-    BLOCK_SIZE,
-    DEVICE,
-    KEEP_ALL,
-    NUM_LAYERS,
-    SIZES,
-    Bench,
-    close,
-    load,
-    tokens_of,
-)
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
 from tests.kernels.builders import FP8
 
 FREE, TURNING, BLOCK, LAYERS = 12, 6, 4, 2
@@ -54,9 +43,6 @@ def bench(benches):
     return bench
 
 
-# -- without plans ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])
 def test_a_prompt_equals_the_plain_forward(family_bench, length):
     tokens = tokens_of(length)
@@ -75,7 +61,6 @@ def test_a_batch_equals_single_runs(family_bench):
 def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
     first, second = tokens_of(50, 1), tokens_of(40, 2)
     family_bench.run(family_bench.slice(2, second, 0, 37))
-    # Chunks of one request run beside decode steps of another.
     parts, decoded = [], []
     for step, (begin, end) in enumerate([(0, 13), (13, 32), (32, 33)]):
         chunk, step_logits = family_bench.run(
@@ -109,9 +94,6 @@ def test_the_model_itself_still_runs_plainly(tiny_model_paths, family_bench):
     assert generated[0, 20] == wanted[-1].argmax()
 
 
-# -- with plans -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
 @pytest.mark.parametrize("spans", [[(0, 24)], [(5, 17), (17, 23), (30, 41)], [(8, 40)]])
 def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_plan, boundary, spans):
@@ -120,7 +102,7 @@ def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_pl
     logits, kv = bench.cold(tokens)
     for start, end in spans:
         bench.place(1, kv, start, end)
-    plan = make_plan(tokens, spans, boundary=boundary, **SIZES)
+    plan = make_plan(tokens, spans, boundary=boundary)
     assert close(bench.run(bench.planned(plan))[0], logits[plan.prefix_end :])
     assert close(bench.kv(1, 50), kv[:, :, :, :50])
 
@@ -128,7 +110,7 @@ def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_pl
 @pytest.mark.parametrize("boundary", [1, NUM_LAYERS])
 def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(bench, make_plan, boundary):
     tokens = tokens_of(50)
-    plan = make_plan(tokens, [(3, 40)], boundary=boundary, **SIZES)
+    plan = make_plan(tokens, [(3, 40)], boundary=boundary)
     if boundary < NUM_LAYERS:
         plan = plan.without_spans("donor_unavailable")
     assert close(bench.run(bench.planned(plan))[0], bench.reference(tokens)[40:])
@@ -140,7 +122,7 @@ def test_donor_kv_stays_from_the_boundary_on(bench, make_plan, boundary):
     tokens = tokens_of(50)
     (cold, own), (_, donor) = bench.cold(tokens), bench.cold(tokens_of(50, seed=9))
     bench.place(1, donor, 4, 40)
-    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=boundary, **SIZES)))[0]
+    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=boundary)))[0]
     kv = bench.kv(1)[:, :, :, 4:40]
     assert boundary == 0 or close(kv[:boundary], own[:boundary, :, :, 4:40])
     assert torch.equal(kv[boundary:], donor[boundary:, :, :, 4:40])
@@ -158,7 +140,7 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     if "check" in terms:
         donor[:, :, :, 33] *= 2
     bench.place(1, donor, 26, 48)
-    plan = make_plan(tokens, [(8, 24), (26, 48)], num_computed=8, exact={0}, **terms, **SIZES)
+    plan = make_plan(tokens, [(8, 24), (26, 48)], num_computed=8, exact={0}, **terms)
     assert close(bench.run(bench.planned(plan))[0], logits[48:])
     assert torch.equal(bench.kv(1, 24), exact)
     assert bench.evidence == [
@@ -171,7 +153,7 @@ def test_heads_are_computed_without_a_check(bench, make_plan):
     logits, donor = bench.cold(tokens)
     donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
     bench.place(1, donor, 4, 40)
-    assert close(bench.run(bench.planned(make_plan(tokens, [(4, 20), (20, 40)], head=3, **SIZES)))[0], logits[40:])
+    assert close(bench.run(bench.planned(make_plan(tokens, [(4, 20), (20, 40)], head=3)))[0], logits[40:])
     assert bench.evidence == []
 
 
@@ -205,7 +187,7 @@ def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, fa
     tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]))
     bench.place(1, bench.cold(tokens)[1], 5, 40)
     with rows_by_layer(bench.model, part) as counts:
-        bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary, **SIZES)))
+        bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary)))
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
@@ -225,13 +207,10 @@ def test_hooks_surround_every_layer(tiny_qwen2_path):
 def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
     tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16))
     half.place(1, half.cold(tokens)[1], 5, 40)
-    logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1, **SIZES)))[0]
+    logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1)))[0]
     reference = half.reference(tokens)[40:]
     assert logits.dtype == torch.float32
     assert (logits - reference).norm() <= 0.05 * reference.norm()
-
-
-# -- with checks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
@@ -240,7 +219,7 @@ def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan
     tokens = tokens_of(50)
     logits, kv = bench.cold(tokens)
     bench.place(1, bench.cold(tokens_of(50, seed=9))[1], 4, 40)
-    plan = make_plan(tokens, [(4, 20), (22, 40)], check=SpanCheck(layer, 0.0), boundary=boundary, **SIZES)
+    plan = make_plan(tokens, [(4, 20), (22, 40)], check=SpanCheck(layer, 0.0), boundary=boundary)
     assert close(bench.run(bench.planned(plan))[0], logits[40:])
     assert close(bench.kv(1, 50), kv[:, :, :, :50])
     assert bench.evidence == [CheckEvidence(1, 34, 34, 0, 34, 0.0, is_dropped=True)]
@@ -253,10 +232,10 @@ def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench, make_plan, la
     cold_logits, own = bench.cold(tokens)
     donor = bench.cold(tokens_of(50, seed=9))[1]
     bench.place(1, torch.cat([own[: layer + 1], donor[layer + 1 :]]), 4, 40)
-    wanted = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=layer, **SIZES)))[0]
+    wanted = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=layer)))[0]
     bench.clear()
     bench.place(1, donor, 4, 40)
-    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], check=SpanCheck(layer, KEEP_ALL), **SIZES)))[0]
+    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], check=SpanCheck(layer, 1e30))))[0]
     assert close(logits, wanted)
     assert layer == NUM_LAYERS - 1 or not close(logits, cold_logits[40:])
     kv = bench.kv(1)[:, :, :, 4:40]
@@ -277,7 +256,7 @@ def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, la
     donor[layer, kind, :, planted] *= 3
     donor[layer + 1 :, :, :, planted] = float("nan")
     bench.place(1, donor, 5, 45)
-    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(layer, 0.1), **SIZES)
+    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(layer, 0.1))
     assert close(bench.run(bench.planned(plan))[0], logits[45:])
     assert close(bench.kv(1, 60), own[:, :, :, :60])
     (evidence,) = bench.evidence
@@ -295,7 +274,7 @@ def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(bench, make_plan
     donor[1, :, :, planted] *= 3
     donor[2:, :, :, planted + between] = float("nan")
     bench.place(1, donor, 5, 45)
-    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(1, 0.1), **SIZES)
+    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(1, 0.1))
     assert close(bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=3)[0], logits[45:])
     assert close(bench.kv(1, 60), own[:, :, :, :60])
     (evidence,) = bench.evidence
@@ -313,11 +292,9 @@ def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(family_ben
         bench.place(request_id, donor, start, end)
     bench.place(2, cold[2][1], 0, 16)
     bench.place(4, cold[4][1], 0, 32)
-    first = make_plan(prompts[1], [(5, 31)], check=SpanCheck(2, 0.1), **SIZES)
-    second = make_plan(
-        prompts[2], [(20, 48)], request_id=2, num_computed=16, check=SpanCheck(1, 0.1), boundary=2, **SIZES
-    )
-    third = make_plan(prompts[3], [(0, 16)], request_id=3, boundary=1, **SIZES)
+    first = make_plan(prompts[1], [(5, 31)], check=SpanCheck(2, 0.1))
+    second = make_plan(prompts[2], [(20, 48)], request_id=2, num_computed=16, check=SpanCheck(1, 0.1), boundary=2)
+    third = make_plan(prompts[3], [(0, 16)], request_id=3, boundary=1)
     logits = bench.run(
         bench.planned(first), bench.slice(4, prompts[4], 32, 33), bench.planned(second, end=57), bench.planned(third)
     )
@@ -334,7 +311,7 @@ def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret)
     plain, kernels = (Bench(load(tiny_qwen3_path)) for _ in range(2))
     donor, other = plain.cold(tokens)[1], plain.cold(tokens_of(44, seed=3))[1]
     donor[:, :, :, 18:27] = other[:, :, :, 18:27]
-    plan = make_plan(tokens, [(5, 20), (22, 40)], check=SpanCheck(1, 0.2), **SIZES)
+    plan = make_plan(tokens, [(5, 20), (22, 40)], check=SpanCheck(1, 0.2))
     plain.place(1, donor, 5, 40)
     kernels.place(1, donor, 5, 40)
     wanted = plain.run(plain.planned(plan))[0]
@@ -345,9 +322,6 @@ def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret)
     (found,), (expected,) = kernels.evidence, plain.evidence
     assert expected.recomputed_tokens == 7
     assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
-
-
-# -- latent attention --------------------------------------------------------------------------------------------------
 
 
 def parts(tokens, seed):
@@ -368,10 +342,9 @@ def test_a_version_that_caches_every_head_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
 def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype):
-    """Two sequences, the first in two chunks; of no other block, and of what is not written, anything comes back. In
-    e4m3 it is what the pool can hold."""
+    """Two sequences, the first in two chunks; in e4m3 it is what the pool can hold."""
     pool = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")).to(dtype)
-    watched = list[torch.Tensor]()
+    watched = []
     first, second = parts(10, 1), parts(5, 2)
     first[0][0, 0, 3, 1] = 1e4 if dtype is FP8 else 1.0
 

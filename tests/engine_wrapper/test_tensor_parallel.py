@@ -26,7 +26,6 @@ def alone(model, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def told(request, model, tmp_path_factory):
-    """What each rank of an engine of so many saw."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine_wrapper.rank_life"])
@@ -42,7 +41,6 @@ def told(request, model, tmp_path_factory):
 
 
 def alike(told, name):
-    """What all ranks tell of one scenario."""
     assert all(each[name] == told[0][name] for each in told)
     return told[0][name]
 
@@ -56,10 +54,8 @@ def test_each_rank_keeps_and_places_its_own_heads(told, alone):
     ours = alike(told, "shifted")
     assert ours["shifted"] == alone["shifted"]["shifted"]
     assert (ours["shifted"]["reused"], ours["shifted"]["computed"]) == (200, len(SHIFTED) - 200)
-    # The second donor is what a shifted prompt has before its document.
     for our_heads, their_heads in zip(ours["held"], alone["shifted"]["held"], strict=True):
-        assert our_heads == pytest.approx(their_heads, rel=1e-6)
-        assert len(set(our_heads)) == 4
+        assert (our_heads, len(set(our_heads))) == (pytest.approx(their_heads, rel=1e-6), 4)
 
 
 def test_a_check_decides_once_over_all_heads(told, alone):
@@ -82,8 +78,7 @@ def test_donors_are_evicted_on_every_rank(told, alone):
 
 def test_the_stock_connector_serves_identical_beginnings(told, alone):
     ours = alike(told, "prefix")
-    assert ours == alone["prefix"]
-    assert ours["told"]["reused"] == 180
+    assert (ours, ours["told"]["reused"]) == (alone["prefix"], 180)
 
 
 def test_sampled_answers_agree_without_a_seed(told):
@@ -94,8 +89,7 @@ def test_a_donor_that_one_rank_could_not_save_is_never_found(told, alone):
     ours = alike(told, "save_fails")
     assert not any(ours["held"])
     assert (ours["second"]["tokens"], ours["second"]["reused"]) == (alone["cold"]["tokens"][1], 0)
-    assert ours["third"]["reused"] == 200
-    assert ours["leaked"] == 0
+    assert (ours["third"]["reused"], ours["leaked"]) == (200, 0)
 
 
 def test_a_load_that_fails_on_one_rank_is_used_on_none(told, alone):

@@ -8,18 +8,7 @@ from torch import nn
 
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from tests.engine_wrapper.serving import (
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    PREFILL,
-    SHIFTED,
-    SOME_KEPT,
-    logits_of,
-    serve,
-    teach,
-    text,
-)
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, PREFILL, SHIFTED, SOME_KEPT, logits_of, serve, teach, text
 
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True, return_generation_logits=True)
 
@@ -103,9 +92,9 @@ def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(e
         llm.reset_prefix_cache()
         teach(llm, DONOR)
         llm.reset_prefix_cache()
-        reused.append(serve(llm, SHIFTED, GREEDY).reused_tokens)
+        reused.append(serve(llm, SHIFTED).reused_tokens)
         llm.reset_prefix_cache()
-        reused.append(serve(llm, [*DONOR, 7], GREEDY).reused_tokens)
+        reused.append(serve(llm, [*DONOR, 7]).reused_tokens)
         model.load_state_dict(first)
     assert reused[0] == 0 < reused[1]
     assert 0 < reused[2] <= len(DOCUMENT)

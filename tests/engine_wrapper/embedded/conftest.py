@@ -1,7 +1,5 @@
 """A connector that records every call, engines to run it in, and helpers of their tests."""
 
-from __future__ import annotations
-
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,14 +37,12 @@ def form(contract, groups, **fields):
 
 
 def forget_prefixes(llm):
-    """Empties the reuse tree, so that only donors know what was served."""
     manager = llm.block_manager
     while (block := manager._tree.evict()) is not None:
         manager._free.append(block)
 
 
 def teach(llm, tokens, **options):
-    """Serves `tokens` once, after which only donors know them."""
     llm.generate([tokens], TWO, **options)
     llm.settle()
     forget_prefixes(llm)
@@ -63,7 +59,6 @@ def teach_recorded(llm, record, tokens):
 
 @contextmanager
 def fails_once(owner, name):
-    """The next call of `owner`'s method raises."""
     sound, calls = getattr(owner, name), []
 
     def broken(*arguments):
@@ -80,8 +75,7 @@ def fails_once(owner, name):
 
 @dataclass
 class Record:
-    """What both halves of one connector share: the record of calls, donors by their tokens, and how to behave. With
-    `saves`, requests are saved that came to their end; with `saves_any`, those cut short as well."""
+    """What both halves share; `saves` has requests saved that came to their end, `saves_any` others too."""
 
     calls: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
@@ -228,7 +222,6 @@ def runner(tiny_qwen2_path):
 
 @pytest.fixture
 def make_llm(tiny_qwen2_path, runner):
-    """Builds engines over shared weights, and shuts them down."""
     engines = []
 
     def make(scheduler=None, worker="RecordingWorker", *, module=__name__, cache=None, **fields):
@@ -248,8 +241,6 @@ def make_llm(tiny_qwen2_path, runner):
 
 @pytest.fixture
 def make_recorded_llm(make_llm):
-    """An engine with the recording connector, and its record."""
-
     def make(**fields):
         llm = make_llm("RecordingScheduler", **fields)
         return llm, record_of(llm.llm_args)
@@ -259,5 +250,4 @@ def make_recorded_llm(make_llm):
 
 @pytest.fixture
 def cold(make_llm):
-    """The answers of an engine that reuses nothing."""
     return lambda prompts, params=SIX: answers(make_llm(cache={"enable_block_reuse": False}).generate(prompts, params))

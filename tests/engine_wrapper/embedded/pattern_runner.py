@@ -1,8 +1,4 @@
-"""A model runner that computes nothing: the KV that it writes says whose it is, so that a stale byte shows.
-
-A row's number is a hash of its token, of the rows before it, and of their owner. It is written to every channel of the
-row's K and V, and the next token follows from it.
-"""
+"""A model runner whose rows hold a hash of their tokens and their owner, so that a stale byte shows."""
 
 import zlib
 
@@ -41,21 +37,13 @@ def token_after(number):
 
 
 class Rows:
-    """One request's rows: their `numbers`, and whether each was moved from another position.
-
-    `is_cold`: a cold run would hold the same. The answer begins at `prompt_len`.
-    """
+    """One request's rows; `moved` says of each whether it is from another position, `is_cold` that none is."""
 
     def __init__(self, numbers, prompt_len):
         self.numbers = numbers
         self.moved = [False] * len(numbers)
         self.is_cold = True
-        self._prompt_len = prompt_len
-
-    def check_answer(self, tokens):
-        """Raises AssertionError where a token of the answer does not follow from the row before it."""
-        for position in range(self._prompt_len, len(tokens)):
-            assert tokens[position] == token_after(self.numbers[position - 1]), "an answer of another request's KV"
+        self.prompt_len = prompt_len
 
     def place(self, numbers, *, moved):
         self.numbers.extend(numbers)
@@ -67,12 +55,7 @@ class Rows:
 
 
 class PatternRunner(ModelRunner):
-    """Writes the numbers of computed rows, and refuses to run on rows that hold others.
-
-    `requests` holds all requests by id, those of donors included. With `fails_behind`, from 0.0 to below 1.0, the next
-    forward computes that share of its requests and then fails. `wrong_tokens` counts tokens that are wrong, or whose KV
-    is.
-    """
+    """Writes the numbers of computed rows; with `fails_behind` the next forward fails after that share of requests."""
 
     def attach_pool(self, pool, geometry, max_rows=None):
         self.view = pool_view(pool, geometry)
@@ -113,12 +96,11 @@ class PatternRunner(ModelRunner):
         self._compare(kv.permute(3, 0, 1, 2, 4), numbers, [False] * tokens)
 
     def check_answer(self, rows, tokens):
-        """As `Rows.check_answer`, and counts a wrong token."""
-        try:
-            rows.check_answer(tokens)
-        except AssertionError:
-            self.wrong_tokens += 1
-            raise
+        """Counts a token of the answer that does not follow from the row before it, and raises AssertionError."""
+        for position in range(rows.prompt_len, len(tokens)):
+            if tokens[position] != token_after(rows.numbers[position - 1]):
+                self.wrong_tokens += 1
+                raise AssertionError("an answer of another request's KV")
 
     def _compare(self, rows, numbers, moved):
         """`rows`: [tokens, layers, 2, kv_heads, head_dim]."""
@@ -135,7 +117,6 @@ class PatternRunner(ModelRunner):
                 raise AssertionError(f"{name} holds stale bytes")
 
     def _begin(self, request, part):
-        """Notes the request's rows before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
             self.check_answer(paused, request.all_tokens)
@@ -151,7 +132,6 @@ class PatternRunner(ModelRunner):
             self._fill(rows, request, plan, part.block_ids)
 
     def _fill(self, rows, request, plan, block_ids):
-        """Computes the plan's holes, and notes what its spans must hold."""
         for span in plan.spans:
             self._fill_hole(rows, request, span.target_start, block_ids)
             rows.place(self._donated(request, span), moved=span.shift != 0)

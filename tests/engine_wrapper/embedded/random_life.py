@@ -1,10 +1,4 @@
-"""Random lives of engines, with what must hold at any time: no stale byte is served and nothing is leaked.
-
-A life has admissions, aborts, pauses and evictions; that of an engine with habits of TensorRT-LLM's versions has
-forwards that fail and saves that lag behind, too. KV carries a pattern that says whose it is.
-"""
-
-from __future__ import annotations
+"""Random lives of engines, in which no stale byte may be served and nothing may leak."""
 
 import logging
 import random
@@ -12,7 +6,6 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
 
 from engine_wrapper.embedded.connector_manager import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
@@ -39,9 +32,7 @@ SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of engine. With the `wrapper` text is reused at any position, from all tiers; without it from position 0,
-    from host memory. In a `rough` life requests that run together begin alike, saves lag behind the iterations, and
-    forwards fail where the version survives that."""
+    """A kind of engine; in a `rough` life prompts begin alike, saves lag, and forwards fail where that is survived."""
 
     contract: str
     v2: bool
@@ -50,7 +41,7 @@ class Case:
     rough: bool = False
     block_reuse: bool = True
     transceiver: bool = False
-    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
+    attn_backend: str = "TRTLLM"
 
     @property
     def name(self):
@@ -109,7 +100,7 @@ def random_life(case, folder):
     model = random_model("qwen2")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    pattern = cast("PatternRunner", PatternRunner.from_model(model, folder))
+    pattern = PatternRunner.from_model(model, folder)
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     variables = {
@@ -157,20 +148,16 @@ def random_life(case, folder):
 
 
 class SaverGate:
-    """Blocks the thread that saves, so that saves lag behind the iterations."""
-
     def __init__(self, worker):
         self._worker = worker
         self._opened = None
 
     def close(self):
-        """Blocks all saves that begin from now on, where there are any."""
         if self._opened is None and self._worker.saver is not None:
             self._opened = threading.Event()
             self._worker.saver._thread.submit(self._opened.wait)
 
     def open(self):
-        """Lets the blocked saves go on, and waits for their end."""
         if self._opened is not None:
             self._opened.set()
             self._opened = None
@@ -178,11 +165,7 @@ class SaverGate:
 
 
 class Life:
-    """One engine, random requests to it, and what must hold at any time.
-
-    `counts` tells what happened, `steps` without a fault among it. `step` and `quiet` raise AssertionError where
-    something does not hold, when `leaked_blocks` were lost.
-    """
+    """One engine and random requests to it; `counts` says what happened."""
 
     def __init__(self, llm, case):
         self.counts = Counter()
@@ -190,11 +173,10 @@ class Life:
         self._case = case
         self.leaked_blocks = 0
         self._executor = llm.executor
-        self._runner = cast("PatternRunner", llm.executor.model_runner)
+        self._runner = llm.executor.model_runner
         self._texts = [self._tokens(TEXT_TOKENS) for _ in range(TEXTS)]
         self._live = []
         self.gate = SaverGate(llm.connector_worker)
-        # Blocks of the requests whose save began behind the closed gate that the engine freed at once.
         self._freed = {}
         self._watch_pins()
 
@@ -204,7 +186,6 @@ class Life:
         return self._runner.wrong_tokens
 
     def step(self):
-        """One random action."""
         if self._case.rough:
             self._roughen()
         action = self._random.random()
@@ -229,7 +210,6 @@ class Life:
         self.counts["steps"] = number
 
     def let_saves_go_on(self):
-        """Opens the gate, and counts what has gathered behind it."""
         behind = self._executor.pending_transfers
         self.counts["saves_behind"] += len(behind)
         self.counts["saves_together"] += len(behind) > 1
@@ -244,7 +224,6 @@ class Life:
         try:
             self._llm.run_until(lambda: all(request.is_finished for request in self._live))
         except SemBlendError:
-            # Where blocks are lost, requests may wait for them for ever.
             for request in self._live:
                 self._executor.abort(request)
             self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
@@ -270,8 +249,6 @@ class Life:
         if scheduler.donor_index is not None:
             stats = scheduler.donor_index.catalog.stats()
             assert (stats.leases, stats.saving) == (0, 0)
-            for name in ("evicted", "offloaded", "released", "promoted", "fetched"):
-                self.counts[f"donors_{name}"] = getattr(stats, name)
         self._check_donors()
         self.counts["starts_again"] = self._runner.started_again
         self.counts["failed_forwards"] = self._runner.failed_forwards
@@ -282,7 +259,6 @@ class Life:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
     def _roughen(self):
-        """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
         if self._random.random() < SAVES_GO_ON:
             self.let_saves_go_on()
         self.gate.close()
@@ -314,7 +290,6 @@ class Life:
             self._enqueue(shared + self._tokens(self._random.choice((0, 0, 3))), request)
 
     def _enqueue(self, tokens, like=None):
-        """A new request, of the same tenant as `like`."""
         request = LlmRequest(
             self.counts["admissions"] + 1,
             tokens,
@@ -330,7 +305,6 @@ class Life:
         return request
 
     def _evict(self):
-        """Evicts blocks of the engine's prefix cache, as other prompts would."""
         for _ in range(self._random.randrange(1, 30)):
             self.counts["evictions"] += evict_block(self._llm)
 
@@ -348,7 +322,6 @@ class Life:
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
 
     def _check_tree(self):
-        """Checks that every block of the prefix cache holds what a cold run would have written."""
         for key, node in self._llm.block_manager._tree.walk():
             tokens = ()
             step = node
@@ -359,7 +332,6 @@ class Life:
             self.counts["published_blocks_checked"] += 1
 
     def _check_donors(self):
-        """Checks that donors in memory hold what their requests' rows held."""
         store = self._llm.connector_worker.store
         if store is None:
             return

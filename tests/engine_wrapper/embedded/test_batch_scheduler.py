@@ -108,8 +108,7 @@ def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     line_up(engine.waiting, request(5, 3, 1))
     line_up(engine.waiting, request(2, 3, 1, 1), first=True)
     assert [each.request_id for each in engine.waiting] == [5, 2]
-    assert engine.step() == [(5, 0, 3), (3, 3, 1)]
-    assert engine.step() == [(2, 0, 3)]
+    assert (engine.step(), engine.step()) == ([(5, 0, 3), (3, 3, 1)], [(2, 0, 3)])
 
 
 def test_a_cached_prefix_costs_no_budget():
@@ -118,8 +117,7 @@ def test_a_cached_prefix_costs_no_budget():
         engine.step()
     again = LlmRequest(2, request(1, 16).tokens(0, 16), SamplingParams(), max_new_tokens=1)
     engine.waiting.append(again)
-    assert engine.step() == [(2, 15, 1)]
-    assert again.cached_tokens == 15
+    assert (engine.step(), again.cached_tokens) == ([(2, 15, 1)], 15)
 
 
 def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():

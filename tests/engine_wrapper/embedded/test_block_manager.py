@@ -32,9 +32,6 @@ def put(tree, tokens, first_block=0, key=KEY):
     return path
 
 
-# -- the reuse tree ---------------------------------------------------------------------------------------------------
-
-
 def test_whole_blocks_match_and_the_last_token_never_does():
     tree = RadixTree(BLOCK)
     nodes = put(tree, range(8))
@@ -97,14 +94,10 @@ def admit(blocks, request_id, tokens, total=None, key=KEY):
 
 
 def run(blocks, request_id, tokens, key=KEY):
-    """A request's whole life: admitted, computed, published, released."""
     matched = admit(blocks, request_id, tokens, key=key)
     blocks.publish(request_id, tokens)
     blocks.release(request_id)
     return matched
-
-
-# -- the manager ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
@@ -117,8 +110,7 @@ def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
 def test_the_only_block_left_is_the_source_itself():
     blocks, copies = manager(num_blocks=1)
     run(blocks, 1, [0, 1, 2, 3])
-    assert admit(blocks, 2, [0, 1, 70]) == 2
-    assert (blocks.block_ids(2), copies) == ([0], [])
+    assert (admit(blocks, 2, [0, 1, 70]), blocks.block_ids(2), copies) == (2, [0], [])
 
 
 def test_admission_counts_what_running_requests_may_still_need():
@@ -132,33 +124,23 @@ def test_admission_counts_what_running_requests_may_still_need():
     assert blocks.fits(match, 12)
 
 
-FOUR = [0, 1, 2, 3]
-
-
-def twins(num_blocks=4, total=4, **fields):
-    """Two requests of one block each, of which the first is published."""
-    blocks, _ = manager(num_blocks, **fields)
-    admit(blocks, 1, FOUR)
-    admit(blocks, 2, FOUR, total=total)
-    blocks.publish(1, FOUR)
-    return blocks
-
-
 @pytest.mark.parametrize("replaces", [True, False])
 def test_an_unread_equal_block_makes_place_for_ours_or_stays(replaces):
-    blocks = twins(replaces=replaces)
+    (blocks, _), four = manager(4, replaces=replaces), [0, 1, 2, 3]
+    admit(blocks, 1, four)
+    admit(blocks, 2, four)
     kept, ours = blocks.block_ids(1), blocks.block_ids(2)
+    blocks.publish(1, four)
     blocks.release(1)
-    blocks.publish(2, FOUR)
-    assert [node.block_id for node in blocks.match(KEY, [*FOUR, 9]).nodes] == (ours if replaces else kept)
+    blocks.publish(2, four)
+    assert [node.block_id for node in blocks.match(KEY, [*four, 9]).nodes] == (ours if replaces else kept)
     assert blocks.num_free_blocks == (3 if replaces else 2)
     blocks.release(2)
     assert blocks.num_free_blocks == 4
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Random requests over a small alphabet. A slot's content is the whole prefix it stands for, so a stale, foreign
-    or unwritten slot is seen at once."""
+    """Random requests over a small alphabet, whose slots hold the whole prefix that they stand for."""
 
     NUM_BLOCKS = 7
     REPLACES = True
@@ -299,8 +281,6 @@ TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count
 
 
 class KeepingMachine(BlockManagerMachine):
-    """The same life where the tree keeps its own blocks."""
-
     REPLACES = False
 
 

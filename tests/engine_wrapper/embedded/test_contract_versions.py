@@ -1,7 +1,5 @@
 """The contracts that the engine plays, under both cache managers and in both forms, through the real loop."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
@@ -46,10 +44,6 @@ FORMS = [
 
 
 class GroupedScheduler(RecordingScheduler):
-    """Takes both forms, and keeps what it was asked about."""
-
-    asked: list
-
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.asked = []
@@ -71,8 +65,6 @@ class GroupedScheduler(RecordingScheduler):
 
 
 class GroupedWorker(RecordingWorker):
-    """Takes the pool of all groups."""
-
     def register_kv_cache_layout(self, layout):
         self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
         super().register_kv_caches(layout.pool)
@@ -86,9 +78,6 @@ def make_engine(make_llm):
         return llm, record_of(llm.llm_args)
 
     return make
-
-
-# -- what is called, and with what ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
@@ -119,8 +108,7 @@ def test_fields_of_a_scheduled_request(make_engine, contract, groups):
     by_group = getattr(data, "new_block_ids_by_layer_group", [])
     assert [len(ids) for ids in by_group] == [3] * (0 if groups is None else len(groups) or 1)
     assert len(data.new_block_ids) == (0 if groups and len(groups) > 1 else 3)
-    assert getattr(data, "block_hashes", []) == []
-    assert getattr(data, "cache_salt", "s") == "s"
+    assert (getattr(data, "block_hashes", []), getattr(data, "cache_salt", "s")) == ([], "s")
 
 
 @pytest.mark.parametrize("contract", FIELDS)
@@ -143,9 +131,6 @@ def test_which_local_match_is_told(make_engine, contract, groups, told):
     llm.generate([prompt(20)[:15]], TWO)
     queries = [call[1:] for call in record.calls if call[0] == "get_num_new_matched_tokens"]
     assert queries[1] == (2, told)
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,12 +166,12 @@ def test_v2_asks_with_the_request_allocates_by_chunks_and_publishes_prompts_only
         assert llm.generate([again], TWO)[0].cached_tokens == cached
     assert {type(asked) for asked in llm.connector_scheduler.asked} == {LlmRequest}
     record.outputs.clear()
-    llm.generate([prompt(40, 1)], TWO)
+    (output,) = llm.generate([prompt(40, 1)], TWO)
     data = [data for each in record.outputs for data in each.new_requests + each.cached_requests]
     assert [len(each.new_block_ids) for each in data] == [2, 2, 1, 1]
-
-
-# -- pauses, short honours, cancels, failures -------------------------------------------------------------------------
+    entries = [(each.new_tokens, each.computed_position, each.num_scheduled_tokens) for each in data]
+    first = output.outputs[0].token_ids[:1]
+    assert entries == [(prompt(40, 1), 0, 16), ([], 16, 16), ([], 32, 8), (first, 40, 1)]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
@@ -197,18 +182,8 @@ def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold
     llm.executor.pause(next(iter(llm.executor._active.values())))
     outputs = list(stream)
     assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
-    assert outputs[-1].prompt_token_ids == prompt(20)
-    assert record.count("get_num_new_matched_tokens") == 2
+    assert (outputs[-1].prompt_token_ids, record.count("get_num_new_matched_tokens")) == (prompt(20), 2)
     assert sum(len(each.new_requests) for each in record.outputs) == 2
-
-
-def test_requests_that_outgrow_the_pool_take_turns(make_engine, cold):
-    many = SamplingParams(max_tokens=30, ignore_eos=True)
-    prompts = [prompt(20, seed) for seed in range(4)]
-    llm, record = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=False)
-    assert answers(llm.generate(prompts, many)) == cold(prompts, many)
-    assert record.count("get_num_new_matched_tokens") > len(prompts)  # some were paused
-    assert llm.block_manager.num_free_blocks == 12
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
@@ -231,7 +206,6 @@ def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_e
 
 
 def cut_short(llm, tokens, how):
-    """Has a request fail in its first forward, or be cancelled behind it."""
     if how == "cancelled":
         stream = llm.generate_async(tokens, SIX)
         next(stream)
@@ -253,9 +227,6 @@ def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, t
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
-# -- a version's habits ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("contract", "where"), [("1.2", "forward"), ("main", "save_kv_layer"), ("main", "wait_for_save")]
 )
@@ -271,12 +242,9 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     ended = [list(stream)[-1] for stream in streams[:2]]
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
-    assert record.names()[-1] == "get_finished"
-    assert record.count("wait_for_save") == 0
-    assert record.count("request_finished") == 0
-    assert llm.block_manager.num_reusable_blocks == published
+    assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
+    assert (record.count("request_finished"), llm.block_manager.num_reusable_blocks) == (0, published)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    # What waited is served as if nothing had been.
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 
@@ -357,11 +325,7 @@ def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, c
     assert record.count("update_state_after_alloc") == 1
     (data,) = record.outputs[0].new_requests
     assert (data.computed_position, data.num_scheduled_tokens) == (-39 if contract == "main" else 0, 40)
-    assert (output.cached_tokens, output.reused_tokens) == (0, 0)
-    assert answers([output]) == cold([donor])
-
-
-# -- what a version refuses -------------------------------------------------------------------------------------------
+    assert (output.cached_tokens, output.reused_tokens, answers([output])) == (0, 0, cold([donor]))
 
 
 def test_1_2_takes_v1_even_if_v2_was_asked_for(make_engine):

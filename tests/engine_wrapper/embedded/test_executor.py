@@ -22,8 +22,6 @@ from tests.engine_wrapper.embedded.conftest import (
 )
 from tests.engine_wrapper.serving import token_ids
 
-# -- the order and number of calls ------------------------------------------------------------------------------------
-
 
 def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
     llm, record = make_recorded_llm()
@@ -31,9 +29,6 @@ def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
     assert llm.executor.step() is False
     llm.executor.poll_transfers()
     assert record.names() == ["get_finished"] * 2
-
-
-# -- loads and saves --------------------------------------------------------------------------------------------------
 
 
 def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_llm):
@@ -79,13 +74,6 @@ def test_blocks_are_held_until_the_save_is_reported(make_recorded_llm):
     assert [saves for saves, _ in record.polls if saves] == [[1]]
 
 
-def test_a_request_waits_for_blocks_that_a_save_holds(make_recorded_llm):
-    llm, record = make_recorded_llm(cache={"max_tokens": 4 * BLOCK})
-    record.saves, record.polls_a_save_takes = True, 5
-    llm.generate([prompt(20)], TWO)
-    assert len(token_ids(llm.generate([prompt(20, 1)], TWO)[0])) == 2
-
-
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
     llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
     record.saves, record.polls_a_save_takes = True, 10**9
@@ -94,9 +82,6 @@ def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
         llm.settle()
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.generate([prompt(20, 1)], TWO)
-
-
-# -- connectors that break the contract -------------------------------------------------------------------------------
 
 
 class Raises(RecordingScheduler):
@@ -128,9 +113,6 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
         make_llm(kv_connector_config=dict(zip(fields, names, strict=True)))
 
 
-# -- aborts and failures ----------------------------------------------------------------------------------------------
-
-
 def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
     llm, record = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks
@@ -159,16 +141,12 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
     assert "request 1 failed" in bad.error
     assert "not finite" in bad.error
-    assert token_ids(good) == token_ids(cold)
-    assert llm.block_manager.num_free_blocks == free
+    assert (token_ids(good), llm.block_manager.num_free_blocks) == (token_ids(cold), free)
     assert llm.generate([poisoned_prompt], SIX)[0].cached_tokens == 0
     for seed in range(4):  # the poisoned block comes round again
         again = [token for token in prompt(30 + seed, seed) if token != 7]
         assert llm.generate([again], SIX)[0].outputs[0].finish_reason == "length"
     llm.shutdown()
-
-
-# -- what must not change an answer -----------------------------------------------------------------------------------
 
 
 def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
@@ -185,8 +163,7 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
     ):
         free = llm.block_manager.num_free_blocks
         assert answers(llm.generate(prompts, SIX)) == expected
-        assert answers(llm.generate(prompts, SIX)) == expected
-        assert llm.block_manager.num_free_blocks == free
+        assert (answers(llm.generate(prompts, SIX)), llm.block_manager.num_free_blocks) == (expected, free)
 
 
 def test_only_written_chunks_are_reusable(make_llm):

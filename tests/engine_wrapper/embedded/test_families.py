@@ -31,10 +31,7 @@ def difference(folder, family, arms, **changes):
 
 
 def moved_difference(folder, family, computed=WINDOW - 1):
-    """The same after a moved run, whose first `computed` tokens are computed where the model has windows.
-
-    K and V of a model of one layer depend on token and position alone. A layer with chunks has one chunk here.
-    """
+    """The same after a moved run, whose first `computed` tokens are computed where the model has windows."""
     if family in WITH_WINDOWS:
         return difference(folder, family, (f"epic_{computed}",), num_hidden_layers=2)
     one_chunk = {"attention_chunk_size": 1024} if family == "llama4_text" else {}

@@ -21,9 +21,6 @@ WARM = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_e
 TEXT = "The quick brown fox jumps over the lazy dog."
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_output_for_each_prompt_in_order(make_llm):
     llm = make_llm()
     ids = llm.tokenizer.encode(TEXT)
@@ -34,25 +31,6 @@ def test_one_output_for_each_prompt_in_order(make_llm):
     assert [output.request_id for output in (text, tokens, array)] == [1, 2, 3]
     for prompts in (TEXT, ids, np.array(ids), [np.array(ids)], tuple(ids)):
         assert [token_ids(output) for output in llm.generate(prompts, FOUR)] == [token_ids(text)]
-
-
-def test_greedy_equals_the_models_own_generation(make_llm, runner):
-    ids = runner.tokenizer.encode(TEXT)
-    expected = runner.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    (output,) = make_llm().generate([ids], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert token_ids(output) == expected[0, len(ids) :].tolist()
-
-
-def test_the_record_of_a_request(make_llm):
-    llm = make_llm()
-    (cold,) = llm.generate([TEXT], FOUR)
-    (again,) = llm.generate([TEXT], FOUR)
-    length = len(cold.prompt_token_ids)
-    assert (cold.cached_tokens, cold.reused_tokens, cold.computed_tokens) == (0, 0, length)
-    assert (again.cached_tokens, again.computed_tokens) == (40, length - 40)
-    assert cold.finished
-    assert cold.time_to_first_token > 0
-    assert (cold.outputs[0].finish_reason, cold.error, cold.reuse_outcome) == ("length", None, None)
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(make_llm):
@@ -66,21 +44,13 @@ def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(make_llm):
     assert output.outputs[0].text == llm.tokenizer.decode(whole.token_ids[:first])
 
 
-def test_the_models_end_token_stops_unless_ignored(tiny_qwen2_path):
-    runner = ModelRunner(tiny_qwen2_path, device="cpu")
-    eos = runner.tokenizer.eos_token_id
-    with torch.no_grad():
-        hidden = runner.model.lm_head.weight
-        hidden[eos] = 0
-    with LLM(model=tiny_qwen2_path, runner=runner) as llm:
-        plain = token_ids(llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))[0])
-        with torch.no_grad():
-            hidden[eos] = hidden[plain[2]] * 1.5
-        (stopped,) = llm.generate([TEXT], SamplingParams(max_tokens=6))
-        (ignored,) = llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", eos)
+def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
+    (plain,) = make_llm().generate([TEXT], FOUR)
+    monkeypatch.setattr(ModelRunner, "eos_token_ids", frozenset({token_ids(plain)[2]}))
+    stopped, ignored = make_llm().generate([TEXT] * 2, [SamplingParams(max_tokens=4), FOUR])
+    assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", token_ids(plain)[2])
     assert len(token_ids(stopped)) <= 3
-    assert len(token_ids(ignored)) == 6
+    assert token_ids(ignored) == token_ids(plain)
 
 
 def test_a_seed_fixes_the_tokens_beside_other_requests(make_llm):
@@ -123,12 +93,10 @@ def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
             assert token_ids(llm.generate([TEXT], FOUR)[0]) == token_ids(cold)
 
 
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_stream_gives_one_output_for_every_token(make_llm):
     llm = make_llm()
     (whole,) = llm.generate([TEXT], FOUR)
+    assert whole.time_to_first_token > 0
     parts = list(llm.generate_async(TEXT, FOUR))
     assert [token_ids(part) for part in parts] == [token_ids(whole)[: n + 1] for n in range(4)]
     assert [part.finished for part in parts] == [False, False, False, True]
@@ -136,17 +104,6 @@ def test_a_stream_gives_one_output_for_every_token(make_llm):
     assert parts[-1].outputs[0].text == whole.outputs[0].text
     (final,) = llm.generate_async(TEXT, FOUR, streaming=False)
     assert token_ids(final) == token_ids(whole)
-
-
-def test_streams_run_together_and_beside_generate(make_llm):
-    llm = make_llm()
-    expected = [token_ids(output) for output in llm.generate([TEXT, "another prompt"], FOUR)]
-    first, second = llm.generate_async(TEXT, FOUR), llm.generate_async("another prompt", FOUR)
-    next(first)
-    next(second)
-    assert llm.executor.num_unfinished == 2
-    assert token_ids(llm.generate([TEXT], FOUR)[0]) == expected[0]
-    assert [token_ids(list(first)[-1]), token_ids(list(second)[-1])] == expected
 
 
 def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
@@ -161,9 +118,6 @@ def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
     assert llm.executor.num_unfinished == 0
 
 
-# -- engines ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
     with LLM(model=tiny_qwen2_path, runner=runner) as llm:
         stream = llm.generate_async(TEXT, FOUR)
@@ -171,9 +125,6 @@ def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
     llm.shutdown()
     with pytest.raises(SemBlendError, match="shut down"):
         llm.generate([TEXT], FOUR)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,7 +135,6 @@ def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
         ([[]], ConfigurationError, "prompt is empty"),
         ([TEXT, ""], ConfigurationError, "prompt is empty"),
         ([[1, 2, 257]], ConfigurationError, r"token id 257; the model's ids are 0\.\.256"),
-        ([[1, -1]], ConfigurationError, "token id -1"),
         ([[1, "a"]], ConfigurationError, "nothing mixed"),
         ([TEXT, [1] * 1021], CapacityError, "1021 tokens with 4 new ones exceeds max_seq_len 1024"),
         ([TEXT, [1] * 510], CapacityError, "needs 65 blocks of 8 tokens, the KV pool has 64"),
@@ -194,8 +144,7 @@ def test_a_prompt_that_cannot_run_is_refused_with_its_whole_list(make_llm, promp
     llm = make_llm(cache={"max_tokens": 512})
     with pytest.raises(error, match=message):
         llm.generate(prompts, FOUR)
-    assert llm.executor.num_unfinished == 0
-    assert len(llm.generate([TEXT], FOUR)) == 1
+    assert (llm.executor.num_unfinished, len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
 def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
@@ -209,7 +158,6 @@ def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
     [
         ({"sampling_params": [FOUR]}, "1 entries for 2 prompts"),
         ({"sampling_params": {"max_tokens": 3}}, "give one SamplingParams"),
-        ({"cache_salt": 5}, "give one str"),
         ({"cache_salt": ["a", 5]}, "give one str"),
         ({"lora_request": "red"}, "'red' is not in lora_config"),
         ({"lora_request": ""}, "'' is not in lora_config"),
@@ -268,9 +216,6 @@ def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
     assert DEFAULT_POOL_BYTES - block_bytes < blocks * block_bytes <= DEFAULT_POOL_BYTES
     asked = LlmArgs(model="m", kv_cache_config=KvCacheConfig(max_tokens=100))
     assert pool_blocks(asked, 1000, small, torch.float32) == 3
-
-
-# -- a runner that is lent --------------------------------------------------------------------------------------------
 
 
 def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen2_path, tmp_path):

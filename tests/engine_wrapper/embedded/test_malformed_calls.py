@@ -1,5 +1,4 @@
-"""What no engine should hand over is refused and counted, and the engine goes on: single calls, and lives of requests
-that no engine leads, with calls out of order, twice, for ids of others."""
+"""What no engine should hand over is refused and counted, and the engine goes on."""
 
 import threading
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ def llm(make_llm, monkeypatch):
 
 
 def bare(request_id=77, **attributes):
-    """A request as the query sees it, outside the engine."""
     values = {
         "request_id": request_id,
         "prompt_len": len(PROMPT),
@@ -39,7 +37,6 @@ def bare(request_id=77, **attributes):
 
 
 def serves_on(llm):
-    """The engine still answers, and keeps what it served."""
     outputs = llm.generate([PROMPT], TWO)
     llm.settle()
     assert outputs[0].outputs[0].finish_reason == "length"
@@ -61,7 +58,6 @@ def ends(request_id):
 
 
 def tells(output):
-    """Tells a schedule without a request that the scheduler knows."""
     return lambda scheduler, worker: scheduler.build_connector_meta(output), SemBlendConnectorMetadata()
 
 
@@ -130,8 +126,6 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     assert news.tokens == kept or news.error is not None
 
 
-# -- lives ------------------------------------------------------------------------------------------------------------
-
 POOL_BLOCKS, BLOCK = 128, 8
 BLOCKS = list(range(40, 53))
 IDS = st.sampled_from([1001, 1002, 1003])
@@ -187,13 +181,18 @@ class Engine:
         held = self.scheduler.request_finished_by_layer_group(bare(request_id), groups)
         self.saving |= {request_id} if held else set()
 
+    def serve(self, request_id, tokens, blocks=BLOCKS, ended_with=None):
+        """A request from its query to its end."""
+        self.ask(request_id, tokens, 0, 4, None)
+        self.run([RequestData(request_id, [], blocks, 0, 100)], [])
+        self.end(request_id, ended_with or blocks)
+
     def poll(self, request_ids):
         saved, loaded = self.worker.get_finished(request_ids, [])
         assert loaded == []
         self.saving -= set(saved)
 
     def end_all(self):
-        """As an engine ends that has lost sight of its requests."""
         waiting = list(self.saving)
         while self.saving:
             self.poll(waiting)
@@ -292,9 +291,7 @@ def test_the_same_id_is_a_new_request_behind_its_end(llm):
 def test_an_end_that_is_told_twice_is_one_end(llm):
     # As 1.2 and 1.3rc do under the overlap scheduler while a request is being saved.
     engine, runtime = with_donor(llm)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
+    engine.serve(1001, PROMPT[::-1])
     assert engine.saving == {1001}
     assert engine.scheduler.request_finished(bare(1001), BLOCKS) is False
     engine.end_all()
@@ -304,16 +301,13 @@ def test_an_end_that_is_told_twice_is_one_end(llm):
 
 def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
     engine, runtime = with_donor(llm)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, [*BLOCKS[:6], 3, *BLOCKS[7:]])
+    engine.serve(1001, PROMPT[::-1], ended_with=[*BLOCKS[:6], 3, *BLOCKS[7:]])
     assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
     engine.run([], [])
     assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
 
 
 def used_again(engine, request_id):
-    """A request with this id is served as stock, with blocks of its own."""
     others = [block + 30 for block in BLOCKS]
     engine.ask(request_id, PROMPT, 0, 4, None)
     assert engine.scheduler.reuse_of(request_id).reason == "id_in_use"
@@ -328,9 +322,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     engine, runtime = with_donor(llm)
     go_on = threading.Event()
     engine.worker.saver._thread.submit(go_on.wait)
-    engine.ask(1001, PROMPT[::-1], 0, 4, None)
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
+    engine.serve(1001, PROMPT[::-1])
     if is_handed_in:
         engine.poll([1001])
     used_again(engine, 1001)
@@ -341,23 +333,17 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     engine.end_all()
     stats = engine.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.saving, engine.saving, engine.scheduler.donor_index._saving) == (2, 0, set(), {})
-    # Behind the save the id is any request's, and becomes a donor beside the one that is held.
-    engine.ask(1001, prompt(100, 5), 0, 4, None)
+    engine.serve(1001, prompt(100, 5))
     assert engine.scheduler.reuse_of(1001).reason == "no_donor_match"
-    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
-    engine.end(1001, BLOCKS)
     engine.end_all()
     assert engine.scheduler.donor_index.catalog.stats().ready == 3
     assert not runtime.faults
 
 
 def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
-    # This version is told of one end at a time.
     engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
-        engine.ask(request_id, prompt(100, request_id), 0, 4, None)
-        engine.run([RequestData(request_id, [], blocks, 0, 100)], [])
-        engine.end(request_id, blocks)
+        engine.serve(request_id, prompt(100, request_id), blocks)
     go_on = threading.Event()
     engine.worker.saver._thread.submit(go_on.wait)
     engine.poll([1001, 1002])

@@ -15,7 +15,7 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.load import LayerReadiness
-from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, attach_pool, tokens_of
+from tests.engine_wrapper.forward_bench import TOLERANCE, attach_pool, tokens_of
 
 
 @pytest.fixture
@@ -25,25 +25,10 @@ def runner(tiny_qwen2_path):
     return runner
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_equals_the_plain_forward(runner):
-    first, second = tokens_of(30), tokens_of(17, 1)
-    slices = [SequenceSlice(1, 0, first, tuple(range(4))), SequenceSlice(2, 0, second, tuple(range(4, 8)))]
-    logits = runner.forward(slices)
-    with torch.inference_mode():
-        wanted = [runner.model(torch.tensor([tokens])).logits[0] for tokens in (first, second)]
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, torch.stack([rows[-1] for rows in wanted]), atol=TOLERANCE, rtol=0)
-    for rows, expected in zip(runner.forward(slices, all_rows=True), wanted, strict=True):
-        torch.testing.assert_close(rows, expected, atol=TOLERANCE, rtol=0)
-
-
 def test_a_pending_plan_is_executed_once(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    plan = make_plan(tokens, [(4, 24)], **SIZES, boundary=1)
+    plan = make_plan(tokens, [(4, 24)], boundary=1)
     plans = ActivePlans()
     plans.put(plan)
     runner.plan_source = plans.take
@@ -61,7 +46,7 @@ def test_evidence_comes_after_the_forward(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     plans, found, layers = ActivePlans(), [], []
-    plans.put(make_plan(tokens, [(4, 24)], **SIZES, check=SpanCheck(1, 0.1)))
+    plans.put(make_plan(tokens, [(4, 24)], check=SpanCheck(1, 0.1)))
     runner.plan_source = plans.take
     runner.after_layer = layers.append
     runner.evidence_sink = lambda evidence: found.append((evidence, list(layers)))
@@ -78,14 +63,13 @@ def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
     plans = ActivePlans()
-    plans.put(make_plan(tokens, [(4, 56)], **SIZES, check=check))
+    plans.put(make_plan(tokens, [(4, 56)], check=check))
     runner.plan_source, runner.readiness = plans.take, LayerReadiness()
     if is_arriving:
         runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
     runner.model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
     torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
-    # Both begin with the four rows in front of the span.
     sampled, left = 4 + len(sample_of([52], 8, check.window_tokens, 0)), 4 + 4
     assert rows == ([sampled, left] if is_arriving else [left, sampled])
     assert not runner.readiness.is_arriving
@@ -107,9 +91,6 @@ def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner):
     assert pool.isnan().all()
     torch.testing.assert_close(other.forward([SequenceSlice(1, 0, tokens, (5, 1))]), logits, atol=TOLERANCE, rtol=0)
     assert not pool[5].isnan().any()
-
-
-# -- refusing ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -24,6 +24,11 @@ def runner():
     return models.load(None, "cpu", "float32")
 
 
+async def post(client, **body):
+    async with client.post("/v1/completions", json=body) as answer:
+        return await answer.json()
+
+
 async def receipts(llm, cases, stop_token_ids):
     """Serve the donors of every group, and each prompt with reuse and cold; shut the engine down.
 
@@ -38,17 +43,12 @@ async def receipts(llm, cases, stop_token_ids):
         ):
             for group in groups(cases):
                 for donor in group[0].donors:
-                    async with client.post("/v1/completions", json={"prompt": donor, "max_tokens": 1}):
-                        pass
+                    await post(client, prompt=donor, max_tokens=1)
                     while llm.executor.pending_transfers:
                         await asyncio.sleep(0)
                 for case in group:
-                    body = {**asked, "prompt": case.prompt}
-                    async with client.post("/v1/completions", json=body) as answer:
-                        first = await answer.json()
-                    body["kv_transfer_params"] = {COLD: True}
-                    async with client.post("/v1/completions", json=body) as answer:
-                        cold = await answer.json()
+                    first = await post(client, prompt=case.prompt, **asked)
+                    cold = await post(client, prompt=case.prompt, **asked, kv_transfer_params={COLD: True})
                     found.append((first["usage"][RECEIPT], first["choices"] == cold["choices"]))
     finally:
         worker.close()

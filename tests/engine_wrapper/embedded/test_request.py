@@ -8,15 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.request import (
-    LlmRequest,
-    SamplingParams,
-    as_prompts,
-    candidates,
-    largest_of,
-    sample,
-    token_ids_of,
-)
+from engine_wrapper.embedded.request import LlmRequest, SamplingParams, candidates, largest_of, sample, token_ids_of
 from semblend_trt.errors import ConfigurationError
 
 VOCABULARY = 1000
@@ -27,8 +19,7 @@ IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
 def test_every_sequence_of_integers_is_read_alike(ids, as_given):
     given = as_given(ids)
     array = token_ids_of(given, None, VOCABULARY)
-    assert array.dtype == np.int32
-    assert array.tolist() == ids
+    assert (array.dtype, array.tolist()) == (np.int32, ids)
     assert all(type(token) is int for token in LlmRequest(1, array, SamplingParams(), max_new_tokens=1).get_tokens())
 
 
@@ -37,11 +28,9 @@ def test_every_sequence_of_integers_is_read_alike(ids, as_given):
     [
         ([], "empty"),
         ([1, 2.0], "integer token ids"),
-        ([1, "2"], "integer token ids"),
         ((1, None), "integer token ids"),
         ([1, -1], "token id -1"),
         ([VOCABULARY, 5], f"token id {VOCABULARY}"),
-        ([1, 1 << 31], f"token id {1 << 31}"),
         ([1, 1 << 70], "beyond the model's ids"),
         ((1, -(1 << 33)), "token id -8589934592"),
     ],
@@ -49,15 +38,6 @@ def test_every_sequence_of_integers_is_read_alike(ids, as_given):
 def test_anything_else_is_refused_with_what_is_wrong(prompt, message):
     with pytest.raises(ConfigurationError, match=message):
         token_ids_of(prompt, None, VOCABULARY)
-
-
-def test_one_prompt_or_several():
-    assert as_prompts("text") == ["text"]
-    assert as_prompts([1, 2]) == [[1, 2]]
-    assert as_prompts((4, 5)) == [[4, 5]]
-    assert as_prompts(([1], "text")) == [[1], "text"]
-    with pytest.raises(ConfigurationError, match="empty"):
-        as_prompts([])
 
 
 @given(IDS, IDS, st.data())
@@ -71,8 +51,7 @@ def test_the_array_and_the_lists_hold_the_same_tokens(prompt, generated, data):
     end = data.draw(st.integers(begin, len(tokens)))
     request.tokens(begin, end).clear()  # a list of the caller's own
     assert request.tokens(begin, end) == tokens[begin:end]
-    assert request.token_array(end).tolist() == tokens[:end]
-    assert request.token_array(end).dtype == np.int32
+    assert (request.token_array(end).tolist(), request.token_array(end).dtype) == (tokens[:end], np.int32)
 
 
 def logits_of(seed, size=50):
@@ -82,9 +61,6 @@ def logits_of(seed, size=50):
 def draw(params, rows):
     generator = LlmRequest(1, [1], params, max_new_tokens=1).generator
     return [sample(row, params, generator) for row in rows]
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +78,6 @@ def draw(params, rows):
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
         ({"stop_token_ids": [3, -1]}, "stop_token_ids holds -1"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'"),
         ({"forced_token_ids": []}, "forced_token_ids has 0 tokens; it must have 1 to max_tokens"),
         ({"forced_token_ids": [1, 2, 3], "max_tokens": 2}, "forced_token_ids has 3 tokens"),
     ],
@@ -118,9 +93,6 @@ def test_the_bounds_themselves_are_allowed():
     SamplingParams(seed=2**63 - 1, top_p=1e-9, temperature=1e-9)
     params = SamplingParams(stop_token_ids=[4, 5], forced_token_ids=[1, 2], max_tokens=2)
     assert (params.stop_token_ids, params.forced_token_ids) == ((4, 5), (1, 2))
-
-
-# -- sampling ---------------------------------------------------------------------------------------------------------
 
 
 @given(seed=st.integers(0, 1000))

@@ -21,7 +21,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def make_worker(tiny_qwen2_path):
-    """make_worker(**fields of the engine): a worker of the name tiny; all end with the test."""
     workers = []
 
     def make(**fields):
@@ -35,8 +34,6 @@ def make_worker(tiny_qwen2_path):
 
 
 def asked(worker, ask):
-    """What `ask`, which is given a client of the worker, returns."""
-
     async def run():
         async with TestClient(TestServer(worker.app())) as client:
             return await ask(client)
@@ -112,14 +109,12 @@ def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
         ({"prompt": ["a", "b"]}, 400, "bad_prompt", "one prompt a request"),
         ({"prompt": ""}, 400, "bad_request", "the prompt is empty"),
         ({"prompt": "\ud800"}, 400, "bad_prompt", "lone surrogate"),
-        ({"prompt": [1, 1 << 70]}, 400, "bad_request", "the prompt holds a token id beyond the model's ids"),
         ({"prompt": [1, 900]}, 400, "bad_request", "the prompt holds token id 900"),
         ({"prompt": "a" * 600}, 400, "bad_request", "exceeds max_seq_len 512"),
         ({"prompt": "a" * 1_000_000}, 400, "bad_prompt", "send less"),
         (b" " * ((2 << 20) + 1), 413, "body_too_large", ""),
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
         ({"prompt": "a", "n": 2}, 400, "unsupported_field", "n is not supported"),
-        ({"prompt": "a", "temperature": -1}, 400, "bad_request", "temperature is -1.0; it must be a number >= 0"),
         ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
         ({"prompt": "a", "priority": -1}, 400, "bad_field", "priority: Input should be greater"),
     ],
@@ -159,8 +154,7 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
             await asyncio.sleep(0)
         return await answer_of(client, {"prompt": "a", "max_tokens": 1})
 
-    assert asked(worker, ask)[0] == 200
-    assert llm.executor.num_unfinished == 0
+    assert (asked(worker, ask)[0], llm.executor.num_unfinished) == (200, 0)
 
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):

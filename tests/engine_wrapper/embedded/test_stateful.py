@@ -1,7 +1,4 @@
-"""Random lives of an engine with our connector. KV carries a pattern that says whose it is, so that a stale byte shows.
-
-STATEFUL_STEPS sets the number of steps, 5,000 by default; a nightly run takes 100,000.
-"""
+"""Random lives of an engine with our connector, of STATEFUL_STEPS steps: 5,000, or 100,000 in a nightly run."""
 
 import json
 import os
@@ -27,7 +24,6 @@ ALL = (*CASES, *HABIT_CASES)
 
 
 def habits_of(case):
-    """What a life counts of its engine's own habits."""
     found = ["failed_forwards"] * (case.rough and case.version.survives_failed_forward)
     if case.refusal is not None:
         return [*found, f"refused_{case.refusal}"]
@@ -47,25 +43,13 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     for name in ("admissions", "aborts", *published, *reused, *habits_of(case)):
         assert happened[name] > 0, f"{name}: otherwise nothing was tried"
     assert (happened["hits"] > 0) == (case.refusal is None)
-    assert (happened["moved_hits"] > 0) == case.wrapper
-    assert (happened["starts_again"] > 0) == case.v2
+    assert (happened["moved_hits"] > 0, happened["starts_again"] > 0) == (case.wrapper, case.v2)
 
 
-# Defects of the product, each with an engine in whose life it shows.
 DEFECTS = {
-    "approximate blocks are published": (
-        ActivePlans,
-        "publishable",
-        lambda self, request_id, tokens: tokens,
-        CASES[-1],
-    ),
-    "blocks stay pinned": (BlockManager, "unpin", lambda self, request_id: None, HABIT_CASES[0]),
-    "blocks are saved after V1 has freed them": (
-        DonorSaver,
-        "_snapshot",
-        lambda self, snapshots, donor_id, source, *rest: source,
-        HABIT_CASES[2],
-    ),
+    "approximate blocks are published": (ActivePlans, "publishable", lambda _, request_id, tokens: tokens, CASES[-1]),
+    "blocks stay pinned": (BlockManager, "unpin", lambda _, request_id: None, HABIT_CASES[0]),
+    "blocks are saved after V1 has freed them": (DonorSaver, "_snapshot", lambda *given: given[3], HABIT_CASES[2]),
     "donors hold wrong bytes": (random_life_module, "whole", lambda held: whole(held) + 1, HABIT_CASES[0]),
 }
 
@@ -107,8 +91,7 @@ def test_what_is_loaded_is_the_donors_own_under_either_manager_of_main(tmp_path,
             evict_prefixes(life._llm)
             life._enqueue(twin.tokens(0, 95) + life._tokens(5), twin)
             life.quiet()
-        assert life.wrong_tokens == 0
-        assert life.counts["hits"] == 12
+        assert (life.wrong_tokens, life.counts["hits"]) == (0, 12)
         assert (life.counts["blocks_handed_on"] > 0) != v2
 
 
@@ -125,7 +108,6 @@ class Told:
         self._watch_ends()
 
     def lose_some_loads(self):
-        """Every second load finds nothing."""
         loader, fails = self._worker.loader, cycle((False, True))
         stock = loader.load
 

@@ -1,8 +1,4 @@
-"""Stand-ins for TensorRT-LLM's cache managers, decoder and executor, with the names and signatures of
-NVIDIA/TensorRT-LLM; each names its file there.
-
-The decoder's numbers are real: the weights are a tiny model's, and the attention is torch's over a paged pool.
-"""
+"""Stand-ins for TensorRT-LLM's cache managers, decoder and executor; each names its file in NVIDIA/TensorRT-LLM."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,14 +12,12 @@ from transformers import AutoModelForCausalLM
 from kernels.layout import KvGeometry, indexable, pool_view
 
 BLOCK = 8
-# Of an fp8 cache, in every layer.
 KV_SCALE = 0.5
 
 
 @dataclass
 class LlmRequest:
-    """`_torch/pyexecutor/llm_request.py`, LlmRequest (1.2 @3277953), and what it inherits from
-    `cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp`."""
+    """`_torch/pyexecutor/llm_request.py`, LlmRequest (1.2 @3277953), over `nanobind/batch_manager/bindings.cpp`."""
 
     py_request_id: int
     tokens: list[int]
@@ -51,8 +45,7 @@ class LlmRequest:
 
 
 class CppManager:
-    """`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp` as bound by nanobind (1.2 @b35ac1b6): no attribute can be set
-    on it, no argument may be None, dummies are not stored, and `tree` holds prefixes of whole blocks."""
+    """`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp` as bound by nanobind (1.2 @b35ac1b6)."""
 
     __slots__ = ("free", "held", "pinned", "tree")
 
@@ -217,8 +210,7 @@ class RMSNorm(nn.Module):
 
 
 class TrtllmAttention:
-    """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`). Queries
-    are the last tokens of each sequence, and are rotated here where RoPE is fused."""
+    """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`)."""
 
     def __init__(self, layer_idx, rotate, q_scaling=1.0):
         self.layer_idx, self._rotate, self._q_scaling = layer_idx, rotate, q_scaling
@@ -261,8 +253,7 @@ class TrtllmAttention:
 
 
 class Attention(nn.Module):
-    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25), and the norms of
-    `qk_norm_attention.py`. TRTLLM's attention is always given q, k and v in one tensor."""
+    """`_torch/modules/attention.py`, Attention (1.2 @3277953; `style` "main" @00547a25), `qk_norm_attention.py`."""
 
     def __init__(self, source, layer_idx, rotate, *, fused, style):
         super().__init__()
@@ -296,8 +287,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """`_torch/models/modeling_glm.py`, Deepseekv3MoE (@0406f8aa): takes rows, and the rows of other ranks from the
-    metadata."""
+    """`_torch/models/modeling_glm.py`, Deepseekv3MoE (@0406f8aa)."""
 
     def __init__(self, source):
         super().__init__()
@@ -309,8 +299,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP is called as in `modeling_qwen3.py`,
-    with what attention data parallelism would need."""
+    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP as in `modeling_qwen3.py`."""
 
     def __init__(self, source, attention):
         super().__init__()
@@ -336,8 +325,7 @@ class DecoderLayer(nn.Module):
 
 
 class FusedNormLayer(DecoderLayer):
-    """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm, the last
-    with the model's, so that only the lowest begins with a norm."""
+    """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm."""
 
     def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
         if residual is None:
@@ -351,8 +339,7 @@ class FusedNormLayer(DecoderLayer):
 
 
 class Gemma3Layer(DecoderLayer):
-    """`_torch/models/modeling_gemma3.py`, Gemma3DecoderLayer (main @00e7d103): adds its own residuals, and returns rows
-    alone."""
+    """`_torch/models/modeling_gemma3.py`, Gemma3DecoderLayer (main @00e7d103): adds its own residuals."""
 
     def __init__(self, source, attention):
         super().__init__(source, attention)
@@ -371,8 +358,7 @@ LAYERS = {"llama": FusedNormLayer, "gemma3_text": Gemma3Layer}
 
 
 class DecoderModel(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953);
-    `modeling_gemma3.py`, Gemma3TextModel (main @00e7d103)."""
+    """`_torch/models/modeling_qwen.py`, QwenModel (1.2 @3277953); also LlamaModel, Gemma3TextModel (main @00e7d103)."""
 
     def __init__(self, source, *, fused, style):
         super().__init__()
@@ -449,8 +435,7 @@ class LlmArgs:
 
 
 class PyTorchModelEngine:
-    """`_torch/pyexecutor/model_engine.py`, PyTorchModelEngine (1.2 @3277953); with `is_main` as on main, where
-    `engine/runners/decoder/runner.py` holds the graph runners (@0ea8c1de)."""
+    """`_torch/pyexecutor/model_engine.py`, PyTorchModelEngine (1.2 @3277953); with `is_main` as on main (@0ea8c1de)."""
 
     def __init__(self, model, *, is_main=False):
         self.model, self._torch_compile_enabled = model, False

@@ -16,14 +16,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.trtllm.stand_ins import (
-    BLOCK,
-    KVCacheManager,
-    KVCacheManagerV2,
-    LlmArgs,
-    LlmRequest,
-    executor_of,
-)
+from tests.engine_wrapper.trtllm.stand_ins import KVCacheManager, KVCacheManagerV2, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 
@@ -180,8 +173,7 @@ def make_stubborn(executor, _args):
 def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, change, reason):
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
-    assert attachment.guard_refusal == reason
-    assert site.attributes() == site.before
+    assert (attachment.guard_refusal, site.attributes()) == (reason, site.before)
     assert (site.runtime.mode, site.runtime.publication_guard) == (EngineMode.STOCK, False)
     site.worker.close()
 
@@ -195,7 +187,6 @@ def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, cha
     ],
 )
 def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypatch, change, refusals):
-    # Each stand-in holds the whole model, and is no part of a larger one.
     monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
     sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
 
@@ -239,8 +230,7 @@ def test_without_an_executor_among_the_callers_nothing_is_attached(site, caller)
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
     else:
         caller.register(site)
-    assert site.worker.attachment.guard_refusal == "executor_unknown"
-    assert site.attributes() == site.before
+    assert (site.worker.attachment.guard_refusal, site.attributes()) == ("executor_unknown", site.before)
 
 
 def test_a_refused_pool_attaches_nothing(site):
@@ -256,7 +246,7 @@ def pending(site, make_plan):
     site.attach()
     site.runtime.mode = EngineMode.WRAPPER
     site.worker.wait_for_save(None)
-    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)]))
     return site
 
 
@@ -281,11 +271,9 @@ def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending):
         ("default", True, {}, None),
         ("linear", True, {}, None),
         ("llama3", True, {}, None),
-        # It also scales, which is left to the engine.
         ("yarn", True, {}, "rope_fused"),
         ("yarn", False, {}, None),
         ("default", True, {"pipeline_parallel_size": 2}, "pipeline_parallel"),
-        # Each rank has to hold its share of the heads.
         ("default", True, {"tensor_parallel_size": 2}, "model_layout"),
     ],
 )

@@ -17,7 +17,7 @@ FLAGGED, EXACT = 1, 2
 @pytest.fixture
 def plans(make_plan):
     plans = ActivePlans()
-    plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, block_size=BLOCK, request_id=FLAGGED, shift=3))
+    plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, request_id=FLAGGED, shift=3))
     return plans
 
 
@@ -49,16 +49,14 @@ def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans
         manager.add_sequence(request)
         request.context_current_position = 40
     manager.update_resources(batch(flagged, exact, generation=(exact,)), None, kv_cache_dtype_byte_size=2.0)
-    assert starts(manager.impl.tree) == {100}
-    assert manager.rewound == [EXACT]
+    assert (starts(manager.impl.tree), manager.rewound) == ({100}, [EXACT])
     assert manager.store_blocks_for_reuse(flagged, True) is None
     manager.unpin_blocks_by_id(None)
     block = manager.store_blocks_for_reuse(exact, True)
     manager.unpin_blocks_by_id(block)
     for request in (flagged, exact):
         manager.free_resources(request)
-    assert starts(manager.impl.tree) == {100}
-    assert manager.impl.pinned == []
+    assert (starts(manager.impl.tree), manager.impl.pinned) == ({100}, [])
     assert sorted(manager.impl.free) == list(range(32))
 
 
@@ -126,8 +124,7 @@ def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_mean
         manager.add_sequence(request)
         manager.free_resources(request)
         assert not request.is_dummy_request
-    assert starts(manager.impl.tree) == {100}
-    assert manager._preprepared_dummy_request_ids == set()
+    assert (starts(manager.impl.tree), manager._preprepared_dummy_request_ids) == ({100}, set())
 
 
 def test_a_release_that_fails_leaves_no_dummy_behind(plans):
@@ -191,14 +188,12 @@ def test_a_manager_that_publishes_in_another_way_is_refused(name, methods, reaso
     manager = KVCacheManagerV2() if name.endswith("V2") else v1()
     manager.__class__ = type(name, (type(manager),), methods)
     before = dict(vars(manager))
-    assert guard_refusal(manager) == reason
-    assert vars(manager) == before
+    assert (guard_refusal(manager), vars(manager)) == (reason, before)
 
 
 def test_windows_that_differ_by_layer_and_conversations_are_refused():
     first, second = v1(), KVCacheManagerV2()
     first.is_vswa = True
     second.conversation_manager = object()
-    assert guard_refusal(first) == "sliding_window"
-    assert guard_refusal(second) == "conversation_manager"
+    assert (guard_refusal(first), guard_refusal(second)) == ("sliding_window", "conversation_manager")
     assert guard_refusal(object()) == "cache_manager_unknown"

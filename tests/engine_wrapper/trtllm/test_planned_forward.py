@@ -20,7 +20,6 @@ from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, executor_of
 
 LAYERS = 3
-SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
 SPANS = [(10, 30), (36, 58)]
 TERMS = {
     "position_fix": {},
@@ -162,7 +161,7 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkey
     bench.executor.prefill(running)
     running.tokens.append(77)
     bench.scatter(planned, SPANS)
-    plan = make_plan(planned.tokens, SPANS, prefix_end=60, shift=3, **SIZES, **TERMS[terms])
+    plan = make_plan(planned.tokens, SPANS, prefix_end=60, shift=3, **TERMS[terms])
     slices = (bench.slice(planned, 60, plan), bench.slice(cold), bench.slice(running, 21))
     expected = bench.ours(*slices)
     bench.forward._max_rows = max_rows
@@ -181,7 +180,7 @@ def test_two_plans_of_one_batch_do_not_meet(bench, make_plan):
     for length, spans, terms in ((70, SPANS, {"check": SpanCheck(0, 0.0)}), (64, [(5, 50)], {"boundary": 1})):
         request = bench.request(len(slices) + 1, length)
         bench.scatter(request, spans)
-        terms = {"prefix_end": 60, "shift": 1, "request_id": request.request_id, **terms, **SIZES}
+        terms = {"prefix_end": 60, "shift": 1, "request_id": request.request_id, **terms}
         slices.append(bench.slice(request, 60, make_plan(request.tokens, spans, **terms)))
     expected = bench.ours(*slices)
     assert_close(bench.run(*slices), expected)
@@ -196,8 +195,7 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench, mak
     pool = bench.executor.kv_cache_manager.pool
     pool[request.blocks[:8]] = pool[donor.blocks[:8]]
     shared = pool[request.blocks[:2]].clone()
-    plan = make_plan(request.tokens, [(20, 60)], request_id=2, num_computed=2 * BLOCK, boundary=1, **SIZES)
-    # The span holds what a cold run computes, so that the whole is a cold run.
+    plan = make_plan(request.tokens, [(20, 60)], request_id=2, num_computed=2 * BLOCK, boundary=1)
     assert_close(bench.run(bench.slice(request, 60, plan))[0], cold)
     assert torch.equal(pool[request.blocks[:2]], shared)
 
@@ -207,16 +205,15 @@ def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench, make_pla
     bench.prove()
     request = bench.request(1, 70)
     with pytest.raises(ValueError, match="the slice begins at 50"):
-        bench.run(bench.slice(request, 50, make_plan(request.tokens, SPANS, **SIZES)))
-    assert bench.runtime.refusal == "planned_forward"
-    assert bench.runtime.faults == {"planned_forward": 1}
+        bench.run(bench.slice(request, 50, make_plan(request.tokens, SPANS)))
+    assert (bench.runtime.refusal, bench.runtime.faults) == ("planned_forward", {"planned_forward": 1})
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench, make_plan):
     bench.prove()
     request = bench.request(1, 70)
-    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, **SIZES))
+    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS))
     with pytest.raises(LayoutError, match="inputs_embeds"):
         bench.decoder(attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64))
 
@@ -226,7 +223,7 @@ def test_a_decoder_without_the_layer_of_the_check_is_named(bench, make_plan):
     bench.prove()
     decoder, request = bench.decoder, bench.request(1, 70)
     decoder.layers = decoder.layers[:1]
-    plan = make_plan(request.tokens, SPANS, **SIZES, check=SpanCheck(1, 0.5))
+    plan = make_plan(request.tokens, SPANS, check=SpanCheck(1, 0.5))
     bench.forward._max_rows = 16
     with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
         bench.run(bench.slice(request, 58, plan))

@@ -26,13 +26,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-# A donor may be short here, and prompts are.
 SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": 8})
 
 
-needs_torchvision = pytest.mark.skipif(
+needs_vision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="skipped: vLLM's models that take images need torchvision"
 )
 
@@ -44,7 +43,6 @@ def random_tokens(seed):
 
 
 some = random_tokens(6)
-# A prompt, another one with its document elsewhere, and two with nothing of it.
 DOCUMENT = some(500)
 DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
 NEW, LONG = some(150), some(90)
@@ -60,8 +58,6 @@ class Answered:
 
 
 class Served:
-    """One engine in this process."""
-
     def __init__(self, llm):
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
@@ -74,7 +70,6 @@ class Served:
 
     @property
     def worker(self):
-        """Our worker half inside vLLM."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker
@@ -113,11 +108,9 @@ class Served:
         return self.offered_of(1)[0]
 
     def offered_of(self, count):
-        """Tokens that the plans of the last requests offered, the oldest first."""
         return [self.scheduler.outcomes.of(self.last - back).offered_tokens for back in reversed(range(count))]
 
     def forget(self):
-        """vLLM's own prefix cache is empty from now on; donors stay."""
         for _ in range(20):
             if self.llm.reset_prefix_cache():
                 return
@@ -125,7 +118,6 @@ class Served:
         raise AssertionError("blocks are held")
 
     def settle(self):
-        """Waits until all that has ended is saved, and its blocks are free."""
         settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
         self.ask([1, 2, 3], max_tokens=4)  # blocks that a step on its way might write come back behind it
 
@@ -233,7 +225,6 @@ def _collected_once():
 
 
 def cold_answers(*prompts, model=None, **options):
-    """vLLM's own answers to prompts, of 16 tokens, without a connector."""
     served = serving(model, enable_prefix_caching=False, **options)
     try:
         found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
@@ -289,7 +280,6 @@ def cold():
 
 # Of the tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
 TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128
-# Those that vLLM runs by the layers of Transformers.
 _BY_TRANSFORMERS = ("granite", "olmo2", "smollm3", "qwen3")
 _OWN = {
     "gpt_oss": {"sliding_window": WINDOW, "layer_types": None},
@@ -398,8 +388,7 @@ def blocks(monkeypatch):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Of all metadata that we had built for latent rows, the sequences that count as decodes, and those that count as
-    prompts."""
+    """Of all metadata built for latent rows, how many sequences count as decodes and how many as prompts."""
     from engine_wrapper.vllm.attention import VllmRows
 
     found = []
@@ -431,8 +420,7 @@ def many_runs(monkeypatch):
 
 @pytest.fixture
 def is_async(request, monkeypatch):
-    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
-    turns that off."""
+    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card alone."""
     if is_available():
         monkeypatch.setitem(PLACE, "async_scheduling", request.param)
         return bool(request.param)
@@ -448,4 +436,4 @@ def is_async(request, monkeypatch):
     return bool(request.param)
 
 
-both_schedulings = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])
+both_modes = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])

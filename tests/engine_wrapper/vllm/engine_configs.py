@@ -11,10 +11,8 @@ MODEL = Path(__file__).parents[3] / "validation/assets/model"
 
 
 def engine_config(changes=None, **extra):
-    """A configuration of an engine of its own, with `extra` as the connector's extra configuration and `changes` by
-    their paths."""
+    """An engine's configuration, with `extra` as the connector's extra one and `changes` by their paths."""
     config = copy.deepcopy(_made())
-    # Any connector of vLLM's does: ours is not built here.
     config.kv_transfer_config = transfer_config(**extra)
     for path, value in (changes or {}).items():
         *places, name = path.split(".")

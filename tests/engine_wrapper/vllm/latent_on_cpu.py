@@ -1,9 +1,4 @@
-"""What vLLM's builds for a CPU lack of latent attention, in plain torch: before 0.32 how long runs are computed, and in
-all of them a cache in e4m3.
-
-Facts: vLLM 0.28, `model_executor/layers/attention/mla_attention.py`: which attends to a run's own rows and to those
-before it apart, and joins the two by the logarithms of their sums.
-"""
+"""What vLLM's CPU builds lack of latent attention (vLLM 0.28, `model_executor/layers/attention/mla_attention.py`)."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,11 +30,7 @@ def complete(patch):
 
 
 def take_prompts_as_in_0_25(patch, workspace_rows):
-    """Has latent attention take prompts as vLLM 0.25.1 does on a card: those with tokens before them come first, and
-    share a workspace of so many rows, a block for each at least.
-
-    Facts: vLLM 0.25.1, `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
-    """
+    """Takes prompts as vLLM 0.25.1 does on a card (`mla_attention.py`): first those with tokens before them."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention import mla_attention
 
@@ -84,11 +75,7 @@ def scale_by(patch, scales):
 
 
 def store_in_fp8(patch):
-    """Has vLLM's backend on a CPU store latent rows in e4m3, each layer by its scale, and read them so: single rows as
-    its decodes, and what lies before a longer run, as TRITON_MLA does. A run's own rows it reads as they are computed.
-
-    Facts: vLLM 0.28, `v1/attention/backends/mla/triton_mla.py`, `model_executor/layers/attention/mla_attention.py`.
-    """
+    """Has vLLM's CPU backend store latent rows in e4m3 and read them as TRITON_MLA does (0.28, `triton_mla.py`)."""
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
     update, decode, before = (
@@ -158,8 +145,7 @@ def _prefill_backend():
 
 
 def _attend(q, k, v, queries, keys, scale, causal):
-    """Rows [rows, heads, channels] of sequences that begin at `queries` and `keys`; the output, and the logarithm of
-    the sum of each softmax, [heads, rows]."""
+    """Attention of sequences that begin at `queries` and `keys`; the output, and each softmax's logarithmic sum."""
     outputs, sums = [], []
     pairs = (zip(each[:-1].tolist(), each[1:].tolist(), strict=True) for each in (queries, keys))
     for (begin, end), (first, last) in zip(*pairs, strict=True):

@@ -16,7 +16,6 @@ exact = pytest.mark.skipif(is_available(), reason="a card rounds by as much as o
 WINDOWED = {"block_size": 16}
 # vLLM computes latent attention in 16 bit alone there, and of the backends that do so we take this one.
 LATENT = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
-# This one takes a cache in e4m3.
 LATENT_IN_FP8 = LATENT | {"attention_backend": "TRITON_MLA"}
 
 

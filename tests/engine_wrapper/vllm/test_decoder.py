@@ -47,12 +47,18 @@ LAYOUTS = [
 ]
 
 
-def backend(seen):
-    """An attention module that writes where `seen` says."""
+def in_fp8(rows, scale):
+    """Rows, [rows, heads, channels], by one scale or one for each head."""
+    return (rows.float() / torch.tensor(scale).view(-1, 1)).to(FP8)
+
+
+def backend(seen, scales=None):
+    """An attention module that writes where `seen` says, in e4m3 and divided by `scales` where there are any."""
 
     def update(_, key, value, cache, slots):
-        for view, rows in zip(seen(cache), (key, value), strict=True):
-            for slot, row in zip(slots.tolist(), rows, strict=True):
+        for view, rows, scale in zip(seen(cache), (key, value), scales or (None, None), strict=True):
+            written = rows if scale is None else in_fp8(rows, scale).view(torch.uint8)
+            for slot, row in zip(slots.tolist(), written, strict=True):
                 # A flipped view is a copy, so its place is written by index.
                 if seen is scrambled and view.shape[-1] == DIM and rows is key:
                     cache[slot // SIZE, :, slot % SIZE, :DIM] = row.flip(-1)
@@ -77,7 +83,6 @@ def test_a_layout_is_known_by_what_its_backend_writes(seen, shape):
     pool = pool_of(caches, backend(seen))
     assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
     assert all(cache.isnan().all() for cache in caches.values())
-    # What is written through the pool lies where the backend looks.
     pool.keys[1][3, 1, 2], pool.values[2][4, 0, 3] = torch.arange(DIM), torch.arange(DIM) + 50.0
     assert torch.equal(seen(caches[name_of(1)])[0][3, 1, 2], torch.arange(DIM).float())
     assert torch.equal(seen(caches[name_of(2)])[1][4, 0, 3], torch.arange(DIM) + 50.0)
@@ -100,28 +105,12 @@ def test_what_is_not_known_is_refused(seen, shape):
     assert pool_of(caches, backend(seen)) is None
 
 
-def in_fp8(rows, scale):
-    """Rows, [rows, heads, channels], by one scale or one for each head."""
-    return (rows.float() / torch.tensor(scale).view(-1, 1)).to(FP8)
-
-
-def storing_fp8(seen, scales):
-    """An attention module that writes rows in e4m3, divided by `scales`, into bytes."""
-
-    def update(_, key, value, cache, slots):
-        for view, rows, scale in zip(seen(cache), (key, value), scales, strict=True):
-            for slot, row in zip(slots.tolist(), in_fp8(rows, scale).view(torch.uint8), strict=True):
-                view[slot // SIZE, :, slot % SIZE] = row
-
-    return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
-
-
 @pytest.mark.parametrize("scales", [(0.013, 3.7), ((0.013, 0.5), (3.7, 0.1))], ids=["one", "of heads"])
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, shape, rows, scales):
     cache = torch.full(shape, 0x7F, dtype=torch.uint8)
-    attention = storing_fp8(seen, scales)
+    attention = backend(seen, scales)
     layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
     pool = layered_pool({name_of(0): cache}, layout)
     assert pool.dtype == FP8

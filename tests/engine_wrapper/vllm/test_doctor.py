@@ -21,7 +21,6 @@ def one_process(monkeypatch):
 
 
 def looked_at(options, tmp_path, capsys, areas=AREAS):
-    """The findings of these areas."""
     arguments = ["doctor", "--json", "--engine", "vllm"]
     arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
     if options is not None:
@@ -66,8 +65,7 @@ def test_a_cache_in_fp8_halves_what_a_token_takes(profile, tmp_path, capsys):
 )
 def test_a_refusal_is_told_with_what_to_change(options, reason, tmp_path, capsys):
     status, named, text = looked_at(options, tmp_path, capsys)[-1]
-    assert (status, named) == ("refused", reason)
-    assert text == advice(reason, Scope.VLLM)
+    assert (status, named, text) == ("refused", reason, advice(reason, Scope.VLLM))
 
 
 @pytest.mark.parametrize(

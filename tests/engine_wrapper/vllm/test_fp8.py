@@ -15,12 +15,12 @@ from torch.cuda import is_available
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.serving import cases_of
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
-from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
+from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
 
 FP8 = {"kv_cache_dtype": "fp8"}
-# As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
 
 
@@ -34,7 +34,6 @@ def same(answer, expected):
 
 @pytest.fixture(scope="module")
 def cold():
-    """vLLM's own answers without a connector, with its own fp8 cache."""
     return cold_answers(DONOR, MOVED, NEW, **FP8)
 
 
@@ -101,7 +100,6 @@ def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
     assert answer.tokens == cold(DONOR).tokens
     assert near(answer.logprobs, cold(DONOR).logprobs)
     assert answer.cached == len(DONOR) - 1
-    # Moved by 50 tokens: K is turned as it is stored, and rounded once more.
     moved = served.ask(MOVED, max_tokens=16)
     assert moved.cached >= len(DOCUMENT)
     assert moved.tokens[0] == cold(MOVED).tokens[0]
@@ -156,8 +154,7 @@ def with_scales(unscaled, folder, strategy):
 
 @pytest.fixture
 def by_head(monkeypatch):
-    """vLLM's attention on a CPU, which stores all heads by the largest scale, stores each by its own, as FlashAttention
-    3 does."""
+    """vLLM's attention on a CPU stores each head by its own scale, as FlashAttention 3 does."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward

@@ -1,5 +1,4 @@
-"""Latent attention (MLA) inside vLLM, in its own dtype and in e4m3: rows of plans go through vLLM's layers, and what is
-moved is one row a token. On a CPU no backend of vLLM's stores e4m3; one of these tests does (`latent_on_cpu.py`)."""
+"""Latent attention (MLA) inside vLLM, in its own dtype and in e4m3: what is moved is one row a token."""
 
 import json
 import math
@@ -40,7 +39,6 @@ FAR = [*some(520), *DONOR, *some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
 TOKENS = 4 if ON_CARD else 16
-# All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # A card's kernels take no smaller heads.
 SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -85,7 +83,6 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(models, kv):
-    """Answers of vLLM without a connector."""
     asked = cache(lambda form: cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
@@ -105,7 +102,6 @@ def stored(served, blocks, positions):
 
 
 def proven(engine, model, **options):
-    """An engine whose self-check has run."""
     served = engine("position_fix", model=model, **options)
     served.ask(DONOR, max_tokens=1)
     return served
@@ -155,7 +151,6 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
     assert served.offered_of(3)[1] >= len(DOCUMENT)
     for answer, alone in zip(found, expected, strict=True):
         assert_cold(served, answer, alone)
-    # And while another one decodes.
     served = taught(engine(*WHOLE, model=models(), **kv))
     built.clear()
     found = while_another_decodes(served)
@@ -168,8 +163,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
 
 
 def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_runs, built, kv, monkeypatch):
-    """In the self-check, whose plans are over the engine's own KV. Rows of e4m3 are read as they are stored, so that
-    they differ where a value is between two of e4m3 alone; else by far."""
+    """In the self-check, whose plans are over the engine's own KV; rows of e4m3 are read as they are stored."""
     if kv and not ON_CARD:
         monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
     thresholds, stock = set(), attention._built
@@ -267,17 +261,13 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, m
     assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 @in_own_dtype
 def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, cold, monkeypatch):
     expected = cold(MOVED)
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = proven(engine, models())
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.cached, answer.tokens) == (0, expected.tokens)
-    assert served.runtime.refusal == "attention_backend"
+    assert (answer.cached, answer.tokens, served.runtime.refusal) == (0, expected.tokens, "attention_backend")
 
 
 @in_own_dtype

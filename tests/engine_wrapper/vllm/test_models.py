@@ -10,21 +10,11 @@ from vllm.forward_context import get_forward_context
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.conftest import MIXTURES, save_with_images
-from tests.engine_wrapper.vllm.conftest import (
-    DOCUMENT,
-    MOVED,
-    TINY_LAYERS,
-    WINDOW,
-    near,
-    needs_torchvision,
-    some,
-    taught,
-)
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, TINY_LAYERS, WINDOW, near, needs_vision, some, taught
 from tests.engine_wrapper.vllm.place import exact
 
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
-# All layers of every reused token are computed again, so that answers are those of cold runs.
 AGAIN = ("boundary", {"recompute_boundary_layer": TINY_LAYERS})
 MOVE = ("position_fix", {})
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -35,8 +25,6 @@ IN_PLACE = [*some(20), *DOCUMENT, *some(40)]
 
 @dataclass(frozen=True)
 class Case:
-    """An engine over a tiny model, and whether it answers `prompt` as a cold run."""
-
     family: str
     options: dict = field(default_factory=dict)
     policy: tuple = AGAIN
@@ -67,7 +55,6 @@ CASES = [
     Case("gpt_oss", {"max_num_batched_tokens": 128}),
     Case("llama4_text", {"max_num_batched_tokens": 64}),
     *(Case(family, FP8) for family in ("mixtral", "gpt_oss", "gemma3_text", "llama4_text")),
-    # K and V of the lowest layer depend on token and position only.
     *(Case(family, {}, MOVE, 1) for family in ("mixtral", "gpt_oss")),
     *(Case(*each, MOVE, 1) for each in OTHER_CALLS),
     *(Case(family, FP8, MOVE, 1, IN_PLACE) for family in ("qwen3_moe", "glm4_moe")),
@@ -100,16 +87,13 @@ def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, cold_of, case):
     assert_cold(served, case, wanted)
 
 
-@needs_torchvision
+@needs_vision
 @pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
 def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, cold_of, tmp_path, family):
     """As Gemma 3 and Llama 4 are published."""
     wanted = cold_of(tiny(family), MOVED)
     model = save_with_images(tiny(family), tmp_path)
     assert_cold(taught(engine(*AGAIN, model=model, language_model_only=True)), Case(family), wanted)
-
-
-# -- experts -----------------------------------------------------------------------------------------------------------
 
 
 def test_experts_are_found_where_the_engine_counts_their_layers(engine, tiny, cold_of, monkeypatch):
@@ -138,9 +122,6 @@ def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
     (rows, in_plan), (row, in_decode) = found
     assert (rows > len(DOCUMENT), in_plan) == (True, None)
     assert (row, in_decode.tolist() if in_decode is not None else None) == (1, [False])
-
-
-# -- how layers are called ---------------------------------------------------------------------------------------------
 
 
 def other(hidden_states, positions, cache): ...

@@ -2,6 +2,9 @@
 
 import pytest
 from torch.cuda import is_available
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from semblend_trt.outcome import Scope, advice
 from tests.engine_wrapper.vllm.conftest import (
@@ -12,25 +15,20 @@ from tests.engine_wrapper.vllm.conftest import (
     TRANSFER,
     WHOLE,
     assert_cold,
-    both_schedulings,
+    both_modes,
     random_tokens,
     taught,
 )
 
-# Tokens in front of `MOVED`'s document, and in a block.
 HEAD, BLOCK = 70, 32
 
 
 def sampled(served, prompt, **options):
-    """vLLM's own output of one prompt."""
-    from vllm import SamplingParams
-
     params = SamplingParams(detokenize=False, **{"max_tokens": 8, "temperature": 0, **options})
     return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
 
 
 def assert_planned(served, cold):
-    """A prompt with the moved document is served from its donor, as it is cold."""
     assert_cold(served, cold, MOVED)
     assert served.offered > 400
     assert not served.runtime.faults
@@ -47,7 +45,6 @@ def test_answers_are_cold_ones(engine, cold, options):
     for name, value in options.items():
         holders = (config.cache_config, config.scheduler_config, config.model_config)
         assert [getattr(each, name) for each in holders if hasattr(each, name)] == [value]
-    # Where vLLM captures graphs, the rows of plans replay them.
     assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
@@ -67,27 +64,25 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
     assert not served.runtime.faults
 
 
-@both_schedulings
+@both_modes
 def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     served = taught(engine(*WHOLE))
     stop = cold(MOVED).tokens[5]
     until = cold(MOVED).tokens.index(stop) + 1
     found = sampled(served, MOVED, stop_token_ids=[stop], max_tokens=16)
     assert served.offered > 400
-    assert found.outputs[0].token_ids == cold(MOVED).tokens[:until]
-    assert found.outputs[0].stop_reason == stop
+    assert (found.outputs[0].token_ids, found.outputs[0].stop_reason) == (cold(MOVED).tokens[:until], stop)
     served.settle()
     served.forget()
     # With async scheduling a step ran behind the stop; the donor that is left holds nothing of it.
     assert_planned(served, cold)
 
 
-@both_schedulings
+@both_modes
 def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
     served = taught(engine(*WHOLE, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     assert_planned(served, cold)
-    # The third one is planned while the first two decode.
     for _ in range(2):
         answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
         assert answers[0].tokens == cold(NEW).tokens
@@ -97,10 +92,8 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-@both_schedulings
+@both_modes
 def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, steps):
-    from vllm import SamplingParams
-
     # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
     served = engine("position_fix", max_num_batched_tokens=256)
     llm_engine, pool = served.llm.llm_engine, served.core.scheduler.kv_cache_manager.block_pool
@@ -124,8 +117,7 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine("position_fix"))
     found = sampled(served, MOVED, **options)
-    assert found.num_cached_tokens == 0
-    assert found.prompt_logprobs == alone.prompt_logprobs
+    assert (found.num_cached_tokens, found.prompt_logprobs) == (0, alone.prompt_logprobs)
     assert found.outputs[0].token_ids == alone.outputs[0].token_ids
     assert served.scheduler.outcomes.of(served.last).reason == "prompt_logprobs"
     found = sampled(served, MOVED, max_tokens=16, skip_reading_prefix_cache=True)
@@ -133,7 +125,6 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     assert served.scheduler.outcomes.of(served.last).reason == "skip_reading_prefix_cache"
     counted = served.scheduler.outcomes.reasons()
     assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
-    # Both were computed by vLLM, and so are published.
     assert sampled(served, MOVED).num_cached_tokens >= len(MOVED) - BLOCK
     assert served.runtime.refusal is None
 
@@ -143,8 +134,6 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     [("load_failure_policy", {"kv_load_failure_policy": "fail"}), ("kv_role", {"kv_role": "kv_producer"})],
 )
 def test_a_refused_engine_serves_as_stock(engine, cold, reason, changes, caplog):
-    from vllm.config import KVTransferConfig
-
     extra = {**SHORT, "policy": "position_fix"}
     served = engine(
         None, kv_transfer_config=KVTransferConfig(**{**TRANSFER, **changes}, kv_connector_extra_config=extra)
@@ -182,8 +171,6 @@ class Watched:
 
     def run(self, prompt, exact_tokens, max_tokens):
         """Steps that were looked at while the request had approximate blocks."""
-        from vllm import SamplingParams
-
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
         self._served.settle()
         llm_engine, scheduler = self._served.llm.llm_engine, self._served.core.scheduler
@@ -200,7 +187,6 @@ class Watched:
         return looked
 
     def assert_clean(self):
-        """No hash of a block that holds approximate KV can be hit, or was ever told of."""
         assert not any(self.pool.get_cached_block(each, [0]) for each in self.approximate)
         assert not self._told.hashes & self._as_told(self.approximate)
 
@@ -210,16 +196,12 @@ class Watched:
 
     @staticmethod
     def _as_told(hashes):
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
         return {maybe_convert_block_hash(each) for each in hashes}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
-@both_schedulings
+@both_modes
 def test_approximate_blocks_are_never_published(engine, cold, is_async, options):
-    from vllm.config import KVEventsConfig
-
     # Room for two prompts: what is held is given to others while they are asked again and again.
     room = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -228,7 +210,6 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
     watched, some = Watched(served, told), random_tokens(2)
-    # Three blocks are filled while it decodes: they lie behind approximate KV, and are approximate too.
     assert watched.run(MOVED, HEAD, max_tokens=100) > 90
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
@@ -236,11 +217,9 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     for _ in range(3):
         served.ask(some(600), some(600), max_tokens=40, ignore_eos=True)
         watched.assert_clean()
-    # Asked again it is planned again, and stays as it is.
     assert watched.run(MOVED, HEAD, max_tokens=40) > 30
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
-    # What vLLM has computed by itself may be published again.
     assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK

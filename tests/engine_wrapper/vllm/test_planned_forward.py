@@ -46,8 +46,7 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, c
     ours, factor = getattr(VllmRows, rows), 1.25 if torch.cuda.is_available() else 1.01
     monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * factor)
     served = engine("position_fix")
-    assert asked(served) == cold(MOVED)
-    assert served.runtime.mode.value == "stock"
+    assert (asked(served), served.runtime.mode.value) == (cold(MOVED), "stock")
     assert served.runtime.faults == {"self_check": 1}
     assert served.scheduler.outcomes.of(served.last).reason == "self_check"
     assert served.scheduler.outcomes.reasons()["self_check"] > 0

@@ -3,18 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_wrapper.vllm.scheduler import Recovery
-from tests.engine_wrapper.vllm.conftest import (
-    DONOR,
-    LONG,
-    MOVED,
-    NEW,
-    assert_cold,
-    both_schedulings,
-    fail_planned,
-    taught,
-)
+from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, assert_cold, both_modes, fail_planned, taught
 
 
 def fails_twice(monkeypatch, served):
@@ -57,12 +50,11 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-@both_schedulings
+@both_modes
 def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, monkeypatch):
     served = taught(engine("position_fix", max_num_batched_tokens=96, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     fail(monkeypatch, served)
-    # With two sequences at a time the plan fails while its neighbour decodes, and others wait.
     answers = assert_cold(served, cold, LONG, NEW, MOVED, DONOR)
     assert served.runtime.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
     assert [each.cached for each in answers[:2]] == [0, 0]
@@ -108,7 +100,7 @@ def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, mon
     assert_cold(served, cold, MOVED)  # served as without us from then on
 
 
-@both_schedulings
+@both_modes
 def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
@@ -121,10 +113,8 @@ def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-@both_schedulings
+@both_modes
 def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
-    from vllm import SamplingParams
-
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
     llm_engine = served.llm.llm_engine
@@ -141,8 +131,6 @@ def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
 
 
 def test_a_scheduler_of_another_kind_is_refused(engine, cold, monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda scheduler: True)
     served = engine("position_fix")
     assert served.runtime.refusal == "recovery"
@@ -168,5 +156,4 @@ def test_blocks_are_told_where_vllm_cannot_begin_again():
 
     recovery = Broken().bound()
     recovery.compute_again([3, 4])
-    assert recovery.take_failed_blocks() == {3, 4}
-    assert recovery.take_failed_blocks() == set()
+    assert (recovery.take_failed_blocks(), recovery.take_failed_blocks()) == ({3, 4}, set())

@@ -31,7 +31,7 @@ from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import LATENT_BACKENDS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
 from semblend_trt.outcome import TEXTS, Scope
-from tests.engine_wrapper.vllm.conftest import needs_torchvision
+from tests.engine_wrapper.vllm.conftest import needs_vision
 from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
 
 REASONS = set(TEXTS[Scope.VLLM])
@@ -112,7 +112,7 @@ def test_a_cache_of_latent_rows_is_not_refused():
         assert engine_refusal_of(engine_config({"attention_config.backend": backend}), caches(latent)) is None
 
 
-@pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_torchvision)])
+@pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_vision)])
 def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path, has_images):
     """Of each type one model: vLLM looks at its code first, which takes time."""
     served = {model.config["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}

@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 
 from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, WHOLE, cold_answers, random_tokens, serving
@@ -31,14 +34,12 @@ def donor_files(path):
 
 
 def written(served):
-    """Waits until what has ended is saved and its files are written."""
     for _ in range(2):  # a step orders the write, another one tells its end
         served.settle()
         served.worker._worker.transfers.drain()
 
 
 def ready(served):
-    """The engine when its self-check has passed and its library has taken in what lies on disk."""
     served.worker._worker.transfers.drain()
     served.ask(FIRST, max_tokens=1)
     while served.runtime.disk.found:
@@ -49,8 +50,6 @@ def ready(served):
 
 def leave_running(served):
     """Ends in the middle: one request of the two decodes, and the other one's prompt is computed in part."""
-    from vllm import SamplingParams
-
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     for name, prompt in zip("ab", LEFT, strict=False):
         served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -61,10 +60,6 @@ def leave_running(served):
 
 def killed(path):
     """The life of an engine whose process ends without a word, in a process of its own."""
-    from pathlib import Path
-
-    from vllm.config import KVTransferConfig
-
     extra = {**SHORT, "policy": WHOLE[0], **WHOLE[1], **disk(Path(path))}
     served = serving(
         kv_transfer_config=KVTransferConfig(**TRANSFER, kv_connector_extra_config=extra), max_num_batched_tokens=128
@@ -86,11 +81,9 @@ def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     served.ask(DONOR, max_tokens=1)
     written(served)
     assert len(donor_files(tmp_path)) == 1
-    # No donor is made any more: what is found comes from the first engine.
     served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
     stats = served.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)
-    # It is fetched when it is asked for, and promised once it has been read.
     first = served.ask(MOVED[0], max_tokens=16)
     assert (first.cached, first.tokens) == (0, cold(MOVED[0]).tokens)
     assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"

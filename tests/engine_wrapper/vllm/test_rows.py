@@ -1,6 +1,5 @@
 """Runs of rows as sequences of their own: more of them than the engine serves requests, and short gaps closed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from engine_wrapper.vllm.attention import VllmRows, own_builder
 from engine_wrapper.vllm.decoder import unfused_of
 from engine_wrapper.vllm.hooks import StepGraphs
 from semblend_trt.plan import SpanCheck
-from tests.engine_wrapper.vllm.conftest import near, random_tokens
+from tests.engine_wrapper.vllm.conftest import near, random_tokens, taught
 
 some = random_tokens(3)
 DOCUMENT = some(600)
@@ -29,7 +28,6 @@ DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How many sequences each stage had."""
     found = []
     metadata = VllmRows._metadata
 
@@ -52,19 +50,12 @@ def deviate(monkeypatch, every):
     monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
-def taught(engine):
-    served = engine("verified", max_num_seqs=2)
-    served.ask(DONOR, max_tokens=1)
-    served.settle()
-    return served
-
-
 def evidence_of(served):
     return served.scheduler.outcomes.of(served.last).figures
 
 
 def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monkeypatch, runs):
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
         patched.setattr(attention, "ROWS_PER_GAP", 0)
@@ -73,7 +64,6 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
     found = evidence_of(served)
     assert 30 < max(runs) <= found["recomputed_tokens"] < 60
     assert found["offered_tokens"] == found["reused_tokens"] + found["recomputed_tokens"]
-    # Our kernel takes them for one sequence, and gives the same answer.
     served.forget()
     runs.clear()
     again = served.ask(MOVED)
@@ -86,20 +76,19 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
 
 def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatch, runs):
     cold = engine(None, enable_prefix_caching=False).ask(MOVED, max_tokens=16).tokens
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
     deviate(monkeypatch, 17)
     runs.clear()
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.tokens, served.offered > 400) == (cold, True)
-    assert set(runs) == {1}
+    assert (answer.tokens, served.offered > 400, set(runs)) == (cold, True, {1})
     found = evidence_of(served)
     assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])
     assert not served.runtime.faults
 
 
 def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
-    served = taught(engine)
+    served = taught(engine("verified", max_num_seqs=2), DONOR)
     attended = []
     monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
     assert served.ask(MOVED).cached > 500
@@ -108,8 +97,6 @@ def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
 
 
 class Op(CustomOp):
-    """One that runs as `kind` says: by a kernel, as plain torch, or as torch in a graph of its own."""
-
     def __init__(self, kind):
         torch.nn.Module.__init__(self)
         self._forward_method = {"kernel": self.forward_cuda, "plain": self.forward_native}.get(kind, lambda: kind)
@@ -152,16 +139,13 @@ def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused():
     assert refusal.value.reason == "attention_backend"
 
 
-# Of the rows of a step some are padding.
 BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164), torch.arange(64) >= 20
 
 
 @dataclass(eq=False)
 class Part:
-    """What vLLM holds of a part of the compiled model: the graphs of some numbers of rows, and what they read."""
-
-    rows: Sequence[int]
-    addresses: Sequence[int]
+    rows: list
+    addresses: list
     runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
 
     @property

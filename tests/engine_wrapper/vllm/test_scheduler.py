@@ -101,8 +101,6 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     assert not served.runtime.faults
 
 
-# -- steps, in the words of vLLM's two model runners ------------------------------------------------------------------
-
 NUMBERS = {"a": 7, "b": 8}
 
 

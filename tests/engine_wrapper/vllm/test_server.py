@@ -34,13 +34,10 @@ GREEDY = {"model": NAME, "max_tokens": 8, "temperature": 0}
 
 
 class VllmServer(ServeProcess):
-    """`vllm serve` as worker `number` of the fleet."""
-
     def __init__(self, number, nats, audit):
         self.audit = audit
         settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
         transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
-        # The engine's own series are counted in its process, and shown by the server's.
         shared = audit.with_suffix(".metrics")
         shared.mkdir()
         options = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
@@ -56,27 +53,22 @@ class VllmServer(ServeProcess):
 
 @dataclass
 class Fleet:
-    """What runs, and how it is asked."""
-
     workers: dict[str, VllmServer]
     url: str
     tenants: Tenants
 
     @property
     def salt(self):
-        """The salt that the router makes for acme."""
         return self.tenants.caller({"Authorization": "Bearer key of acme"}).salt
 
     def client(self, tenant, url=None):
         return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
 
     def ask(self, prompt, tenant="acme", **fields):
-        """The worker that answered, its answer, and how many tokens of the prompt it did not compute."""
         raw = self.client(tenant).completions.with_raw_response.create(prompt=prompt, **GREEDY, **fields)
         return raw.headers["X-SemBlend-Worker"], *told(raw.parse())
 
     def holder(self, prompt):
-        """The worker that has the prompt's documents, and is known to have them."""
         worker, *_ = self.ask(prompt)
         wait_for(lambda: self.metric("donors", worker))
         return worker
@@ -132,7 +124,6 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
         worker, text, cached = fleet.ask(prompt)
         assert (worker, text) == (holder, expected)
         assert cached > 400
-    # Its engine says so, not only the request's answer.
     served = fleet.workers[holder]
     wait_for(lambda: served.audit.read_text().count('"event":"materialized"') == len(others))
     series = ('outcome="backend_materialized_reuse"}', 'semblend_requests_total{outcome="backend_materialized_reuse"}')
@@ -164,7 +155,6 @@ def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet):
     assert sampled.usage.semblend["verified"]["result"] == "not_comparable"
     with pytest.raises(openai.PermissionDeniedError, match="verify"):
         fleet.client("globex").completions.create(prompt=prompt, **GREEDY, extra_headers=header)
-    # The cold run itself: vLLM's prefix cache is salted, and our connector leaves it alone.
     worker = acme.with_options(base_url=f"{fleet.workers[fleet.holder(prompt)].url}/v1")
     asked = {"cache_salt": "new", "kv_transfer_params": {"semblend.cold": True}}
     cold = worker.completions.create(prompt=prompt, **GREEDY, extra_body=asked)

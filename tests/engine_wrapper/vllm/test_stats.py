@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
@@ -20,7 +21,6 @@ from tests.test_metrics_page import series
 some = random_tokens(3)
 LABELS = ["model_name", "engine"]
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
-# A check whose result is not known has no figures.
 DECLINED = ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, "deviation", checked_tokens=None, recomputed_tokens=5)
 BOTH = {
     "requests": {"backend_materialized_reuse": 1, "backend_declined_reuse": 1},
@@ -48,14 +48,11 @@ def test_an_interval_is_taken_once():
 def test_intervals_add_up_and_leave_what_they_were_made_of():
     first, second = counted(USED).data, counted(DECLINED, DECLINED).data
     both = ReuseStats.of(first).aggregate(ReuseStats.of(second)).aggregate(ReuseStats.of(None))
-    assert both.reduce()["refusals deviation"] == 2
-    assert both.reduce()["tokens reused"] == 70
+    assert (both.reduce()["refusals deviation"], both.reduce()["tokens reused"]) == (2, 70)
     assert first == counted(USED).data
 
 
 class Metrics(ReuseMetrics):
-    """Of two engines, in a registry of their own."""
-
     def __init__(self):
         self.registry = CollectorRegistry()
         kinds = dict.fromkeys([Counter, Gauge, Histogram], lambda **given: Counter(**given, registry=self.registry))
@@ -72,8 +69,7 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start():
     for _ in range(2):
         metrics.observe(counted(USED, DECLINED).data, 1)
     metrics.observe({})
-    assert metrics.value("tokens", 1, kind="reused") == 140
-    assert metrics.value("tokens", 0, kind="reused") == 0
+    assert (metrics.value("tokens", 1, kind="reused"), metrics.value("tokens", 0, kind="reused")) == (140, 0)
     assert metrics.value("refusals", 1, reason="deviation") == 2
     assert metrics.value("refusals", 0, reason="deviation") is None
 
@@ -96,8 +92,6 @@ def test_unknown_reasons_are_counted_together():
 
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
 def test_vllm_tells_every_request_once(engine, options, monkeypatch):
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-
     document = some(400)
     served = engine("position_fix", disable_log_stats=False, **options)
     told = []
@@ -131,7 +125,6 @@ def test_vllm_tells_every_request_once(engine, options, monkeypatch):
 
 
 def _told(name, **label):
-    """What vLLM's /metrics shows of its only engine."""
     family = next(each for each in REGISTRY.collect() if each.name == f"vllm:semblend_{name}")
     found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
     assert [each.labels["engine"] for each in found] == ["0"]

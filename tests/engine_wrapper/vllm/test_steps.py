@@ -22,7 +22,6 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, 
     assert_cold(served, cold, MOVED[0], NEW, MOVED[1])
     assert [each > 400 for each in served.offered_of(3)] == [True, False, True]
     assert not served.runtime.faults
-    # Two sequences at a time: the later ones are planned while the first ones decode.
     served = taught(engine(*WHOLE, max_num_seqs=2), *DONORS)
     assert_cold(served, cold, NEW, MOVED[0], DONORS[0], MOVED[1])
     assert served.offered_of(4)[1] > 400
@@ -46,7 +45,6 @@ def test_approximate_kv_is_never_published(engine, cold):
     served = taught(engine("position_fix"), *DONORS)
     assert served.ask(MOVED[0], max_tokens=40).cached > 400
     served.runtime.refusal = "test"
-    # In front of the document everything was computed, and is exact.
     [again] = assert_cold(served, cold, MOVED[0])
     assert again.cached <= MOVED[0].index(DOCUMENTS[0][0])
 

@@ -1,10 +1,11 @@
-"""A load or a plan that fails is computed, and vLLM's own counts of a prompt, and what its answer says is cached, are
-what was used, whatever was promised."""
+"""What fails is computed, and vLLM's own counts of a prompt are what was used, whatever was promised."""
 
 import pytest
 
 from semblend_trt.outcome import VLLM_RECEIPT
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_schedulings, fail_planned, taught
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_modes, fail_planned, taught
+from tests.engine_wrapper.vllm.test_recovery import fails_twice
+from tests.engine_wrapper.vllm.test_recovery import is_lost as is_not_executed
 
 
 def nothing(monkeypatch, served):
@@ -33,29 +34,17 @@ def forward_fails_once(monkeypatch, served):
     fail_planned(monkeypatch, served, once=True)
 
 
-def is_not_executed(monkeypatch, served):
-    """vLLM runs its steps past our forward, and computes again."""
-    served.worker._forward.remove()
-
-
-def forward_fails_twice(monkeypatch, served):
-    """Our rows cannot compute what was promised either: vLLM computes it again."""
-    fail_planned(monkeypatch, served)
-
-
 FAULTS = {
     nothing: set(),
     is_lost: set(),
     load_fails: {"start_load_kv"},
     forward_fails_once: {"planned_forward"},
     is_not_executed: {"plan_not_executed"},
-    forward_fails_twice: {"planned_forward"},
+    fails_twice: {"planned_forward"},
 }
 
 
 class Told:
-    """What an engine told from now on: counts by their sources, hits, and the receipts of what has ended."""
-
     def __init__(self, monkeypatch, served):
         self.external = self.own = self.hits = 0
         self.cached, self.receipts = {}, {}
@@ -86,10 +75,10 @@ class Told:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@both_schedulings
+@both_modes
 def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
     served = taught(engine("verified", disable_log_stats=False))
-    if fault not in (is_not_executed, forward_fails_twice):
+    if fault not in (is_not_executed, fails_twice):
         # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
         served.ask(NEW, max_tokens=1)
     told = Told(monkeypatch, served)

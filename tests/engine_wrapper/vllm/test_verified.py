@@ -10,25 +10,16 @@ from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import Engines
+from tests.engine_wrapper.serving import Engines, cases_of
 from tests.engine_wrapper.vllm.conftest import SHORT
 from validation.documents import stock_list
-from validation.families.catalog import write_family
 from validation.models import shipped_model
-from validation.prompts import INSTRUCTIONS, form_for, render
+from validation.prompts import INSTRUCTIONS, render
 
 GROUPS, TOKENS = 6, 700
 
 
-def cases_of(tokenizer, family):
-    def count(text):
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    return write_family(family, form_for(tokenizer), count, 3, GROUPS, 1, TOKENS)
-
-
 def answers(served, cases, *, donors):
-    """How many prompts are answered rightly, how many with the donor's answer, and how many tokens were reused."""
     tokenizer = served.llm.get_tokenizer()
     encoded = {case.id: tokenizer.encode(case.prompt, add_special_tokens=False) for case in cases}
     if donors:
@@ -56,17 +47,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     assert not served.runtime.faults
 
 
-def test_harmless_text_is_reused_by_verified(engine):
-    served = engine("verified")
-    cases = cases_of(served.llm.get_tokenizer(), "reordered")
-    right, _, cached = answers(served, cases, donors=True)
-    assert right == GROUPS
-    assert cached > 0
-    evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
-    assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
-    assert not served.runtime.faults
-
-
 @pytest.fixture
 def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
@@ -78,7 +58,6 @@ def sampled(profile, tmp_path, monkeypatch, trial):
 
 
 def told(report):
-    """What became of a request's tokens."""
     return report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
 
 
@@ -87,7 +66,6 @@ FAMILIES = "reordered", "header_trap"
 
 @pytest.fixture
 def expected(sampled, tmp_path):
-    """What becomes of them in the embedded engine."""
     engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
     settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
@@ -132,7 +110,6 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
         reports = [served.scheduler.outcomes.of(served.last - i) for i in reversed(range(GROUPS))]
         found += map(told, reports)
     assert found == expected
-    # Of harmless text some is served by the sample alone, and all that was checked of a trap is computed.
     assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
     assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed in found[GROUPS:])
     assert max(most) <= served.core.scheduler.max_num_scheduled_tokens

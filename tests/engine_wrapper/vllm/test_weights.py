@@ -11,7 +11,6 @@ from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, near, serving, some
 from validation.models import shipped_model
 
 pytestmark = pytest.mark.every_version
-# Each begins as DONOR or holds its document elsewhere.
 PROMPTS = [[*DONOR, *some(20 + each)] if each % 2 else [*some(50 + each), *MOVED[70:]] for each in range(12)]
 
 
@@ -29,7 +28,6 @@ def other(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(other):
-    """Answers of a vLLM without a connector that loads the same weights in the same way."""
     served = serving(enable_prefix_caching=False)
     try:
         found = {}
@@ -66,7 +64,6 @@ def assert_cold(served, expected, prompts):
 
 
 def reused(served):
-    """Tokens of the last prompt whose KV came from donors."""
     report = served.scheduler.outcomes.of(served.last)
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 
@@ -81,7 +78,6 @@ def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, polic
         served.settle()
         found = assert_cold(served, answers[name], PROMPTS)
         assert all(found[1::2])
-        # The profile was made for the shipped weights.
         moved = found[2::2]
         assert all(moved) if (policy, name) == ("verified", "shipped") else not any(moved)
         served.settle()
@@ -94,8 +90,7 @@ def test_a_write_by_a_function_of_the_users_own_is_noticed(engine):
     served.core.model_executor.collective_rpc(write)
     served.forget()
     served.ask(DONOR)
-    assert reused(served) == 0
-    assert served.runtime.weights_changes == 1
+    assert (reused(served), served.runtime.weights_changes) == (0, 1)
 
 
 def test_calls_that_write_nothing_cost_no_donor(engine):
@@ -146,5 +141,4 @@ def test_new_scales_of_an_fp8_cache_end_reuse(engine):
     served.core.model_executor.collective_rpc(rescale)
     served.forget()
     served.ask(DONOR)
-    assert reused(served) == 0
-    assert served.runtime.refusal == "kv_scales"
+    assert (reused(served), served.runtime.refusal) == (0, "kv_scales")

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 ROUNDING = 5e-2 if is_available() else 0.0
 # Which layers of Llama 4 have chunks and RoPE (1), from the lowest on.
 MIXED, LOWER = ("llama4_text", 3, {"no_rope_layers": [1, 0, 1]}), ("llama4_text", 3, {"no_rope_layers": [1, 1, 0]})
-# Texts before the document, which end where a chunk does.
 IN_DONOR, IN_PROMPT, NEW = some(CHUNK), some(3 * CHUNK), some(60)
 EARLY, LATER = 40, 50
 SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
@@ -31,7 +30,6 @@ def placed(early=0, later=0):
 
 
 def asked(served, prompt=MOVED):
-    """The answer to a prompt, most of which is not computed by vLLM."""
     answer = served.ask(prompt, max_tokens=16)
     assert served.offered >= len(DOCUMENT) - CHUNK
     assert not served.runtime.faults
@@ -55,8 +53,7 @@ def assert_cold_by_both(monkeypatch, served, prompt, wanted, is_same, rounding=0
 
 @pytest.mark.parametrize(("heads", "is_same"), [(WINDOW - 1, True), pytest.param(WINDOW - 2, False, marks=exact)])
 def test_a_window_reaches_as_far_into_a_moved_run(engine, model, cold_of, heads, is_same, monkeypatch):
-    """K and V above one layer with a window depend on the tokens within it: where the first `heads` of the run are
-    computed, the others are those of a cold run if a window is no longer than that and the token itself."""
+    """Above one layer with a window, K and V depend on the tokens within it, whose first `heads` are computed."""
     if is_available():  # vLLM's attention takes float32 for TF32 there, ours does not
         monkeypatch.setattr(self_check, "_EXACT_BOUND", 1e-2)
     two = model("gpt_oss", 2)
@@ -117,9 +114,6 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(engine, 
     assert is_cold(asked(served), wanted, ROUNDING)
     report = served.scheduler.outcomes.of(served.last)
     assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, model, cold_of, tmp_path, caplog):

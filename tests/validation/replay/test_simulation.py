@@ -12,33 +12,10 @@ from hypothesis import strategies as st
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
 from semblend_trt.fleet.telemetry import BlockKind
-<<<<<<< HEAD
-from validation.replay.simulation import (
-    DEFAULT_WEIGHTS,
-    FIRST_SECONDS,
-    HIT_FACTOR,
-    LEAST,
-    MOST,
-    OPTIMUM,
-    REGRET_FACTOR,
-    UNUSED_FACTOR,
-    AdaptiveSemanticEviction,
-    BlockCache,
-    BlockHistory,
-    KindUse,
-    Optimum,
-    ReplayPolicy,
-    ReuseRule,
-    replay_policy,
-    simulate,
-)
-from validation.replay.trace import NONE
-=======
 from tests.validation.replay.conftest import line, trace_from
 from validation.replay import simulation
 from validation.replay.simulation import BlockCache, BlockHistory, ReplayPolicy, ReuseRule, replay_policy, simulate
 from validation.replay.trace import NONE, trace_of
->>>>>>> tc
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)
@@ -233,29 +210,17 @@ def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
     assert found.reused.sum() == 10 * best(0, frozenset())
 
 
-<<<<<<< HEAD
 def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go(trace_from):
     names = "abcdefghijkl"
     trace = trace_from([*names, *names], dict.fromkeys(names, 10))
-    cache = BlockCache(trace.spans, Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
+    cache = BlockCache(trace.spans, simulation.Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
     for block in range(12):
         cache.serve([block], 0.0)
     assert [block for block in range(12) if block in cache] == [10, 11]
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "use", "remove", "evict", "wait"]),
-        st.integers(0, 5),
-        st.integers(1, 300),
-        st.sampled_from(BlockKind),
-    ),
-    max_size=60,
-)
-=======
 WHAT = st.sampled_from(["add", "use", "remove", "evict", "wait"])
 STEPS = st.lists(st.tuples(WHAT, st.integers(0, 5), st.integers(1, 300), st.sampled_from(BlockKind)), max_size=60)
->>>>>>> tc
 
 
 def score(history, now, factor, seconds):
