@@ -210,7 +210,7 @@ def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
     assert found.reused.sum() == 10 * best(0, frozenset())
 
 
-def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go(trace_from):
+def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go():
     names = "abcdefghijkl"
     trace = trace_from([*names, *names], dict.fromkeys(names, 10))
     cache = BlockCache(trace.spans, simulation.Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
