@@ -21,8 +21,8 @@ import torch
 
 from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
-from kernels.sparse_prefill.rows import to_device
-from semblend_trt.streams import HostCopy
+from kernels.device import HostCopy
+from kernels.layout import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
-from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
+from kernels.layout import KvGeometry, LayeredPool, PagedKv, all_to_device, layer_view
 from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows
-from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

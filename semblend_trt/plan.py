@@ -152,6 +152,34 @@ class EngineExecution:
 
 
 @dataclass(frozen=True, slots=True)
+class ReuseTerms:
+    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides.
+
+    Donors up to generation `generations` are used, and kept."""
+
+    boundary: int = 0
+    check: SpanCheck | None = None
+    head_tokens: int = 0
+    generations: int = 0
+
+    @property
+    def wrapper_reason(self) -> str | None:
+        """Why a stock engine cannot keep these terms, or None."""
+        if self.check is not None:
+            return "check_needs_wrapper"
+        if self.head_tokens:
+            return "head_needs_wrapper"
+        return "boundary_needs_wrapper" if self.boundary else None
+
+    def expected_reuse(self, length: int) -> int:
+        """Return how many of `length` tokens stay reused, as far as known before the check."""
+        kept = max(0, length - self.head_tokens)
+        if self.check is None or self.check.largest_share is None:
+            return kept
+        return kept - round(self.check.largest_share * kept)
+
+
+@dataclass(frozen=True, slots=True)
 class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 

@@ -1,13 +1,12 @@
-"""ReusePolicy: which runs may be reused, and ReuseTerms: how those that are not exact are executed under it."""
+"""ReusePolicy: which runs may be reused, and the terms under which those that are not exact are executed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import ReuseTerms, SpanCheck
 
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
@@ -47,34 +46,6 @@ def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
     except ValueError:
         names = ", ".join(policy.value for policy in ReusePolicy)
         raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {names}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseTerms:
-    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides.
-
-    Donors up to generation `generations` are used, and kept."""
-
-    boundary: int = 0
-    check: SpanCheck | None = None
-    head_tokens: int = 0
-    generations: int = 0
-
-    @property
-    def wrapper_reason(self) -> str | None:
-        """Why a stock engine cannot keep these terms, or None."""
-        if self.check is not None:
-            return "check_needs_wrapper"
-        if self.head_tokens:
-            return "head_needs_wrapper"
-        return "boundary_needs_wrapper" if self.boundary else None
-
-    def expected_reuse(self, length: int) -> int:
-        """Return how many of `length` tokens stay reused, as far as known before the check."""
-        kept = max(0, length - self.head_tokens)
-        if self.check is None or self.check.largest_share is None:
-            return kept
-        return kept - round(self.check.largest_share * kept)
 
 
 class PolicySettings(Protocol):

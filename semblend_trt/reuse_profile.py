@@ -30,8 +30,8 @@ from semblend_trt.namespace import (
     is_content,
     is_unknown,
 )
-from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
-from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.plan import WINDOW_TOKENS, EngineMode, ReuseTerms, SpanCheck
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

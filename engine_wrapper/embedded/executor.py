@@ -18,10 +18,10 @@ from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_la
 from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector, uses_v2
 from engine_wrapper.embedded.request import LlmRequestState, largest_of, sample
 from engine_wrapper.token_schedule import SequenceSlice
+from kernels.device import current_stream
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
-from semblend_trt.streams import current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,9 +15,9 @@ from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
+from kernels.device import current_stream
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
-from semblend_trt.streams import current_stream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,8 +27,8 @@ from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
+from kernels.layout import to_device
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
-from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

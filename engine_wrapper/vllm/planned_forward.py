@@ -29,8 +29,8 @@ from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, ow
 from engine_wrapper.vllm.decoder import check_rotation
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
+from kernels.device import HostCopy
 from semblend_trt.plan import EngineMode
-from semblend_trt.streams import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.dispatch import triton_serves
+from kernels.device import triton_serves
 from kernels.layout import (
     ContiguousKv,
     Fresh,
@@ -14,6 +14,7 @@ from kernels.layout import (
     Kv,
     Move,
     PagedKv,
+    all_to_device,
     check_dtype,
     check_kv,
     check_range,
@@ -23,7 +24,6 @@ from kernels.layout import (
     lie_alike,
 )
 from kernels.rope import RopeRotation, check_head_dim, rotate_keys
-from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

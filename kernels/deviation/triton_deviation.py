@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dispatch import launch
+from kernels.device import launch
 from kernels.layout import Fresh, FreshRows, Move
 from kernels.span_table import (
     Memory,

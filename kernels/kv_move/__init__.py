@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.dispatch import triton_serves
+from kernels.device import triton_serves
 from kernels.layout import (
     ContiguousKv,
     LayeredPool,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dispatch import launch
+from kernels.device import launch
 from kernels.layout import ContiguousKv, Kv, Move
 from kernels.rope import LayerRotations
 from kernels.span_table import (

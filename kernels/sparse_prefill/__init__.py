@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kernels.dispatch import triton_serves
-from kernels.layout import LayeredPool, PoolLayer, indexable, layer_view
+from kernels.device import triton_serves
+from kernels.layout import (
+    LayeredPool,
+    PoolLayer,
+    SequenceRows,
+    check_rows,
+    check_written,
+    in_chunks,
+    indexable,
+    layer_view,
+)
 from kernels.rope import saturated
-from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written, in_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.kv_move.naive import row_of
-from kernels.layout import PagedKv
+from kernels.layout import PagedKv, SequenceRows, check_rows, check_written
 from kernels.rope import saturated
-from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

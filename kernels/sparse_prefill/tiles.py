@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.sparse_prefill.rows import to_device
+from kernels.layout import to_device
 
 if TYPE_CHECKING:
-    from kernels.sparse_prefill.rows import SequenceRows
+    from kernels.layout import SequenceRows
 
 # A piece of fewer tokens of KV is not worth a program.
 MIN_PIECE = 256

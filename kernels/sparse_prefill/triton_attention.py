@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dispatch import launch
+from kernels.device import launch
 from kernels.span_table import as_element
 from kernels.sparse_prefill.tiles import (
     AttentionWork,
@@ -32,8 +32,7 @@ from kernels.sparse_prefill.tiles import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.layout import PoolLayer
-    from kernels.sparse_prefill.rows import SequenceRows
+    from kernels.layout import PoolLayer, SequenceRows
 
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)

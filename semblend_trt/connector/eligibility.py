@@ -1,4 +1,4 @@
-"""Which engines, models and requests may be served with reuse, by EngineSpec and by TensorRT-LLM's LlmRequest.
+"""Which engines and models may be served with reuse, by EngineSpec.
 
 TensorRT-LLM lets combinations reach a connector that give wrong data. Examples are block ids outside of the pool,
 several beams, and equal placeholders for different images. They are refused here, by name."""
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.contract import V11
@@ -27,17 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Policies under which an engine that executes no plans reuses text at its own place alone.
 _AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
-_MISSING = object()
-# A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
-_SALTS = {"cache_salt": str, "cache_salt_id": int}
-
-
-class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
-    """The request must be served as if there were no connector; `reason` is counted."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def engine_refusal(engine: EngineSpec) -> str | None:
@@ -67,48 +56,6 @@ def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
 def _parallel(engine: EngineSpec) -> dict[str, bool]:
     sizes = {"context_parallel": engine.context_parallel_size, "pipeline_parallel": engine.pipeline_parallel_size}
     return {reason: (size or 1) > 1 for reason, size in sizes.items()}
-
-
-def check_eligible(request: Any) -> None:
-    """Raise IneligibleRequest if the request's KV may not be shared, by `request.refusal` or by what it asks for."""
-    if (refusal := getattr(request, "refusal", None)) is not None:
-        raise IneligibleRequest(refusal)
-    # These two come first: the engine's own requests need not have the rest in a form that can be read.
-    if _flag(request, "is_dummy_request"):
-        raise IneligibleRequest("dummy_request")
-    if _flag(request, "is_generation_only_request"):
-        raise IneligibleRequest("generation_only")
-    if int(getattr(getattr(request, "sampling_config", None), "beam_width", 1) or 1) > 1:
-        raise IneligibleRequest("beam_search")
-    if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
-        raise IneligibleRequest("multimodal")
-    if getattr(request, "draft_tokens", None):
-        raise IneligibleRequest("speculative_decoding")
-    if _flag(request, "py_return_context_logits"):
-        raise IneligibleRequest("context_logits")
-
-
-def cache_salt_of(request: Any) -> str | None:
-    """Return the request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
-
-    Raises IneligibleRequest without either attribute, because isolation is then unknown. A salt of another type or size
-    is refused too: its text could equal another salt's."""
-    for name, kind in _SALTS.items():
-        salt = getattr(request, name, _MISSING)
-        if salt is _MISSING:
-            continue
-        if salt is None:
-            return None
-        if type(salt) is not kind or (isinstance(salt, int) and not 0 <= salt < 1 << 64):
-            raise IneligibleRequest("salt_invalid")
-        return str(salt)
-    raise IneligibleRequest("salt_unknown")
-
-
-def _flag(request: Any, name: str) -> bool:
-    # `is_generation_only_request` is a property of the C++ binding and a method of the Python subclass.
-    value = getattr(request, name, False)
-    return bool(value() if callable(value) else value)
 
 
 def decoder_refusal(engine: EngineSpec) -> str | None:

@@ -8,19 +8,17 @@ import logging
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.connector.engine_spec import text_of
 from semblend_trt.connector.model_files import (
     TOKENIZER_FILES,
     DigestCache,
-    FileState,
-    adapter_files,
     digest_in,
-    digest_of_files,
     snapshot,
     weights_digest,
 )
+from semblend_trt.connector.requests import Adapters
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
@@ -141,65 +139,3 @@ def _name(model: str | Path) -> str:
 
 def _known(value: str | None) -> str:
     return unknown_value() if value is None else value
-
-
-# An engine holds far fewer; requests may name any number.
-MAX_REMEMBERED = 4096
-
-
-class Adapters:
-    """The adapters of an engine. Those in `folders` are read at once; later ones get an unknown identity."""
-
-    def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
-        cache = DigestCache.from_setting(cache_path)
-        self._read = {_place(folder): _identity_of(folder, cache) for folder in folders}
-        self._of_task: dict[int, tuple[str | None, str, tuple[FileState, ...]]] = {}
-
-    @property
-    def identities(self) -> list[str]:
-        """Those of the adapters at the start: their embeddings may replace the base model's."""
-        return [identity for identity, _ in self._read.values()]
-
-    def of(self, request: Any) -> str | None:
-        """Return the identity of the request's adapter; None for the base model.
-
-        The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
-        since, it matches nothing."""
-        task = getattr(request, "lora_task_id", None)
-        if task is None:
-            return None
-        path = getattr(request, "py_lora_path", None)
-        states = _states_or_none(path)
-        if task not in self._of_task:
-            if len(self._of_task) >= MAX_REMEMBERED:
-                return unknown_value()
-            # The engine reads the files about now: they must be those that were read at the start.
-            identity, read = self._read.get("" if path is None else _place(path), ("", None))
-            self._of_task[task] = (path, identity if states and states == read else unknown_value(), states)
-        seen, identity, known = self._of_task[task]
-        return identity if path == seen and states == known else unknown_value()
-
-
-def _place(path: str | Path) -> str:
-    return str(Path(path).absolute())
-
-
-def _states_or_none(path: str | None) -> tuple[FileState, ...]:
-    """The states of an adapter's files; () if they cannot be read."""
-    with suppress(OSError, ConfigurationError):
-        return () if path is None else _states(path)
-    return ()
-
-
-def _states(path: str) -> tuple[FileState, ...]:
-    return tuple(map(FileState.of, adapter_files(Path(path)).values()))
-
-
-def _identity_of(path: str, cache: DigestCache | None) -> tuple[str, tuple[FileState, ...]]:
-    """An adapter's identity, and the states of its files when it was read."""
-    try:
-        states = _states(path)
-        return content_value(digest_of_files(adapter_files(Path(path)), cache)), states
-    except (OSError, ConfigurationError) as error:
-        logger.warning("adapter %s cannot be read, and its KV is shared with no other engine: %s", path, error)
-        return unknown_value(), ()

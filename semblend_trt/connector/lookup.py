@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible
-from semblend_trt.connector.requests import TrackedRequest, tokens_of
+from semblend_trt.connector.requests import IneligibleRequest, TrackedRequest, cache_salt_of, check_eligible, tokens_of
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.donors.catalog import Lease, Tier
 from semblend_trt.donors.offload import SaveIntent
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.engine_namespace import Adapters
+    from semblend_trt.connector.requests import Adapters
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
     from semblend_trt.namespace import CacheNamespace

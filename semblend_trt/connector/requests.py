@@ -1,20 +1,28 @@
-"""Requests from look-up to end: their blocks and plans, the metadata for every rank, and what their reuse came to."""
+"""Requests from look-up to end: whether they take part, their blocks and plans, the metadata for every rank, and what
+their reuse came to.
+
+TensorRT-LLM lets requests reach a connector that would get wrong data. Examples are several beams, and equal
+placeholders for different images. They are refused here, by name."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from semblend_trt import __version__
+from semblend_trt.connector.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands
-from semblend_trt.errors import DonorUnavailableError, SemBlendError
+from semblend_trt.errors import ConfigurationError, DonorUnavailableError, SemBlendError
+from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, are_counts
 
@@ -38,6 +46,121 @@ MAX_SILENT_ITERATIONS = 32
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 # What a report says of a check that is still to run.
 _UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept"))
+
+
+_MISSING = object()
+# An engine holds far fewer; requests may name any number.
+_MAX_ADAPTERS = 4096
+# A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
+_SALTS = {"cache_salt": str, "cache_salt_id": int}
+
+
+class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
+    """The request must be served as if there were no connector; `reason` is counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def check_eligible(request: Any) -> None:
+    """Raise IneligibleRequest if the request's KV may not be shared, by `request.refusal` or by what it asks for."""
+    if (refusal := getattr(request, "refusal", None)) is not None:
+        raise IneligibleRequest(refusal)
+    # These two come first: the engine's own requests need not have the rest in a form that can be read.
+    if _flag(request, "is_dummy_request"):
+        raise IneligibleRequest("dummy_request")
+    if _flag(request, "is_generation_only_request"):
+        raise IneligibleRequest("generation_only")
+    if int(getattr(getattr(request, "sampling_config", None), "beam_width", 1) or 1) > 1:
+        raise IneligibleRequest("beam_search")
+    if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
+        raise IneligibleRequest("multimodal")
+    if getattr(request, "draft_tokens", None):
+        raise IneligibleRequest("speculative_decoding")
+    if _flag(request, "py_return_context_logits"):
+        raise IneligibleRequest("context_logits")
+
+
+def cache_salt_of(request: Any) -> str | None:
+    """Return the request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
+
+    Raises IneligibleRequest without either attribute, because isolation is then unknown. A salt of another type or size
+    is refused too: its text could equal another salt's."""
+    for name, kind in _SALTS.items():
+        salt = getattr(request, name, _MISSING)
+        if salt is _MISSING:
+            continue
+        if salt is None:
+            return None
+        if type(salt) is not kind or (isinstance(salt, int) and not 0 <= salt < 1 << 64):
+            raise IneligibleRequest("salt_invalid")
+        return str(salt)
+    raise IneligibleRequest("salt_unknown")
+
+
+def _flag(request: Any, name: str) -> bool:
+    # `is_generation_only_request` is a property of the C++ binding and a method of the Python subclass.
+    value = getattr(request, name, False)
+    return bool(value() if callable(value) else value)
+
+
+class Adapters:
+    """The adapters of an engine. Those in `folders` are read at once; later ones get an unknown identity."""
+
+    def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
+        cache = DigestCache.from_setting(cache_path)
+        self._read = {_place(folder): _identity_of(folder, cache) for folder in folders}
+        self._of_task: dict[int, tuple[str | None, str, tuple[FileState, ...]]] = {}
+
+    @property
+    def identities(self) -> list[str]:
+        """Those of the adapters at the start: their embeddings may replace the base model's."""
+        return [identity for identity, _ in self._read.values()]
+
+    def of(self, request: Any) -> str | None:
+        """Return the identity of the request's adapter; None for the base model.
+
+        The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
+        since, it matches nothing."""
+        task = getattr(request, "lora_task_id", None)
+        if task is None:
+            return None
+        path = getattr(request, "py_lora_path", None)
+        states = _states_or_none(path)
+        if task not in self._of_task:
+            if len(self._of_task) >= _MAX_ADAPTERS:
+                return unknown_value()
+            # The engine reads the files about now: they must be those that were read at the start.
+            identity, read = self._read.get("" if path is None else _place(path), ("", None))
+            self._of_task[task] = (path, identity if states and states == read else unknown_value(), states)
+        seen, identity, known = self._of_task[task]
+        return identity if path == seen and states == known else unknown_value()
+
+
+def _place(path: str | Path) -> str:
+    return str(Path(path).absolute())
+
+
+def _states_or_none(path: str | None) -> tuple[FileState, ...]:
+    """The states of an adapter's files; () if they cannot be read."""
+    with suppress(OSError, ConfigurationError):
+        return () if path is None else _states(path)
+    return ()
+
+
+def _states(path: str) -> tuple[FileState, ...]:
+    return tuple(map(FileState.of, adapter_files(Path(path)).values()))
+
+
+def _identity_of(path: str, cache: DigestCache | None) -> tuple[str, tuple[FileState, ...]]:
+    """An adapter's identity, and the states of its files when it was read."""
+    try:
+        states = _states(path)
+        return content_value(digest_of_files(adapter_files(Path(path)), cache)), states
+    except (OSError, ConfigurationError) as error:
+        logger.warning("adapter %s cannot be read, and its KV is shared with no other engine: %s", path, error)
+        return unknown_value(), ()
 
 
 class RequestProgress(NamedTuple):

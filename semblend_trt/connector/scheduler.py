@@ -15,10 +15,11 @@ from semblend_trt.audit import AuditEvents
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.eligibility import facts_or_refusal
-from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
+from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
 from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
 from semblend_trt.connector.lookup import Lookup
 from semblend_trt.connector.requests import (
+    Adapters,
     Iteration,
     RequestTable,
     SemBlendConnectorMetadata,

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.eligibility import served_facts
@@ -20,7 +21,6 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
 from semblend_trt.ranks import agree_on_loads
 from semblend_trt.runtime import runtime_for
-from semblend_trt.streams import Event, current_stream, on, record
 
 if TYPE_CHECKING:
     import torch

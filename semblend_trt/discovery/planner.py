@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, ReuseTerms, terms_of
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, ReuseTerms, SemanticKvPlan, gaps
+from semblend_trt.policy import ReusePolicy, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

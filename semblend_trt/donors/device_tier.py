@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.device import Event, current_stream, record, wait
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
-from semblend_trt.streams import Event, current_stream, record, wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

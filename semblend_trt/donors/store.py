@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kernels.device import wait
 from kernels.layout import ContiguousKv
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
-from semblend_trt.streams import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kernels.device import Event, Stream
     from kernels.layout import KvGeometry, PagedKv
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.streams import Event, Stream
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from kernels.device import Event, Stream, current_stream, record, wait
 from kernels.kv_move import Move, check_moves, prepared
 from kernels.layout import PagedKv
 from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
-from semblend_trt.streams import Event, Stream, current_stream, record, wait
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

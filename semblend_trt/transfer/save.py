@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from kernels.device import Event, current_stream, finish, on, record, side_stream, wait
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.background import OnceAMinute
@@ -20,7 +21,6 @@ from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
 from semblend_trt.ranks import Ranks
-from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:

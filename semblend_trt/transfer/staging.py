@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.device import Event, current_stream, finish, on, record, side_stream, wait
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

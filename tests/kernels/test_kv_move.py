@@ -213,7 +213,7 @@ def test_no_plan_compiles_the_kernel_again():
 
 @needs_cuda
 def test_a_donor_in_pinned_host_memory_is_read_in_place():
-    from kernels.dispatch import triton_serves
+    from kernels.device import triton_serves
 
     donor = donor_of(geometry_of(), 12, seed=2)
     pinned = ContiguousKv(donor.tensor.pin_memory())

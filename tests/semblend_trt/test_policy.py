@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import Settings
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import SpanCheck
-from semblend_trt.policy import ReusePolicy, ReuseTerms, parse_policy, terms_of
+from semblend_trt.plan import ReuseTerms, SpanCheck
+from semblend_trt.policy import ReusePolicy, parse_policy, terms_of
 
 
 def test_the_policies_in_the_order_in_which_they_are_told():

@@ -9,9 +9,6 @@ from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig, LlmArgs
 from semblend_trt.config import load_settings
 from semblend_trt.connector import eligibility, worker
 from semblend_trt.connector.eligibility import (
-    IneligibleRequest,
-    cache_salt_of,
-    check_eligible,
     decoder_refusal,
     engine_refusal,
     facts_or_refusal,
@@ -21,55 +18,6 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
-
-
-def test_plain_request_is_eligible():
-    sampling = SimpleNamespace(beam_width=1)
-    check_eligible(SimpleNamespace(sampling_config=sampling, is_generation_only_request=lambda: False))
-
-
-@pytest.mark.parametrize(
-    ("attributes", "reason"),
-    [
-        ({"is_dummy_request": True}, "dummy_request"),
-        ({"is_generation_only_request": True}, "generation_only"),
-        ({"is_generation_only_request": lambda: True}, "generation_only"),
-        ({"sampling_config": SimpleNamespace(beam_width=2)}, "beam_search"),
-        ({"multimodal_hashes": [[1, 2]]}, "multimodal"),
-        ({"py_multimodal_data": {"image": 1}}, "multimodal"),
-        ({"draft_tokens": [5]}, "speculative_decoding"),
-        ({"py_return_context_logits": True}, "context_logits"),
-    ],
-)
-def test_requests_whose_kv_may_not_be_shared(attributes, reason):
-    with pytest.raises(IneligibleRequest) as refusal:
-        check_eligible(SimpleNamespace(**attributes))
-    assert refusal.value.reason == reason
-
-
-def test_an_engines_own_request_is_refused_whatever_else_it_holds():
-    class Dummy:
-        is_dummy_request = True
-        sampling_config = SimpleNamespace(beam_width="many")
-        is_generation_only_request = property(lambda _: 1 / 0)
-
-    with pytest.raises(IneligibleRequest, match="dummy_request"):
-        check_eligible(Dummy())
-
-
-@pytest.mark.parametrize(
-    ("attributes", "salt"),
-    [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],
-)
-def test_salt_of_either_name(attributes, salt):
-    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
-
-
-@pytest.mark.known_defect(21)
-def test_engine_without_salt_attribute_is_refused():
-    with pytest.raises(IneligibleRequest) as refusal:
-        cache_salt_of(SimpleNamespace())
-    assert refusal.value.reason == "salt_unknown"
 
 
 @pytest.mark.known_defect(25)

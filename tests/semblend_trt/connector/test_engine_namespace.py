@@ -11,10 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kernels.rope import still
 from semblend_trt.config import Settings
-from semblend_trt.connector import engine_namespace
-from semblend_trt.connector.engine_namespace import Adapters, namespace_for
+from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.namespace import is_content, is_unknown
 from tests.semblend_trt.engine_specs import known_engine
 from tests.semblend_trt.samples import unknown_fields
 
@@ -183,80 +181,3 @@ def test_a_model_without_weights_or_tokenizer_matches_nothing(tiny_qwen2_path, t
 def test_a_tokenizer_object_is_known_by_where_it_came_from(tiny_qwen2_path):
     by_object = namespace_of(tiny_qwen2_path, tokenizer=SimpleNamespace(name_or_path=str(tiny_qwen2_path)))
     assert by_object.key == namespace_of(tiny_qwen2_path).key
-
-
-def adapter(folder, weights=b"w", config='{"r": 8}'):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    (folder / "adapter_config.json").write_text(config)
-    return str(folder)
-
-
-def engine(*folders):
-    return Adapters(folders)
-
-
-def of(engine, task, path=None):
-    return engine.of(SimpleNamespace(lora_task_id=task, py_lora_path=path))
-
-
-def test_the_base_model_has_none():
-    assert of(engine(), None) is None
-    assert engine().of(SimpleNamespace()) is None
-
-
-def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
-    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "deep" / "two")
-    identity = of(engine(one), 1, one)
-    assert is_content(identity)
-    assert identity == of(engine(one, two), 7, two) == of(engine(one), 3, one)
-    for change in ({"weights": b"x"}, {"config": '{"r": 16}'}):
-        adapter(tmp_path / "one", **change)
-        after = of(engine(one), 1, one)
-        assert is_content(after)
-        assert after != identity
-
-
-def test_what_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path):
-    path, running = adapter(tmp_path / "one"), engine()
-    for named in (path, "a name", None):
-        task = hash(named)
-        assert is_unknown(of(running, task, named))
-        assert of(running, task, named) == of(running, task, named)
-        assert of(running, task, named) != of(engine(), task, named)
-    assert of(running, 1, "a name") != of(running, 2, "a name")
-
-
-def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
-    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", b"x")
-    running = engine(one, two)
-    first = of(running, 1, one)
-    assert is_unknown(of(running, 1, two))
-    assert of(running, 1, two) != of(running, 1, two)
-    assert of(running, 1, one) == first
-
-
-def test_one_that_cannot_be_read_matches_nothing(tmp_path):
-    path = str(tmp_path / "none")
-    assert is_unknown(of(engine(path), 1, path))
-    assert [is_unknown(identity) for identity in engine(path).identities] == [True]
-
-
-def test_so_many_are_remembered(monkeypatch):
-    monkeypatch.setattr(engine_namespace, "MAX_REMEMBERED", 2)
-    running = engine()
-    for task in range(4):
-        assert (of(running, task, "a name") == of(running, task, "a name")) == (task < 2)
-
-
-@pytest.mark.parametrize("is_read_at_the_start", [True, False])
-def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path, is_read_at_the_start):
-    path = adapter(tmp_path / "one")
-    running = engine(*([path] if is_read_at_the_start else []))
-    unused = engine(path)
-    before = of(running, 1, path)
-    assert of(running, 1, path) == before
-    adapter(tmp_path / "one", b"other weights")
-    assert is_unknown(of(unused, 1, path))
-    assert is_unknown(of(running, 1, path))
-    assert of(running, 1, path) not in (before, of(running, 1, path))

@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt.connector import requests
 from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
+    Adapters,
+    IneligibleRequest,
     Iteration,
     RequestProgress,
     RequestTable,
     SemBlendConnectorMetadata,
     TrackedRequest,
+    cache_salt_of,
+    check_eligible,
     donor_generation,
     fit_to_blocks,
     outcome_of,
@@ -27,10 +32,137 @@ from semblend_trt.connector.requests import (
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SpanCheck
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.plans import plan_of
+
+
+def test_plain_request_is_eligible():
+    sampling = SimpleNamespace(beam_width=1)
+    check_eligible(SimpleNamespace(sampling_config=sampling, is_generation_only_request=lambda: False))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"is_dummy_request": True}, "dummy_request"),
+        ({"is_generation_only_request": True}, "generation_only"),
+        ({"is_generation_only_request": lambda: True}, "generation_only"),
+        ({"sampling_config": SimpleNamespace(beam_width=2)}, "beam_search"),
+        ({"multimodal_hashes": [[1, 2]]}, "multimodal"),
+        ({"py_multimodal_data": {"image": 1}}, "multimodal"),
+        ({"draft_tokens": [5]}, "speculative_decoding"),
+        ({"py_return_context_logits": True}, "context_logits"),
+    ],
+)
+def test_requests_whose_kv_may_not_be_shared(attributes, reason):
+    with pytest.raises(IneligibleRequest) as refusal:
+        check_eligible(SimpleNamespace(**attributes))
+    assert refusal.value.reason == reason
+
+
+def test_an_engines_own_request_is_refused_whatever_else_it_holds():
+    class Dummy:
+        is_dummy_request = True
+        sampling_config = SimpleNamespace(beam_width="many")
+        is_generation_only_request = property(lambda _: 1 / 0)
+
+    with pytest.raises(IneligibleRequest, match="dummy_request"):
+        check_eligible(Dummy())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "salt"),
+    [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],
+)
+def test_salt_of_either_name(attributes, salt):
+    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
+
+
+@pytest.mark.known_defect(21)
+def test_engine_without_salt_attribute_is_refused():
+    with pytest.raises(IneligibleRequest) as refusal:
+        cache_salt_of(SimpleNamespace())
+    assert refusal.value.reason == "salt_unknown"
+
+
+def adapter(folder, weights=b"w", config='{"r": 8}'):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text(config)
+    return str(folder)
+
+
+def adapters(*folders):
+    return Adapters(folders)
+
+
+def of(known, task, path=None):
+    return known.of(SimpleNamespace(lora_task_id=task, py_lora_path=path))
+
+
+def test_the_base_model_has_no_adapter():
+    assert of(adapters(), None) is None
+    assert adapters().of(SimpleNamespace()) is None
+
+
+def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "deep" / "two")
+    identity = of(adapters(one), 1, one)
+    assert is_content(identity)
+    assert identity == of(adapters(one, two), 7, two) == of(adapters(one), 3, one)
+    for change in ({"weights": b"x"}, {"config": '{"r": 16}'}):
+        adapter(tmp_path / "one", **change)
+        after = of(adapters(one), 1, one)
+        assert is_content(after)
+        assert after != identity
+
+
+def test_an_adapter_that_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path):
+    path, running = adapter(tmp_path / "one"), adapters()
+    for named in (path, "a name", None):
+        task = hash(named)
+        assert is_unknown(of(running, task, named))
+        assert of(running, task, named) == of(running, task, named)
+        assert of(running, task, named) != of(adapters(), task, named)
+    assert of(running, 1, "a name") != of(running, 2, "a name")
+
+
+def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", b"x")
+    running = adapters(one, two)
+    first = of(running, 1, one)
+    assert is_unknown(of(running, 1, two))
+    assert of(running, 1, two) != of(running, 1, two)
+    assert of(running, 1, one) == first
+
+
+def test_an_adapter_that_cannot_be_read_matches_nothing(tmp_path):
+    path = str(tmp_path / "none")
+    assert is_unknown(of(adapters(path), 1, path))
+    assert [is_unknown(identity) for identity in adapters(path).identities] == [True]
+
+
+def test_few_adapters_are_remembered(monkeypatch):
+    monkeypatch.setattr(requests, "_MAX_ADAPTERS", 2)
+    running = adapters()
+    for task in range(4):
+        assert (of(running, task, "a name") == of(running, task, "a name")) == (task < 2)
+
+
+@pytest.mark.parametrize("is_read_at_the_start", [True, False])
+def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path, is_read_at_the_start):
+    path = adapter(tmp_path / "one")
+    running = adapters(*([path] if is_read_at_the_start else []))
+    unused = adapters(path)
+    before = of(running, 1, path)
+    assert of(running, 1, path) == before
+    adapter(tmp_path / "one", b"other weights")
+    assert is_unknown(of(unused, 1, path))
+    assert is_unknown(of(running, 1, path))
+    assert of(running, 1, path) not in (before, of(running, 1, path))
 
 
 def tracked(request_id=1, prompt=4, computed=0, **fields):

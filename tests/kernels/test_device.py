@@ -1,4 +1,4 @@
-"""Triton serves where it can and is never needed where it cannot; the package is found wherever it lies."""
+"""Triton serves where it can and is never needed where it cannot; a copy to the host holds what the tensor held."""
 
 import os
 import subprocess
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.dispatch import triton_serves
+from kernels.device import HostCopy, triton_serves
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 WITHOUT_TRITON = """
 import sys
@@ -52,3 +54,12 @@ def test_triton_serves_channels_that_lie_side_by_side_and_on_the_cpu_its_interpr
     assert triton_serves(on_cpu, [on_cpu])
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not triton_serves(on_cpu, [on_cpu])
+
+
+def test_a_copy_is_of_what_the_tensor_held():
+    tensor = torch.arange(6, device=DEVICE).view(2, 3)
+    whole, turned = HostCopy(tensor), HostCopy(tensor.t())
+    tensor.zero_()
+    assert whole.read().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert turned.read().tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert HostCopy(tensor[:0]).read().shape == (0, 3)
