@@ -131,7 +131,7 @@ def sparse_prefill_by_torch(
         # A window over all positions hides no token.
         own = window if window is not None and window <= sequence.last_position else None
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
-        keys, values = _gather(kv, sequence, first, q.dtype)
+        keys, values = (gathered(kv, sequence, first, q.dtype, kind) for kind in (0, 1))
         nearly_whole = sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
         if own is None and sinks is None and (sequence.count == 1 or nearly_whole):
             output[rows] = _attend_square(q[rows], keys, values, scale)
@@ -140,17 +140,15 @@ def sparse_prefill_by_torch(
     return output
 
 
-def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of positions first..last_position in `dtype`, each [kv_heads, tokens, head_dim]."""
+def gathered(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
+    """Return K (kind 0) or V (kind 1) of positions first..last_position in `dtype`, [kv_heads, tokens, head_dim]."""
     pool, layer, geometry = kv
     tokens, before = sequence.last_position + 1, first // geometry.block_size
     blocks = sequence.block_ids[before : geometry.blocks_for(tokens)].to(pool.device)
-    # [blocks, kv_heads, block_size, head_dim] each; to select along another dimension torch would copy the pool
-    held = (indexable(layer_view(pool, geometry, layer, kind)) for kind in (0, 1))
-    gathered = (each.index_select(0, blocks).view(pool.dtype).to(dtype) for each in held)
+    # [blocks, kv_heads, block_size, head_dim]; to select along another dimension torch would copy the pool
+    held = indexable(layer_view(pool, geometry, layer, kind)).index_select(0, blocks).view(pool.dtype).to(dtype)
     kept = slice(first - before * geometry.block_size, tokens - before * geometry.block_size)
-    keys, values = (each.transpose(0, 1).flatten(1, 2)[:, kept] for each in gathered)
-    return keys, values
+    return held.transpose(0, 1).flatten(1, 2)[:, kept]
 
 
 def _attend_square(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

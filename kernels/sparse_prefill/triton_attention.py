@@ -86,7 +86,7 @@ def attend(
     items."""
     geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
-    memory, layer, strides, constants = _memory_of(kv)
+    memory, layer, strides, constants = memory_of(kv)
     shared = {
         "SINKS": sinks is not None,
         "KV_HEADS": kv_heads,
@@ -158,7 +158,7 @@ def attend(
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Serve `kernels.sparse_prefill.write_rows` in one launch; the arguments were checked."""
     geometry, sequences = kv.geometry, tuple(sequences)
-    memory, layer, strides, constants = _memory_of(kv)
+    memory, layer, strides, constants = memory_of(kv)
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, k if v is None else v))
     launch(
@@ -185,7 +185,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
     )
 
 
-def _memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], dict[str, int]]:
+def memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], dict[str, int]]:
     """Return a tensor, the layer in it, its strides of block, layer and kind, and those of head and slot by name."""
     pool, layer, geometry = kv
     if isinstance(pool, torch.Tensor):

@@ -1,0 +1,145 @@
+"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN.
+
+Tolerance: both forms compute in float32, but Triton multiplies 16-bit queries on tensor cores."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels.attention_mass import attention_mass, naive, row_lse, seen_tokens
+from kernels.layout import PoolLayer
+from tests.kernels.builders import (
+    BLOCK,
+    FP8,
+    LAYOUTS,
+    TOLERANCE,
+    Batch,
+    donor_of,
+    error_of,
+    filled,
+    geometry_of,
+    rows_at,
+    seeded,
+)
+
+SCALE = 0.3
+
+
+def assert_matches_naive(device, batch, window=None, sinks=None):
+    q, pool, sequences = batch.on(device)
+    own = None if sinks is None else sinks.to(device)
+    kv, plain = PoolLayer(pool, 1, batch.geometry), (batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences)
+    lse = row_lse(q, kv, sequences, SCALE, window, own)
+    mass = attention_mass(q, kv, sequences, SCALE, window, own)
+    tolerance = TOLERANCE[batch.q.dtype]
+    assert error_of(lse, naive.row_lse(*plain, SCALE, window, sinks)) <= tolerance
+    expected = naive.attention_mass(*plain, SCALE, window, sinks)
+    assert mass.shape == (batch.geometry.kv_heads, seen_tokens(sequences))
+    assert not mass.isnan().any()
+    assert error_of(mass, expected) <= tolerance
+    assert torch.equal(attention_mass(q, kv, sequences, SCALE, window, own, lse=lse), mass)
+    if sinks is None:
+        torch.testing.assert_close(mass.sum().cpu(), torch.tensor(float(q.shape[0] * q.shape[1])), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 16])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "heads", "kv_heads"),
+    [
+        ([[0], [BLOCK - 1], [BLOCK]], 2, 2),
+        ([list(range(17, 40))], 3, 1),
+        ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
+    ],
+)
+def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, window, with_sinks):
+    batch = Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK, window=window)
+    assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
+    [
+        (128, 32, 7, 1, torch.bfloat16),
+        (64, 16, 8, 1, torch.float16),
+        (96, 32, 2, 1, torch.float32),
+        (80, 5, 4, 2, torch.float16),
+        (8, BLOCK, 4, 2, torch.bfloat16),
+    ],
+)
+def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, kv_dtype):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    assert_matches_naive(
+        device, Batch([[*range(50, 60), 90], [9], list(range(7))], dtype=dtype, kv_dtype=kv_dtype, **sizes)
+    )
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    positions=st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
+    kv_heads=st.integers(1, 3),
+    block_size=st.integers(1, 5),
+    window=st.none() | st.integers(1, 50),
+    with_sinks=st.booleans(),
+)
+def test_any_positions_and_any_window_match_naive(device, positions, kv_heads, block_size, window, with_sinks):
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
+    batch = Batch(positions, window=window, **sizes)
+    assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_lie_apart_in_any_layout(device, layout):
+    donor = donor_of(geometry_of(2, 16), 11, seed=1)
+    held, plain = (filled(where, at, donor) for where, at in ((layout, device), ("in_one_tensor", "cpu")))
+    q, rows = seeded(3, 4, 16, seed=2), rows_at(0, [2, 9, 10], held.block_ids.tolist())
+    mass = attention_mass(q.to(device), PoolLayer(held.pool, 1, held.geometry), [rows.to(device)], SCALE)
+    expected = naive.attention_mass(q, PoolLayer(plain.pool, 1, plain.geometry), [rows], SCALE)
+    assert error_of(mass, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", ["torch"], indirect=True)
+def test_chunks_of_rows_join(device, monkeypatch):
+    monkeypatch.setattr("kernels.attention_mass.CHUNK_ROWS", 7)
+    assert_matches_naive(device, Batch([[3, 40], list(range(30))]))
+
+
+def test_pieces_of_tokens_join(triton_device, monkeypatch):
+    monkeypatch.setattr("kernels.attention_mass.triton_mass.PIECE", 16)
+    assert_matches_naive(triton_device, Batch([[3, 40], list(range(30)), [2]]))
+
+
+def test_layers_add_up(device):
+    batch = Batch([[3, 9], [5]])
+    q, pool, sequences = batch.on(device)
+    first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE) for at in (0, 1))
+    both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, into=first.clone())
+    torch.testing.assert_close(both, first + second)
+
+
+def test_no_rows_give_nothing():
+    batch = Batch([[3]])
+    kv = PoolLayer(batch.pool, 0, batch.geometry)
+    assert attention_mass(batch.q[:0], kv, [], SCALE).shape == (2, 0)
+    assert row_lse(batch.q[:0], kv, [], SCALE).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 16)}, r"q has shape \[2, 3, 16\]"),
+        ({"q": torch.zeros(3, 4, 16)}, "q has shape"),
+        ({"scale": 0.0}, "scale is 0.0"),
+        ({"window": 0}, "window is 0"),
+        ({"sinks": torch.zeros(3)}, "sinks is"),
+        ({"lse": torch.zeros(2, 3)}, r"lse is .* \[2, 3\]"),
+        ({"into": torch.zeros(2, 9)}, r"into is .* \[2, 9\]"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    batch = Batch([[3, 9]])
+    given = {"q": batch.q, "scale": SCALE, "window": None, "sinks": None} | change
+    with pytest.raises(ValueError, match=message):
+        attention_mass(kv=PoolLayer(batch.pool, 0, batch.geometry), sequences=batch.sequences, **given)
