@@ -1,4 +1,4 @@
-"""Measures attention_mass: 64 rows over 24k tokens in one layer of Qwen2.5-7B, beside torch and beside the rows' forward.
+"""Measures attention_mass: 64 rows over 24k tokens in one layer of Qwen2.5-7B, beside torch and the rows' forward.
 
 The shape is 28 query heads, 4 KV heads, head dimension 128, bf16, random values, in a pool whose blocks are shuffled.
 The rows' own forward is a layer's matrix products (hidden 3,584, inner 18,944) and its attention. Every result is
