@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
+from engine_wrapper.layer_schedule import AttentionMass, EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.device import HostCopy
 from kernels.layout import to_device
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.ranks import Ranks
 
 # Runs a work's `lowest_schedule` up to a layer; returns the deviations of its checked tokens, float32 [tokens].
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
+# Runs a work without a check; returns the attention that each of its positions gets, float32 [tokens].
+RunMass = Callable[[SequenceWork], torch.Tensor]
 Output = TypeVar("Output")
 
 # At most this many rows run before a sample: if it fails, they are computed again.
@@ -84,6 +87,7 @@ def run_works(
     num_layers: int,
     max_rows: int | None,
     lowest: RunLowest,
+    mass: RunMass,
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
     *,
@@ -115,9 +119,22 @@ def run_works(
         left[index], known = works[index].after_sample(found, read[index].read())
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
+    asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
+    for index, found in {index: HostCopy(mass(works[index].if_all_is_kept())) for index in asked}.items():
+        left[index] = left[index].weighed(found.read())
     if speculative is not None and all(work.pending is None for work in left):
         return speculative
     return run_left(left)
+
+
+def attention_of(
+    work: SequenceWork, num_layers: int, max_rows: int | None, ranks: Ranks, run: Callable[[LayerSchedule], object]
+) -> torch.Tensor:
+    """Run a work without a check, in parts of at most `max_rows` rows; return what `AttentionMass.total` does."""
+    for (part,) in micro_batches([work], num_layers, max_rows):
+        mass = AttentionMass(part.work, num_layers)
+        run(replace(schedule_of([part.work], num_layers), mass=mass))
+    return mass.total(ranks)
 
 
 def with_lowest_layers_run(
@@ -152,10 +169,12 @@ def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLow
 class EngineForward:
     """How one engine runs a schedule of at most `max_rows` rows on its device.
 
-    `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink. `lowest` runs a schedule up
+    `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink and queries to the
+    schedule's `mass`. `ranks` share the heads. `lowest` runs a schedule up
     to its check and returns the deviations. `keys_per_row`: as for `works_of`."""
 
     geometry: KvGeometry
+    ranks: Ranks
     run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor]
     lowest: Callable[[LayerSchedule], torch.Tensor]
     max_rows: int | None = None
@@ -196,8 +215,15 @@ class Batch:
             return forward.lowest(lowest_schedule(work, layer, num_layers).to(self.input_ids.device))
 
         works = works_of(slices, num_layers, forward.keys_per_row)
+        def run_alone(schedule: LayerSchedule) -> None:
+            schedule = schedule.to(self.input_ids.device)
+            forward.run(replace(schedule, token_ids=schedule.token_ids.to(self.input_ids.dtype)), None)
+
+        def weigh(work: SequenceWork) -> torch.Tensor:
+            return attention_of(work, num_layers, forward.max_rows, forward.ranks, run_alone)
+
         run = partial(self._run, forward=forward, sink=evidence_sink)
-        return run_works(works, num_layers, forward.max_rows, below, evidence_sink, run)
+        return run_works(works, num_layers, forward.max_rows, below, weigh, evidence_sink, run)
 
     def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
         num_layers = forward.geometry.num_layers

@@ -41,14 +41,17 @@ def choose(
     exact_tokens: int,
     promised: int,
     widened: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.bool_]] | None = None,
+    budget: Budget | None = None,
 ) -> SpanChoice:
     """Decide one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
 
     `exact_tokens` of the `promised` tokens are saved in any case. NaN exceeds every threshold. `widened` adds tokens
-    that are cheaper to compute than to skip, bool [checked tokens]."""
+    that are cheaper to compute than to skip, bool [checked tokens]. `budget` adds tokens of its own."""
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     tokens = np.asarray(lengths, dtype=np.int64)
     deviating = _deviating(check, deviations)
+    if budget is not None:
+        deviating |= budget.chosen(deviations)
     if check.window_threshold is not None:
         # Windows whose mean deviation is above the threshold are computed whole.
         starts = np.flatnonzero(np.diff(windows_of(lengths, check.window_tokens), prepend=-1))
@@ -70,10 +73,35 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
     if check.threshold is not None:
         return deviations.astype(np.float64) > check.threshold
     assert check.largest_share is not None
-    deviating = np.zeros(deviations.size, dtype=bool)
-    # Of equal deviations the earlier token is computed: what follows depends on it.
-    deviating[np.argsort(-deviations, kind="stable")[: round(check.largest_share * deviations.size)]] = True
-    return deviating
+    return _largest(deviations, check.largest_share)
+
+
+def _largest(values: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.bool_]:
+    found = np.zeros(values.size, dtype=bool)
+    # Of equal values the earlier token is computed: what follows depends on it.
+    found[np.argsort(-values, kind="stable")[: round(share * values.size)]] = True
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Budget:
+    """A `share` of the checked tokens to compute, and the attention that each gets, float32 [checked tokens]."""
+
+    share: float
+    attention: npt.NDArray[np.float32]
+
+    def chosen(self, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+        """Return the tokens with the largest product of deviation and attention, bool [checked tokens]."""
+        # A token that deviates without bound comes first, also where no row attends to it.
+        return _largest(np.where(np.isinf(deviations), deviations, deviations * self.attention), self.share)
+
+
+def share_for(check: SpanCheck, deviation: float) -> float | None:
+    """Return the share of checked tokens to compute at a sample's mean deviation, 0.0 without levels; None for all.
+    NaN is beyond every level."""
+    if not check.levels:
+        return 0.0
+    return next((level.share for level in check.levels if deviation <= level.deviation), None)
 
 
 def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt.NDArray[np.int64]:
@@ -160,12 +188,14 @@ def closed(
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
     """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
-    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample."""
+    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample.
+    `deviation`: the sample's mean."""
 
     tokens: int = 0
     kept_tokens: int = 0
     largest_kept: float = 0.0
     of_rows: npt.NDArray[np.float32] | None = None
+    deviation: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,13 +204,16 @@ class PendingCheck:
 
     `rows`: the request's compared rows, a range for each checked span; all are computed until the check has decided.
     `keys_per_row`: as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows` is
-    empty; afterwards `sample` is what it found."""
+    empty; afterwards `sample` is what it found. `share` of the checked tokens have to be computed, and `budget` says
+    which, once their attention is known."""
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
     keys_per_row: int = 0
     sampled: npt.NDArray[np.int64] | None = None
     sample: SampleFound = field(default_factory=SampleFound)
+    share: float = 0.0
+    budget: Budget | None = None
 
     @property
     def check(self) -> SpanCheck:
@@ -214,16 +247,21 @@ class PendingCheck:
 
     def judge(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.bool_], SampleFound]:
-        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], and what it found."""
+    ) -> tuple[npt.NDArray[np.bool_], SampleFound, float | None]:
+        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], what it found, and the share
+        of the checked tokens that has to be computed, as `share_for` does."""
+        mean = float(deviations.mean(dtype=np.float64))
+        share = share_for(self.check, mean)
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
         )
+        suspects |= share != 0.0
         found = np.zeros(len(suspects), dtype=np.float32)
         found[compared] = deviations
         kept = deviations[~suspects[compared]]
         passed = int(np.count_nonzero(~suspects))
-        return suspects, SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects])
+        sample = SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects], mean)
+        return suspects, sample, share
 
     def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
         """Decide from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
@@ -237,7 +275,8 @@ class PendingCheck:
         if self.sample.of_rows is not None:
             # The pool holds the sample's own KV by now, and a token does not deviate from itself.
             deviations = np.maximum(deviations, self.sample.of_rows)
-        return choose(self.check, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens, widened)
+        promised = self.plan.matched_tokens
+        return choose(self.check, deviations, self.lengths, self.saved_tokens, promised, widened, self.budget)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         """Return what the check and its sample have found."""
@@ -251,4 +290,5 @@ class PendingCheck:
             largest_kept=max(choice.largest_kept, self.sample.largest_kept),
             is_dropped=choice.is_dropped,
             sampled_tokens=self.sample.tokens,
+            sampled_deviation=self.sample.deviation,
         )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from kernels.attention_mass import attention_mass
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
-from kernels.layout import KvGeometry, LayeredPool, PagedKv, all_to_device, layer_view
+from kernels.layout import KvGeometry, LayeredPool, PagedKv, PoolLayer, all_to_device, layer_view
 from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
+# Rows before the answer whose attention says what the answer reads.
+MASS_ROWS = 64
 EvidenceSink = Callable[["CheckEvidence"], None]
 
 
@@ -63,12 +66,14 @@ class LayerSchedule:
     """The stages up to the next deviation check, or to the last layer.
 
     `output_rows`: int64, indices of the last stage's rows, in the executor's order. `token_ids`: int64 [rows of
-    stages[0]]; empty in a schedule that continues within a layer, after a check."""
+    stages[0]]; empty in a schedule that continues within a layer, after a check. `mass`, if it is set, gets the queries
+    of every layer."""
 
     stages: tuple[Stage, ...]
     output_rows: torch.Tensor
     check: DeviationCheck | None
     token_ids: torch.Tensor
+    mass: AttentionMass | None = None
 
     @property
     def positions(self) -> torch.Tensor:
@@ -86,7 +91,34 @@ class LayerSchedule:
         vectors = [self.output_rows, self.token_ids, *(each for stage in self.stages for each in stage.vectors)]
         moved = iter(all_to_device(vectors, device))
         outputs, tokens = next(moved), next(moved)
-        return LayerSchedule(tuple(stage.moved(moved) for stage in self.stages), outputs, self.check, tokens)
+        stages = tuple(stage.moved(moved) for stage in self.stages)
+        return LayerSchedule(stages, outputs, self.check, tokens, self.mass)
+
+
+class AttentionMass:
+    """The attention that the last rows of one request give to each of its tokens, over the upper half of the layers."""
+
+    def __init__(self, work: SequenceWork, num_layers: int) -> None:
+        count = min(MASS_ROWS, len(work.positions))
+        self._sequence = SequenceRows(0, torch.from_numpy(work.positions[-count:]), work.block_ids)
+        self._first_layer = num_layers // 2
+        self._found: torch.Tensor | None = None
+
+    def add(
+        self, q: torch.Tensor, kv: PoolLayer, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> None:
+        """Add what a layer's queries give, [rows, heads, head_dim], of which the request's are the last; K is in the
+        pool. Arguments and errors are those of `kernels.attention_mass`."""
+        if kv.layer >= self._first_layer:
+            own = q[-self._sequence.count :]
+            if self._found is None:
+                self._sequence = self._sequence.to(q.device)
+            self._found = attention_mass(own, kv, (self._sequence,), scale, window, sinks, into=self._found)
+
+    def total(self, ranks: Ranks) -> torch.Tensor:
+        """Return float32 [tokens up to the last row], over all heads of all ranks. Some layer must have added to it."""
+        assert self._found is not None
+        return ranks.total(self._found.sum(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from semblend_trt.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerSchedule, Stage
+    from engine_wrapper.layer_schedule import AttentionMass, DeviationCheck, EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
@@ -59,12 +59,14 @@ def latent_rows(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The pool, the active rows of each sequence and a watch on their K and V, for one stage."""
+    """The pool, the active rows of each sequence, a watch on their K and V, and what gets their queries, for one
+    stage."""
 
     pool: torch.Tensor
     geometry: KvGeometry
     sequences: tuple[SequenceRows, ...]
     watch: Watch | None = None
+    mass: AttentionMass | None = None
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Write K and V of the active rows, or latent rows and None, after the watch."""
@@ -138,6 +140,8 @@ def paged_attention(
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     paged.write(kv.layer, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if paged.mass is not None:
+        paged.mass.add(queries, kv, scale, sliding_window, s_aux)
     return sparse_prefill(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
 
 
@@ -190,6 +194,7 @@ class PagedDecoder:
         self._chunk = getattr(decoder.config, "attention_chunk_size", None)
         self._is_scaled = getattr(decoder.config, "attn_temperature_tuning", False)
         self._compared: int | None = None
+        self._mass = schedule.mass
 
     def enter(self, stage: Stage) -> None:
         self._sequences = self._in_chunks = stage.sequences
@@ -230,7 +235,8 @@ class PagedDecoder:
             self._before(layer)
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
-        paged = PagedAttention(self._pool, self._geometry, sequences, watch)
+        # Within chunks positions count anew, and mass is of the whole request.
+        paged = PagedAttention(self._pool, self._geometry, sequences, watch, None if has_chunks else self._mass)
         held = paged if self._geometry.kv_factor == 1 else self._places
         run = self._decoder.layers[layer]
         self._hidden = run(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.deviation_check import PendingCheck, SpanChoice, closed, sample_of, stretches
+from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, stretches
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 from semblend_trt.transfer.load import block_vector
@@ -100,18 +100,29 @@ class SequenceWork:
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[SequenceWork, CheckEvidence | None]:
         """Return the work that is left once the sample found these deviations; its rows enter layer 0 again. Windows
-        that passed have no rows any more. If nothing is left to check, the evidence is known."""
+        that passed have no rows any more. If nothing is left to check, the evidence is known. If a share of the tokens
+        has to be computed, `weighed` comes next."""
         assert self.pending is not None
-        suspects, sample = self.pending.judge(compared, deviations)
+        suspects, sample, share = self.pending.judge(compared, deviations)
+        if share is None:
+            choice = SpanChoice(np.ones(len(suspects), dtype=bool), is_dropped=True, largest_kept=0.0)
+            return replace(self, pending=None), replace(self.pending, sample=sample).evidence(choice)
         stays = self._without(self.pending.checked[~suspects])
         places = _places(stays)
         parts = stretches(self.pending.rows, suspects)
         rows = tuple(range(int(places[part.start]), int(places[part.start]) + len(part)) for part in parts)
-        left = replace(self.pending, rows=rows, sample=sample)
+        left = replace(self.pending, rows=rows, sample=sample, share=share)
         if rows:
             return replace(self._of(stays), pending=left), None
         nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
         return replace(self._of(stays), pending=None), left.evidence(nothing)
+
+    def weighed(self, attention: npt.NDArray[np.float32]) -> SequenceWork:
+        """Return the work whose budget chooses by `attention`, float32, of each position from 0 on."""
+        pending = self.pending
+        assert pending is not None
+        budget = Budget(pending.share, attention[self.positions[pending.checked]])
+        return replace(self, pending=replace(pending, budget=budget))
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """Return the work after its check found these deviations, and the check's evidence."""

@@ -48,7 +48,8 @@ class ReuseReport:
     """What became of one request's prompt tokens; `outcome` is the value of an Outcome.
 
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
-    `sampled_tokens` before them; `largest_kept` is the largest deviation among those reused. `computed_holes` are
+    `sampled_tokens` before them, whose mean deviation is `sampled_deviation`. `largest_kept` is the largest deviation
+    among those reused. `computed_holes` are
     tokens promised to the engine that the wrapper computed, recomputed ones among them. `generation` is the highest of
     the donors used. `profile` is the SHA-256 of the reuse profile, in hex. While a check's result is not known, what it
     decides is None, and only what needs no check counts as reused."""
@@ -63,6 +64,7 @@ class ReuseReport:
     largest_kept: float | None = 0.0
     exact_prefix_tokens: int = 0
     sampled_tokens: int | None = 0
+    sampled_deviation: float | None = 0.0
     generation: int = 0
     policy: str | None = None
     profile: str | None = None

@@ -21,6 +21,14 @@ WINDOW_TOKENS = 32  # a check's default
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetLevel:
+    """If a sample's mean deviation is at most `deviation`, the `share` of the checked tokens is computed."""
+
+    deviation: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpanCheck:
     """Layers below `layer` run on all tokens; `layer` compares every token's fresh K and V with its donor's.
 
@@ -37,7 +45,12 @@ class SpanCheck:
     after it. Below `layer` only the sample runs, over the donor's KV of the others. A window is suspect if its sample's
     mean is above `sample_threshold`, or one token above `threshold`. Suspect windows and their neighbours are checked
     as above; the others keep the donor's KV in all layers. If that would check more than `max_span_share` of the
-    tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little."""
+    tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little.
+
+    With `levels`, by rising deviation, the sample's mean deviation gives a budget: that of the first level that it does
+    not exceed. A share of 0 changes nothing. With a larger one all tokens are checked, and that share of them is
+    computed too: those with the largest product of deviation and attention. The attention is what the prompt's last
+    rows give to a token over the moved KV, in the upper half of the layers. Beyond the last level all is computed."""
 
     layer: int
     threshold: float | None = None
@@ -48,6 +61,7 @@ class SpanCheck:
     window_tokens: int = WINDOW_TOKENS
     sample_every: int = 0
     sample_threshold: float = 0.0
+    levels: tuple[BudgetLevel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class CheckEvidence:
     `checked_tokens` were compared with their donor's KV, in whole windows; `sampled_tokens` of all windows came first.
     `reused_tokens` keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest
     deviation of a compared and reused token, else 0.0. `is_dropped`: everything was computed, as too little was
-    saved."""
+    saved, or too much at risk. `sampled_deviation`: the sample's mean deviation, else 0.0."""
 
     request_id: int
     offered_tokens: int
@@ -67,6 +81,7 @@ class CheckEvidence:
     largest_kept: float
     is_dropped: bool
     sampled_tokens: int = 0
+    sampled_deviation: float = 0.0
 
 
 class EngineMode(str, Enum):

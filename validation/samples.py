@@ -25,7 +25,7 @@ class Reuse:
 
     `cached`: in the engine's own exact prefix. `offered`: in the plan's spans, which are `reused` or `recomputed`.
     `sampled`, then `checked`: compared with the donor's KV. `largest_kept`: largest deviation of those that are reused.
-    `generation`: highest of the plan's donors. `spans`: (start, length) in the prompt."""
+    `deviation`: mean of the sample. `generation`: highest of the plan's donors. `spans`: (start, length) in the prompt."""
 
     cached: int = 0
     offered: int = 0
@@ -34,6 +34,7 @@ class Reuse:
     recomputed: int = 0
     largest_kept: float = 0.0
     sampled: int = 0
+    deviation: float = 0.0
     outcome: str | None = None
     reason: str | None = None
     generation: int = 0
@@ -55,6 +56,7 @@ class Reuse:
             recomputed=event["offered_tokens"] - event["reused_tokens"],
             largest_kept=event["largest_kept"] or 0.0,
             sampled=event["sampled_tokens"] or 0,
+            deviation=event["sampled_deviation"] or 0.0,
             outcome=event["outcome"],
             reason=event["reason"],
             generation=0 if plan is None else plan["generation"],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from engine_wrapper.batch import micro_batches, run_works
+from engine_wrapper.batch import attention_of, micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
+    from engine_wrapper.layer_schedule import LayerSchedule
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
@@ -130,7 +131,7 @@ class ModelRunner:
             works = [replace(work, outputs=1) for work in works]
         run = partial(self._run_divided, all_rows=all_rows)
         arriving = self.readiness is not None and self.readiness.is_arriving
-        return run_works(works, num_layers, max_rows, self._run_lowest, sink, run, is_arriving=arriving)
+        return run_works(works, num_layers, max_rows, self._run_lowest, self._weigh, sink, run, is_arriving=arriving)
 
     def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
         """Run works that can be divided, one forward after the other; return logits as `forward` does."""
@@ -163,6 +164,16 @@ class ModelRunner:
         assert self._forward is not None
         schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
+
+    def _weigh(self, work: SequenceWork) -> torch.Tensor:
+        """Return the attention that each token of a work gets from its last rows (see `engine_wrapper.batch`)."""
+        forward = self._forward
+        assert forward is not None
+
+        def run(schedule: LayerSchedule) -> None:
+            forward(schedule.to(self.device), self._before_layer(), self.after_layer)
+
+        return attention_of(work, self.facts.num_layers, self._max_rows, self.ranks, run)
 
     def _before_layer(self) -> LayerHook | None:
         """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""

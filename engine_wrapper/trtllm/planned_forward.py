@@ -112,7 +112,7 @@ class PlannedDecoder:
                 raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
             return rows.found
 
-        forward = EngineForward(self.geometry, run, lowest, max_rows)
+        forward = EngineForward(self.geometry, self.ranks, run, lowest, max_rows)
         return batch.run(plans, blocks, forward, evidence_sink)
 
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:

@@ -214,6 +214,8 @@ class VllmRows:
     def _stand_apart(self) -> bool:
         """True if SemBlend's kernel attends."""
         check = self._schedule.check
+        if self._schedule.mass is not None:
+            return True
         if not self._sparse or (check is not None and check.is_sample):
             return self._sparse
         rows = sum(each.count for each in self._sequences)
@@ -238,6 +240,8 @@ class VllmRows:
         rows = sum(each.count for each in kv[-1])  # a graph's padding comes after them
         cache, impl = self._parts.cache(layer), attention.impl
         window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
+        if self._schedule.mass is not None and not self._parts.chunks[layer]:
+            self._schedule.mass.add(queries[:rows], cache, impl.scale, window, sinks)
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 

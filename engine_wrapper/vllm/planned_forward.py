@@ -127,7 +127,7 @@ class PlannedForward:
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
-                if schedule.check is None and len(schedule.stages) == 1:
+                if schedule.check is None and schedule.mass is None and len(schedule.stages) == 1:
                     return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, geometry.num_layers, ranks, sink)
 
@@ -137,7 +137,7 @@ class PlannedForward:
             assert found is not None
             return found
 
-        forward = EngineForward(geometry, run, lowest, max_rows, KEYS_PER_ROW)
+        forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
@@ -227,5 +227,8 @@ def _without_sample(plan: SemanticKvPlan) -> SemanticKvPlan:
     check = plan.execution.check
     if check is None or not check.sample_every:
         return plan
+    if check.levels:
+        # They hold for a sample, and the attention that each token gets.
+        return plan.without_spans("levels_need_kernel")
     check = replace(check, sample_every=0)
     return replace(plan, execution=replace(plan.execution, check=check))

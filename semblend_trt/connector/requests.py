@@ -45,7 +45,7 @@ MAX_SILENT_ITERATIONS = 32
 # Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 # What a report says of a check that is still to run.
-_UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept"))
+_UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation"))
 
 
 _MISSING = object()
@@ -535,6 +535,7 @@ def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEviden
             checked_tokens=evidence.checked_tokens,
             sampled_tokens=evidence.sampled_tokens,
             largest_kept=evidence.largest_kept,
+            sampled_deviation=evidence.sampled_deviation,
         )
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
