@@ -120,8 +120,10 @@ def run_works(
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
-    for index, found in {index: HostCopy(mass(works[index].if_all_is_kept())) for index in asked}.items():
-        left[index] = left[index].weighed(found.read())
+    # All are queued before the host waits for the first one.
+    masses = [HostCopy(mass(works[index].if_all_is_kept())) for index in asked]
+    for index, each in zip(asked, masses, strict=True):
+        left[index] = left[index].weighed(each.read())
     if speculative is not None and all(work.pending is None for work in left):
         return speculative
     return run_left(left)
@@ -215,6 +217,7 @@ class Batch:
             return forward.lowest(lowest_schedule(work, layer, num_layers).to(self.input_ids.device))
 
         works = works_of(slices, num_layers, forward.keys_per_row)
+
         def run_alone(schedule: LayerSchedule) -> None:
             schedule = schedule.to(self.input_ids.device)
             forward.run(replace(schedule, token_ids=schedule.token_ids.to(self.input_ids.dtype)), None)

@@ -105,11 +105,17 @@ class AttentionMass:
         self._found: torch.Tensor | None = None
 
     def add(
-        self, q: torch.Tensor, kv: PoolLayer, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        kv: PoolLayer,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Add what a layer's queries give, [rows, heads, head_dim], of which the request's are the last; K is in the
-        pool. Arguments and errors are those of `kernels.attention_mass`."""
-        if kv.layer >= self._first_layer:
+        """Add what the queries of `layer` give, [rows, heads, head_dim], of which the request's are the last; K is in
+        the pool. The rest is as in `kernels.attention_mass`."""
+        if layer >= self._first_layer:
             own = q[-self._sequence.count :]
             if self._found is None:
                 self._sequence = self._sequence.to(q.device)

@@ -141,7 +141,7 @@ def paged_attention(
     paged.write(kv.layer, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if paged.mass is not None:
-        paged.mass.add(queries, kv, scale, sliding_window, s_aux)
+        paged.mass.add(kv.layer, queries, kv, scale, sliding_window, s_aux)
     return sparse_prefill(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
 
 

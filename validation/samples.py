@@ -25,7 +25,8 @@ class Reuse:
 
     `cached`: in the engine's own exact prefix. `offered`: in the plan's spans, which are `reused` or `recomputed`.
     `sampled`, then `checked`: compared with the donor's KV. `largest_kept`: largest deviation of those that are reused.
-    `deviation`: mean of the sample. `generation`: highest of the plan's donors. `spans`: (start, length) in the prompt."""
+    `deviation`: mean of the sample's. `generation`: highest of the plan's donors. `spans`: (start, length) in the
+    prompt."""
 
     cached: int = 0
     offered: int = 0

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.models import ModelSource
-    from engine_wrapper.layer_schedule import EvidenceSink
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
     from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
-    from engine_wrapper.layer_schedule import LayerSchedule
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 

@@ -129,7 +129,7 @@ class PlannedRows:
             raise CheckReached
         scale = self._geometry.head_dim**-0.5 / (getattr(attention, "q_scaling", None) or 1.0)
         if self._schedule.mass is not None:
-            self._schedule.mass.add(queries, kv, scale, self._windows[layer])
+            self._schedule.mass.add(layer, queries, kv, scale, self._windows[layer])
         attended = sparse_prefill(queries.contiguous(), kv, sequences, scale, self._windows[layer])
         return attended.flatten(1)
 

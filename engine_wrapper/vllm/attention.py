@@ -241,7 +241,7 @@ class VllmRows:
         cache, impl = self._parts.cache(layer), attention.impl
         window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
         if self._schedule.mass is not None and not self._parts.chunks[layer]:
-            self._schedule.mass.add(queries[:rows], cache, impl.scale, window, sinks)
+            self._schedule.mass.add(layer, queries[:rows], cache, impl.scale, window, sinks)
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.dispatch import triton_serves
-from kernels.layout import LayeredPool, PoolLayer
+from kernels.device import triton_serves
+from kernels.layout import LayeredPool, PoolLayer, SequenceRows, check_rows
 from kernels.sparse_prefill import gathered
-from kernels.sparse_prefill.rows import SequenceRows, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,7 @@ from kernels.layout import PagedKv
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kernels.layout import PoolLayer
-    from kernels.sparse_prefill.rows import SequenceRows
+    from kernels.layout import PoolLayer, SequenceRows
 
 
 def row_lse(

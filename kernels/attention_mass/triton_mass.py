@@ -16,16 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dispatch import launch
-from kernels.sparse_prefill.rows import to_device
+from kernels.device import launch
+from kernels.layout import to_device
 from kernels.sparse_prefill.tiles import batch_index
 from kernels.sparse_prefill.triton_attention import LOG2_E, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.layout import PoolLayer
-    from kernels.sparse_prefill.rows import SequenceRows
+    from kernels.layout import PoolLayer, SequenceRows
 
 # Tokens of K that one program of the first kernel reads.
 PIECE = 1024

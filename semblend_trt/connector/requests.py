@@ -45,7 +45,9 @@ MAX_SILENT_ITERATIONS = 32
 # Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 # What a report says of a check that is still to run.
-_UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation"))
+_UNCHECKED: dict[str, Any] = dict.fromkeys(
+    ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
+)
 
 
 _MISSING = object()

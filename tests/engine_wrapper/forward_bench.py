@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.batch import run_works
+from engine_wrapper.batch import attention_of, run_works
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
@@ -52,7 +52,7 @@ class Bench:
 
     def run(self, *slices, max_rows=None, keys_per_row=0):
         """Logits of each slice; with `max_rows` plans that need more run their lowest layers in parts."""
-        self.evidence, self.lowest = [], []
+        self.evidence, self.lowest, self.weighed = [], [], []
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
         self.forwards = 0
@@ -61,12 +61,17 @@ class Bench:
             self.forwards += 1
             return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
 
-        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, sink, run)
+        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, self._weigh, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
     def _run_lowest(self, work, layer):
         self.lowest.append((work, layer))
         return self.forward.lowest(lowest_schedule(work, layer, NUM_LAYERS).to(DEVICE))
+
+    def _weigh(self, work):
+        self.weighed.append(work)
+        run = lambda schedule: self.forward(schedule.to(DEVICE))
+        return attention_of(work, NUM_LAYERS, None, Ranks(), run)
 
     def run_steps(self, tokens, begin, *ends):
         """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""
