@@ -114,9 +114,10 @@ def run_works(
     read = {
         index: HostCopy(_run_parts(sample, _layer_of(sample), max_rows, lowest)) for index, sample in samples.items()
     }
-    left = list(works)
+    left, are_kept = list(works), True
     for index, found in compared.items():
         left[index], known = works[index].after_sample(found, read[index].read())
+        are_kept = are_kept and known is not None and not known.is_dropped
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
@@ -124,7 +125,7 @@ def run_works(
     masses = [HostCopy(mass(works[index].if_all_is_kept())) for index in asked]
     for index, each in zip(asked, masses, strict=True):
         left[index] = left[index].weighed(each.read())
-    if speculative is not None and all(work.pending is None for work in left):
+    if speculative is not None and are_kept:
         return speculative
     return run_left(left)
 

@@ -70,8 +70,7 @@ class Bench:
 
     def _weigh(self, work):
         self.weighed.append(work)
-        run = lambda schedule: self.forward(schedule.to(DEVICE))
-        return attention_of(work, NUM_LAYERS, None, Ranks(), run)
+        return attention_of(work, NUM_LAYERS, None, Ranks(), lambda schedule: self.forward(schedule.to(DEVICE)))
 
     def run_steps(self, tokens, begin, *ends):
         """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""

@@ -8,11 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.batch import attention_of, micro_batches, with_lowest_layers_run
+from engine_wrapper.layer_schedule import MASS_ROWS
 from engine_wrapper.token_schedule import SequenceSlice, works_of
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import BudgetLevel, SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, Bench, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -53,8 +54,11 @@ def place_donor(bench, plan):
 
 
 def alike(found, expected):
-    """But for the rounding of the largest deviation."""
-    return found == [replace(each, largest_kept=pytest.approx(each.largest_kept, abs=1e-4)) for each in expected]
+    """But for the rounding of deviations."""
+    names = "largest_kept", "sampled_deviation"
+    return found == [
+        replace(each, **{name: pytest.approx(getattr(each, name), abs=1e-4) for name in names}) for each in expected
+    ]
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -270,3 +274,59 @@ def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan):
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
     works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
     assert sum(map(rows_of, micro_batches(works, NUM_LAYERS, 10))) == 55
+
+
+KEEP_ALL = 1e30
+# A check whose thresholds never decide: the levels alone do.
+LEVELLED = SpanCheck(1, KEEP_ALL, window_tokens=4, sample_every=2, sample_threshold=KEEP_ALL)
+
+
+@pytest.mark.parametrize("max_rows", [None, MAX_ROWS])
+@pytest.mark.parametrize(("share", "limit"), [(0.0, KEEP_ALL), (0.3, KEEP_ALL), (1.0, KEEP_ALL), (0.0, 1e-9)])
+def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_plan, share, limit, max_rows):
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=replace(LEVELLED, levels=(BudgetLevel(limit, share),)))
+    wanted = place_donor(bench, plan)
+    (logits,) = bench.run(bench.planned(plan), max_rows=max_rows)
+    (evidence,) = bench.evidence
+    is_whole = limit < 1e-6
+    assert (evidence.is_dropped, evidence.sampled_deviation > 1e-3) == (is_whole or share == 1.0, True)
+    computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
+    assert evidence.recomputed_tokens == computed
+    assert len(bench.weighed) == (0 < share)
+    assert close(logits, wanted) == (computed == evidence.offered_tokens)
+
+
+def test_the_tokens_with_the_largest_product_of_deviation_and_attention_are_computed(bench, make_plan):
+    """They are those that deviate, however many others the last rows read more."""
+    check = replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, 0.4),))
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=check)
+    wanted, kv = bench.cold(tokens_of(LENGTH), 1)
+    other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
+    for start, end in SPANS:
+        # The layers below the check agree, so that only these tokens deviate.
+        kv[1:, :, :, start + 2 : start + 7] = other[1:, :, :, start + 2 : start + 7]
+        bench.place(1, kv, start, end)
+    (logits,) = bench.run(bench.planned(plan))
+    assert close(logits, wanted[plan.prefix_end :])
+    (work,) = bench.weighed
+    assert work.pending is None
+    assert not set(work.positions) & {at for span in SPANS for at in range(*span)}
+
+
+def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_path, make_plan):
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, 0.3),)))
+
+    def weigh(model, ranks, max_rows=None):
+        bench = Bench(model, ranks)
+        place_donor(bench, plan)
+        (work,) = works_of([bench.planned(plan)], NUM_LAYERS)
+        run = lambda schedule: bench.forward(schedule.to(DEVICE))  # noqa: E731
+        return attention_of(work.if_all_is_kept(), NUM_LAYERS, max_rows, ranks, run)
+
+    alone = weigh(load(tiny_qwen2_path), Ranks())
+    assert alone.shape == (LENGTH,)
+    heads, rows = 4, 24
+    assert float(alone.sum()) == pytest.approx((NUM_LAYERS - NUM_LAYERS // 2) * heads * min(rows, MASS_ROWS), rel=1.0)
+    models = [load(tiny_qwen2_path) for _ in range(2)]
+    both = on_ranks(2, lambda ranks: weigh(models[ranks.rank], ranks))
+    assert all(close(each, alone) for each in both)
