@@ -292,7 +292,7 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_p
     assert (evidence.is_dropped, evidence.sampled_deviation > 1e-3) == (is_whole or share == 1.0, True)
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
-    assert len(bench.weighed) == (0 < share)
+    assert len(bench.weighed) == (share > 0)
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
 
 
