@@ -44,7 +44,13 @@ def _check_plan(tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, sam
     """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix. After a check in
     layer 0 all layers above run on some of the rows. No token of the span deviates."""
     check = SpanCheck(layer, KEEP_ALL, sample_every=sample_every, sample_threshold=KEEP_ALL)
-    start, end = len(tokens) // 4, 3 * len(tokens) // 4
+    return plan_over(tokens, geometry, len(tokens) // 4, 3 * len(tokens) // 4, check)
+
+
+def plan_over(
+    tokens: Sequence[int], geometry: KvGeometry, start: int, end: int, check: SpanCheck | None
+) -> SemanticKvPlan:
+    """Return a plan of request 0 whose span, from `start` to `end`, keeps its place in a prompt of these tokens."""
     return SemanticKvPlan(
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,

@@ -5,6 +5,7 @@ Streams and events are None on the CPU, where all work is done when a call retur
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import numpy.typing as npt
 
@@ -99,6 +100,22 @@ def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
     for event in events:
         if event is not None:
             stream.wait_event(event)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return how long `call` takes, with the work that it queues on the current stream, which is idle before."""
+    stream = current_stream(device)
+    if stream is None:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    finish(stream)
+    begin, end = Event(enable_timing=True), Event(enable_timing=True)
+    begin.record(stream)
+    call()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class HostCopy:

@@ -177,6 +177,9 @@ class DiscoverySettings(SettingsGroup):
     """Shortest token-identical run that is reused; runs below 32 tokens are not looked for."""
     min_reuse_ratio: float = Field(0.5, ge=0.0, le=1.0)
     """Least share of the prompt's uncomputed tokens that a plan must reuse."""
+    min_saving: float = Field(0.1, ge=0.0, le=1.0)
+    """Least share of a prompt's time that moved KV must save, by what the engine measured at its start. With 0 nothing
+    is measured, and reuse that does not pay is done too."""
     discovery_only: bool = False
     """Look donors up and report what would be reused, but place nothing."""
     strict_prefix_boundary: bool = False

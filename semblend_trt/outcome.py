@@ -204,6 +204,7 @@ _REQUEST = {
     "donor_unavailable": "Donors went between search and lease; give the tiers more room where this is frequent.",
     "donor_on_disk": "The best donors are on disk alone; they are fetched for the next request.",
     "low_reuse": "A plan would reuse less than SEMBLEND_MIN_REUSE_RATIO.",
+    "does_not_pay": "Moved KV would save less of the prompt's time than SEMBLEND_MIN_SAVING; exact KV is still used.",
     "hole_needs_wrapper": "Use the wrapper; a stock engine skips tokens from the left only.",
     "strict_prefix_boundary": "SEMBLEND_STRICT_PREFIX_BOUNDARY allows no run with a hole before it.",
     "not_exact": "Runs from other positions were found; the policy, the profile or semblend.exact_only forbids them.",

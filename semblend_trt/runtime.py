@@ -25,6 +25,7 @@ from semblend_trt.transfer.load import LayerReadiness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from semblend_trt.cost import CostModel
     from semblend_trt.donors.offload import DiskLink, OffloadEvent, SavedDonor
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.pool_facts import PoolFacts
@@ -218,7 +219,8 @@ class Runtime:
     `refusal` says why. The newest MAX_EVENTS of `saved`, `failed_loads`, `evidence` and `offload_events` wait for the
     scheduler. `ended_saves` are requests whose end the engine does not know yet. `disk` is None while the disk tier is
     closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails.
-    `weights` is None if the worker does not know the model; `weights_changes` counts their changes."""
+    `weights` is None if the worker does not know the model; `weights_changes` counts their changes. `costs` are what
+    plans take, once the engine has measured it."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
@@ -236,6 +238,7 @@ class Runtime:
     faults: Counter[str] = field(default_factory=Counter)
     weights: Weights | None = None
     weights_changes: int = 0
+    costs: CostModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
     _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

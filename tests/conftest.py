@@ -89,6 +89,14 @@ def _own_state_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _reuse_of_tiny_prompts():
+    """Tiny prompts are reused, though computing them takes no longer."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SEMBLEND_MIN_SAVING", "0")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _digests_of_tests(tmp_path_factory):
     """The user's own cache keeps nothing of tests."""
     folder = tmp_path_factory.mktemp("digests")

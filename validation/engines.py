@@ -216,9 +216,10 @@ def answered(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
+    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. Unless they say
+    otherwise, reuse need save no time: what it does to answers is looked at."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
             del os.environ[name]
-        os.environ.update(variables)
+        os.environ.update({"SEMBLEND_MIN_SAVING": "0", **variables})
         yield

@@ -152,6 +152,7 @@ class VllmArm:
         if not self._is_stock:
             settings = {
                 "policy": name,
+                "min_saving": 0.0,  # what reuse takes is measured, also where it is slower
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,
                 "model_revision": "random",

@@ -14,8 +14,10 @@ from engine_wrapper.batch import attention_of, micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.timing import measured, tokens_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
+from kernels.layout import indexable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
     from engine_wrapper.token_schedule import SequenceWork
-    from kernels.layout import KvGeometry
+    from kernels.layout import KvGeometry, PagedKv
+    from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.cost import CostModel
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
@@ -131,6 +135,21 @@ class ModelRunner:
         run = partial(self._run_divided, all_rows=all_rows)
         arriving = self.readiness is not None and self.readiness.is_arriving
         return run_works(works, num_layers, max_rows, self._run_lowest, self._weigh, sink, run, is_arriving=arriving)
+
+    def measured_costs(self, kv: PagedKv, rotation: Rotation, longest: int) -> CostModel | None:
+        """Measure what plans cost, over the blocks of `kv`; see `engine_wrapper.timing`. They keep their contents."""
+        some, blocks = list(range(min(997, self.config.get_text_config().vocab_size))), kv.block_ids.tolist()
+        pool = indexable(kv.memory)
+        held = pool[kv.block_ids]
+
+        def run(begin: int, end: int, plan: SemanticKvPlan | None) -> torch.Tensor:
+            own = tokens_of(blocks, kv.geometry.blocks_for(end))
+            return self.forward([SequenceSlice(0, begin, tuple(tokens_of(some, end)[begin:]), tuple(own), plan)])
+
+        with torch.inference_mode():
+            found = measured(run, some, kv, rotation, self.ranks, self._max_rows, longest)
+            pool[kv.block_ids] = held
+        return found
 
     def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
         """Run works that can be divided, one forward after the other; return logits as `forward` does."""

@@ -25,12 +25,15 @@ from engine_wrapper.self_check import (
     raise_difference,
     sample_difference,
 )
+from engine_wrapper.timing import measured, tokens_of
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
 from engine_wrapper.vllm.decoder import check_rotation
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from kernels.device import HostCopy
+from kernels.layout import PagedKv
 from semblend_trt.plan import EngineMode
+from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,10 +63,12 @@ class PlannedForward:
         runtime: Runtime,
         failed: Callable[[SemanticKvPlan], None],
         max_rows: int | None,
+        *,
+        is_timed: bool = False,
     ) -> None:
-        """`max_rows`: of one forward."""
+        """`max_rows`: of one forward. `is_timed`: what plans cost is measured after the self-check."""
         self._runner, self._parts, self._runtime = runner, parts, runtime
-        self._failed, self._max_rows = failed, max_rows
+        self._failed, self._max_rows, self._is_timed = failed, max_rows, is_timed
         self._stock = runner.model.forward
         self._is_proven, self._sparse = False, False
         self._graphs: StepGraphs  # those of the step that is proven
@@ -172,7 +177,10 @@ class PlannedForward:
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
                 # A graph's output, which the next replayed graph writes over.
-                self._check(batch.input_ids[rows], hidden[rows].clone(), self._blocks()[fits[0]])
+                blocks, ids = self._blocks()[fits[0]], batch.input_ids[rows]
+                self._check(ids, hidden[rows].clone(), blocks)
+                if self._is_timed:
+                    self._measure(ids, blocks[: self._parts.geometry.blocks_for(len(ids))])
             finally:
                 self._stock(*arguments, **options)
         except Exception as error:
@@ -185,6 +193,23 @@ class PlannedForward:
         self._is_proven = True
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: its first prompt came out the same")
+
+    @torch.inference_mode()
+    def _measure(self, ids: torch.Tensor, block_ids: list[int]) -> None:
+        """Measures what plans cost, by prompts of these tokens over these blocks alone."""
+        parts, some = self._parts, ids.tolist()
+
+        def run(begin: int, end: int, plan: SemanticKvPlan | None) -> torch.Tensor:
+            tokens = torch.tensor(tokens_of(some, end)[begin:], device=ids.device, dtype=ids.dtype)
+            batch = Batch((0,), (begin,), (end - begin,), 1, tokens)
+            blocks = tokens_of(block_ids, parts.geometry.blocks_for(end))
+            return self._run(batch, [blocks], {} if plan is None else {0: plan}, self._max_rows)
+
+        kv = PagedKv(parts.pool, block_vector(block_ids), parts.geometry)
+        ranks, longest = self._runtime.ranks, parts.longest
+        self._runtime.costs = measured(
+            run, some, kv, parts.rotation, ranks, self._max_rows, longest, samples=self._sparse
+        )
 
     @torch.inference_mode()
     def _check(self, ids: torch.Tensor, engine_rows: torch.Tensor, block_ids: list[int]) -> None:

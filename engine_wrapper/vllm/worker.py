@@ -195,7 +195,8 @@ class VllmWorker:
                 self._runtime.weights = weights = Weights(runner.model)
                 undo.callback(watch_worker_calls(weights))
                 decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
-                self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows)
+                is_timed = self._settings.min_saving > 0
+                self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows, is_timed=is_timed)
                 undo.callback(self._forward.remove)
                 self._undo = undo.pop_all()
             except Exception as error:

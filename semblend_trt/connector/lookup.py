@@ -171,6 +171,7 @@ class Lookup:
                 profile=match.profile,
                 profile_refusal=match.refusal,
                 exact_only=getattr(request, "exact_only", False),
+                costs=self._runtime.costs,
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found

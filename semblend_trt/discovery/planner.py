@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
+    from semblend_trt.cost import CostModel
     from semblend_trt.discovery.span_index import Scan, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
@@ -64,7 +65,8 @@ class LookupRequest:
     """One prompt to plan: `tokens` int32 [prompt]; the engine's exact prefix is `num_computed_tokens` of them.
 
     `publication_guard`: approximate KV stays out of the engine's reuse tree. `profile` holds for the request's
-    namespace; without one `profile_refusal` says why. `exact_only`: nothing is placed that differs from a cold run."""
+    namespace; without one `profile_refusal` says why. `exact_only`: nothing is placed that differs from a cold run.
+    `costs`: what plans take in this engine; None if nothing was measured."""
 
     request_id: int
     namespace_key: str
@@ -77,6 +79,7 @@ class LookupRequest:
     profile: ReuseProfile | None = None
     profile_refusal: str = "no_profile"
     exact_only: bool = False
+    costs: CostModel | None = None
 
     @property
     def last_usable(self) -> int:
@@ -88,7 +91,7 @@ class LookupRequest:
 class Planned:
     """A plan, or the reason for its absence; `runs_found` counts runs before any rule applied.
 
-    A plan with a reason may lack runs: `lookup_timeout` or `lookup_bound`."""
+    A plan with a reason may lack runs: `lookup_timeout` or `lookup_bound`; or has exact ones alone: `does_not_pay`."""
 
     plan: SemanticKvPlan | None
     outcome_reason: str | None
@@ -138,10 +141,11 @@ class Planner:
     prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
     lookup_bound (bounds hide possible runs, and the others are too few); chunk_edge (each run is cut into pieces
     shorter than a span); hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no
-    hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands). Where only
-    runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
-    exact KV); the refusal of `ProfileMatch`; no_publication_guard (approximate KV could be published);
-    check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine)."""
+    hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands);
+    does_not_pay (moved runs would save too little time). Where only runs that are not exact were found: not_exact
+    (policy exact, a profile that justifies no more, or a request for exact KV); the refusal of `ProfileMatch`;
+    no_publication_guard (approximate KV could be published); check_needs_wrapper, head_needs_wrapper,
+    boundary_needs_wrapper (each on a stock engine)."""
 
     def __init__(
         self,
@@ -187,11 +191,18 @@ class Planner:
             spans = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, spans, terms):
                 raise _Refusal("low_reuse")
+            plan, saves = self._build(request, runs, spans, terms), True
+            if not self._saves_time(request, plan):
+                exact, saves = [span for span in spans if span.exact], False
+                if not exact or not self._is_worth_placing(request, exact, None):
+                    raise _Refusal("does_not_pay")
+                plan = self._build(request, runs, exact, None)
         except _Refusal as refusal:
             cut = _cut(request, scan, deadline)
             reason = cut if cut and (deadline.has_cut or refusal.reason in _AVERTABLE) else refusal.reason
             return Planned(None, reason, len(runs), scan)
-        return Planned(self._build(request, runs, spans, terms), _cut(request, scan, deadline), len(runs), scan)
+        lacking = _cut(request, scan, deadline) or (None if saves else "does_not_pay")
+        return Planned(plan, lacking, len(runs), scan)
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
         min_span = self._settings.min_span_tokens
@@ -280,6 +291,14 @@ class Planner:
             span.length if span.exact or terms is None else terms.expected_reuse(span.length) for span in spans
         )
         return reused >= self._settings.min_reuse_ratio * (len(request.tokens) - request.num_computed_tokens)
+
+    def _saves_time(self, request: LookupRequest, plan: SemanticKvPlan) -> bool:
+        """Whether moved runs save as much of the prompt's time as the settings ask for, as far as it is known."""
+        share, costs = self._settings.min_saving, request.costs
+        if not share or costs is None or plan.kind is not PlanKind.REQUEST_LOCAL:
+            return True
+        far = sum(span.length for span in plan.spans if not span.exact and not self._is_near(span.donor_id))
+        return costs.saves(plan, far, share)
 
     def _build(
         self, request: LookupRequest, runs: list[Run], spans: list[PlanSpan], terms: ReuseTerms | None

@@ -42,6 +42,7 @@ SAMPLES = {
     "cacheblend_share": ("0.3", 0.3),
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
+    "min_saving": ("0.2", 0.2),
     "discovery_only": ("true", True),
     "lookup_deadline_ms": ("2.5", 2.5),
     "embedder": ("jaccard", EmbedderKind.JACCARD),

@@ -1,6 +1,7 @@
 """Plans are executed where the engine's first prompt has come out the same; elsewhere vLLM is served as without us."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import vllm
 
 from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.planned_forward import PlannedForward
+from semblend_trt.cost import LoadCost
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
 
@@ -72,3 +74,22 @@ def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, m
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
     assert not served.runtime.faults
+
+
+@pytest.mark.parametrize(("saving", "is_reused"), [(1e-9, True), (1.0, False)])
+def test_what_plans_cost_is_measured_and_has_to_pay(engine, cold, saving, is_reused):
+    served = engine("position_fix", {"min_saving": saving})
+    first = served.ask(DONOR, max_tokens=16)
+    assert (first.tokens, first.logprobs) == (cold(DONOR).tokens, cold(DONOR).logprobs)
+    costs = served.runtime.costs
+    assert costs.cold(2000) > costs.cold(100) > 0
+    # Any reuse pays, or none.
+    prices = {"cold_prices": (0, 1, 0), "plan_prices": (0, 1, 0, 0), "load": LoadCost()}
+    served.runtime.costs = replace(costs, **prices)
+    served.settle()
+    served.forget()
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.cached > 400) is is_reused
+    reason = served.scheduler.outcomes.of(served.last).reason
+    assert reason == (None if is_reused else "does_not_pay")
+    assert is_reused or answer.tokens == cold(MOVED).tokens

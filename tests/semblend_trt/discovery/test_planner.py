@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.config import Settings
+from semblend_trt.cost import CostModel, LoadCost
 from semblend_trt.discovery.planner import (
     DEADLINE_TOKENS,
     Deadline,
@@ -465,6 +466,40 @@ def check_plan(plan, donors, prompt, computed):
     assert plan.reused_tokens + sum(map(len, plan.holes)) == plan.matched_tokens
     if plan.execution.mode is STOCK:
         assert plan.holes == ()
+
+
+def priced(planned_row, **fields):
+    """A request in an engine where a cold row costs 1, and one of a plan so much."""
+    costs = CostModel(NUM_LAYERS, None, (0, 1, 0), (0, planned_row, 0, 0), LoadCost())
+    return replace(request(), costs=costs, **fields)
+
+
+@pytest.mark.parametrize(
+    ("planned_row", "settings", "reason"),
+    [
+        (1.7, {}, None),  # 440 of 840 tokens are computed
+        (1.8, {}, "does_not_pay"),
+        (1.8, {"min_saving": 0.05}, None),
+        (9.0, {"min_saving": 0.0}, None),
+        (9.0, {"discovery_only": True}, None),
+    ],
+)
+def test_moved_runs_that_save_too_little_are_not_placed(planned_row, settings, reason):
+    asked = planner(
+        {"a": np.concatenate([text(5, 9), DOCUMENT])}, **{"min_saving": 0.1, "min_reuse_ratio": 0} | settings
+    )
+    planned = asked.plan(priced(planned_row))
+    assert (planned.outcome_reason, planned.plan is None) == (reason, reason is not None)
+
+
+def test_exact_runs_are_placed_where_moved_ones_do_not_pay():
+    donors = {"a": PROMPT[:500], "b": np.concatenate([text(5, 9), OTHER])}
+    planned = planner(donors, min_saving=0.1).plan(priced(9.0))
+    assert planned.outcome_reason == "does_not_pay"
+    assert planned.plan.spans == (PlanSpan("a", 0, 0, 500, exact=True),)
+    assert planned.plan.kind is PlanKind.EXACT_PREFIX
+    few = planner({"a": PROMPT[:200], "b": donors["b"]}, min_saving=0.1).plan(priced(9.0))
+    assert_refused(few, "does_not_pay")
 
 
 _REFUSALS = {
