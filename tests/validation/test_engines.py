@@ -46,7 +46,7 @@ def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch):
     before = dict(os.environ)
     with pytest.raises(RuntimeError), environment({"SEMBLEND_POLICY": "boundary"}):  # noqa: PT012
         ours = {name: value for name, value in os.environ.items() if "SEMBLEND_" in name}
-        assert ours == {"SEMBLEND_POLICY": "boundary"}
+        assert ours == {"SEMBLEND_POLICY": "boundary", "SEMBLEND_MIN_SAVING": "0"}
         assert os.environ["SEMBLENDER"] == "another program's"
         raise RuntimeError
     assert dict(os.environ) == before
