@@ -52,3 +52,14 @@ def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
     assert ended.returncode == 1
     assert "refusal prompt_embeds" in ended.stderr
     assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
+
+
+def test_a_dry_run_measures_the_hosts_time(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.vllm.host", "--small", "--json", str(tmp_path)]
+    ended = subprocess.run([*command, "--profile", str(tmp_path / "profile")], check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (rows,) = read_rows(tmp_path).values()
+    figures = {row.name: row.value for row in rows}
+    assert set(figures) == {"planned_forward_host_ms", "planned_forward_host_over_stock"}
+    assert min(figures.values()) > 0
+    assert (tmp_path / "profile").stat().st_size > 0

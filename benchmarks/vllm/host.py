@@ -1,0 +1,111 @@
+"""The host's time of one planned step in vLLM, beside that of stock's own eager step over as many rows.
+
+`python -m benchmarks.vllm.host --json DIR` serves Qwen2.5-7B's shape with dummy weights in one engine. A step without a
+plan is stock's: our forward hands it on. The card is idle before each step, and the time ends when the forward returns,
+so nothing but the host's work is in it. `--profile FILE` writes what the planned steps spent it on, for pstats.
+`--small` is a dry run, for which no card is needed.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.bench_model import NEW_TOKENS
+from benchmarks.program import parser_of
+from benchmarks.vllm.arm import PLAIN, POSITION_FIX, SMALL, Sizes, VllmArm
+from validation.results import Results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The host's time of a planned step over that of stock's.
+GOAL = 1.5
+_STEPS, _WARM = 20, 5
+_OPTIONS: dict[str, Any] = {"enforce_eager": True}
+_SMALL_OPTIONS: dict[str, Any] = {"block_size": 32}
+
+
+class Watch:
+    """Times the engine's forwards: milliseconds of steps with a plan, and of those without, of some rows."""
+
+    def __init__(self, rows: int, profile: cProfile.Profile | None) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        group: Any = get_kv_transfer_group()
+        self._forward = group._worker._forward
+        self._run, self._plans = self._forward._run_step, self._forward._runtime.active_plans
+        self._rows, self._profile = rows, profile
+        self.planned: list[float] = []
+        self.stock: list[float] = []
+        self._forward._run_step = self._timed
+
+    def _timed(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        is_planned = len(self._plans) > 0
+        rows = sum(each.tokens for each in self._forward.step.values())
+        profile = self._profile if is_planned and self._profile is not None else nullcontext()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        with profile:
+            began = time.perf_counter()
+            found = self._run(arguments, options)
+            took = (time.perf_counter() - began) * 1e3
+        if is_planned:
+            self.planned.append(took)
+        elif rows == self._rows:
+            self.stock.append(took)
+        return found
+
+
+def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> None:
+    """Add all rows. Raises SystemExit if a prompt has no plan."""
+    problem = arm.begin()
+    if problem is not None:
+        raise SystemExit(f"nothing is reused in this engine: {problem}")
+    document = arm.prompts.document(arm.sizes.long)
+    arm.ask([arm.prompts.donor(document)])
+    arm.settle()
+    watch = Watch(NEW_TOKENS, profile)
+    for _ in range(_WARM + _STEPS):
+        arm.ask([arm.prompts.shifted(document)])
+        arm.ask([arm.prompts.fresh(NEW_TOKENS)])
+    if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
+        raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
+    planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
+    layers = arm._core.vllm_config.model_config.hf_config.num_hidden_layers
+    told = (
+        f"stock's eager step over {NEW_TOKENS} rows: {stock:.2f} ms; {layers} layers, a plan of {arm.sizes.long} tokens"
+    )
+    rows.add("planned_forward_host_ms", planned, "ms", told, GOAL * stock)
+    rows.add("planned_forward_host_over_stock", planned / stock, "ratio", told, GOAL)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure and write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write cProfile's figures of the planned steps")
+    parser.add_argument("--small", action="store_true", help="a dry run with a small model")
+    options = parser.parse_args(arguments)
+    profile = None if options.profile is None else cProfile.Profile()
+    own = _OPTIONS | (_SMALL_OPTIONS if options.small else {"gpu_memory_utilization": 0.8})
+    rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
+    with tempfile.TemporaryDirectory() as folder:
+        arm = VllmArm(POSITION_FIX, Path(folder), SMALL if options.small else Sizes(), own, nullcontext, {}, PLAIN)
+        try:
+            measure(arm, rows, profile)
+        finally:
+            arm.close()
+    if profile is not None:
+        profile.dump_stats(options.profile)
+    rows.write(options.json, "vllm_host")
+
+
+if __name__ == "__main__":
+    main()
