@@ -20,6 +20,8 @@ PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 BLOCK = 16
 # A random model's KV deviates by about 1 when its context changes: the highest threshold keeps some of the tokens.
 SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=1, threshold=0.0)
+# Thresholds that never decide: the levels alone do.
+KEPT_BY_LEVEL = ProfileCheck(layer=1, threshold=1.0, sample_every=8, sample_threshold=1.0)
 NONE_SAMPLED = ProfileCheck(layer=1, threshold=0.0, sample_every=8)
 
 

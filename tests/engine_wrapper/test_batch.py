@@ -290,6 +290,7 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_p
     (evidence,) = bench.evidence
     is_whole = limit < 1e-6
     assert (evidence.is_dropped, evidence.sampled_deviation > 1e-3) == (is_whole or share == 1.0, True)
+    assert evidence.exceeds_levels == evidence.is_dropped
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
     assert len(bench.weighed) == (share > 0)

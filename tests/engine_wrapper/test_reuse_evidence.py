@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.engine_wrapper.serving import (
     DONOR,
+    KEPT_BY_LEVEL,
     NONE_KEPT,
     NONE_SAMPLED,
     SHIFTED,
@@ -136,6 +137,26 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     used = variables.get("PROFILE")
     digest = None if used is None else hashlib.sha256(Path(used).read_bytes()).hexdigest()
     assert (output.receipt["policy"], output.receipt["profile"]) == (variables.get("POLICY", "verified"), digest)
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "is_reused", "reason"),
+    [
+        (1e6, {"MAX_KL": 0.01}, True, None),
+        (1e-9, {"MAX_KL": 0.01}, False, "risk_above_bound"),
+        (1e6, {"MAX_KL": 0.005}, False, "no_bound"),
+        (1e6, {"MAX_KL": 0.01, "RISK": 0.01}, False, "no_bound"),
+        (1e-9, {"MAX_KL": "unbounded"}, True, None),
+    ],
+)
+def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profile, limit, asked, is_reused, reason):
+    bound = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=limit, share=0.0)])
+    llm, output = shifted(PROFILE=profile(check=KEPT_BY_LEVEL, bounds=[bound]), **asked)
+    assert (output.reused_tokens > 0, output.reuse_reason) == (is_reused, reason)
+    assert llm.connector_scheduler.outcomes.reasons().get("risk_above_bound", 0) == (reason == "risk_above_bound")
+    is_bound = asked == {"MAX_KL": 0.01}
+    assert (output.receipt["max_kl"], output.receipt["risk"]) == ((0.01, 0.05) if is_bound else (None, None))
+    assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
 
 
 def test_the_largest_deviation_kept_is_within_the_threshold(shifted, profile):

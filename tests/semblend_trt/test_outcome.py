@@ -77,10 +77,11 @@ def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json():
     assert (report.receipt["reused_tokens"], report.receipt["largest_kept"]) == (3, 0.25)
 
 
-@pytest.mark.parametrize("largest", [None, float("nan"), float("inf")])
-def test_what_is_no_number_is_null_in_a_receipt(largest):
-    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, largest_kept=largest)
-    assert report.receipt["largest_kept"] is None
+@pytest.mark.parametrize("name", ["largest_kept", "sampled_deviation"])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_what_is_no_number_is_null_in_a_receipt(name, value):
+    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, **{name: value})
+    assert report.receipt[name] is None
 
 
 def test_forgotten_request_may_end_again_and_stays_counted():
