@@ -16,6 +16,12 @@ KNOWN = {
 }
 
 
+def sizes(layers, kv_heads=2, **more):
+    """The fields of a model's configuration that say how large it is, and more."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    return {"num_hidden_layers": layers, "hidden_size": 64, "max_position_embeddings": 4096} | heads | more
+
+
 def engine(model="", **llm_args):
     """The engine of these fields of TensorRT-LLM's LlmArgs, and of no others."""
     return from_llm_args(SimpleNamespace(model=str(model), **llm_args))

@@ -60,24 +60,11 @@ def rope(**changes):
 
 
 CHANGES = [
-    ("model", "Qwen/Qwen2.5-1.5B"),
-    ("model_revision", "sha256:0f3d"),
-    ("tokenizer", "other"),
-    ("tokenizer_revision", "sha256:77ab"),
-    ("kv_layout", "NHD"),
+    *((name, "other") for name, value in FIELDS.items() if value is None or isinstance(value, str)),
     ("block_size", 64),
-    ("kv_dtype", "float16"),
-    ("cache_dtype", "float8_e4m3fn"),
-    ("quantization", "awq"),
-    ("adapter", "lora-1"),
-    ("rope_config", rope(rope_theta=10_000.0)),
-    ("rope_config", rope(factor=4.0)),
-    ("rope_config", {}),
-    ("tensor_parallel", parallel(tp_size=4)),
-    ("tensor_parallel", parallel(cp_size=2)),
-    ("backend_cache_layout", "other"),
-    ("extra", {"tenant": "acme", "template": "sales"}),
-    ("extra", {}),
+    *(("rope_config", each) for each in (rope(rope_theta=10_000.0), rope(factor=4.0), {})),
+    *(("tensor_parallel", each) for each in (parallel(tp_size=4), parallel(cp_size=2))),
+    *(("extra", each) for each in ({"tenant": "acme", "template": "sales"}, {})),
 ]
 
 
@@ -197,8 +184,10 @@ def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
 
 
 def test_unknown_values_inside_mappings_count():
-    first = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
-    second = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
+    first, second = (
+        namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
+        for _ in range(2)
+    )
     assert unknown_fields(first) == ["rope_config", "tensor_parallel"]
     assert first.key != second.key
     assert unknown_fields(namespace()) == []
@@ -257,26 +246,16 @@ def test_namespace_cannot_be_changed_behind_its_key():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", ""),
-        ("model", None),
-        ("model_revision", None),
+        *((name, "") for name in ("model", "quantization")),
+        *((name, None) for name in ("model", "model_revision", "tensor_parallel", "rope_config")),
         ("kv_dtype", "x" * (MAX_TEXT + 1)),
-        ("quantization", ""),
         ("adapter", 7),
-        ("block_size", 0),
-        ("block_size", "32"),
-        ("tensor_parallel", None),
+        *(("block_size", size) for size in (0, "32")),
         ("tensor_parallel", {"tp_size": 1, "pp_size": 1}),
-        ("tensor_parallel", parallel(tp_rank=2)),
-        ("tensor_parallel", parallel(tp_rank=-1)),
-        ("tensor_parallel", parallel(tp_size=0)),
-        ("tensor_parallel", parallel(rank=0)),
-        ("rope_config", None),
-        ("rope_config", {"rope_theta": math.nan}),
-        ("rope_config", {"rope_theta": object()}),
-        ("rope_config", {1: 2}),
-        ("extra", {"tenant": {1, 2}}),
-        ("extra", "tenant"),
+        *(("tensor_parallel", parallel(tp_rank=rank)) for rank in (2, -1)),
+        *(("tensor_parallel", parallel(**each)) for each in ({"tp_size": 0}, {"rank": 0})),
+        *(("rope_config", each) for each in ({"rope_theta": math.nan}, {"rope_theta": object()}, {1: 2})),
+        *(("extra", each) for each in ({"tenant": {1, 2}}, "tenant")),
     ],
 )
 def test_bad_fields_are_refused_by_name(name, value):

@@ -18,15 +18,9 @@ from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, m
 from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
+from tests.semblend_trt.engine_specs import sizes
 
-SMALL = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 64,
-    "max_position_embeddings": 4096,
-}
+SMALL = sizes(3, hidden_size=256, vocab_size=64)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
@@ -360,16 +354,7 @@ def test_a_value_that_is_no_number_never_makes_a_rotation(kind, values):
     assert reason == "rope_unknown"
 
 
-GEMMA = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "head_dim": 32,
-    "sliding_window": 512,
-    "max_position_embeddings": 4096,
-}
+GEMMA = sizes(7, model_type="gemma3_text", head_dim=32, sliding_window=512)
 WITH_IMAGES = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 NESTED = {

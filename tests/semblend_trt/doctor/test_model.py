@@ -18,6 +18,7 @@ from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
 FP8 = torch.float8_e4m3fn
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
 
 
 def config_folder(folder, source, **changes):
@@ -79,10 +80,7 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path, kv_dtype, scal
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
-            "sliding_window",
-        ),
+        (WINDOW, "sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),

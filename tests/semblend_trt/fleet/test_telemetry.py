@@ -15,17 +15,7 @@ from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
-from semblend_trt.fleet.telemetry import (
-    BlockKind,
-    BlockMaker,
-    Hasher,
-    ServedRequest,
-    TraceBlock,
-    TraceLine,
-    TraceLog,
-    kind_of,
-    usage_in,
-)
+from semblend_trt.fleet.telemetry import BlockKind, Hasher, TraceBlock, TraceLine, kind_of, usage_in
 
 short = st.text(min_size=1, max_size=20)
 blocks = st.builds(
@@ -104,7 +94,7 @@ HASHER = Hasher(b"a secret of sixteen bytes")
 @pytest.fixture(scope="module")
 def make(tokenizer):
     def maker(block_tokens=8, *, hasher=HASHER, keep_text=False):
-        return BlockMaker(PromptReader(tokenizer), hasher, block_tokens, keep_text)
+        return telemetry.BlockMaker(PromptReader(tokenizer), hasher, block_tokens, keep_text)
 
     return maker
 
@@ -159,7 +149,8 @@ def test_kinds_are_those_of_roles_and_rules(make):
 
 def served(number, prompt="some text", tail=b""):
     observed = Observed(0.0, status=200, seconds=0.5, tail=tail)
-    return ServedRequest(f"r{number}", number, "tiny", Caller(), {"prompt": prompt}, 100, observed, {"attempts": 1})
+    asked = Caller(), {"prompt": prompt}, 100
+    return telemetry.ServedRequest(f"r{number}", number, "tiny", *asked, observed, {"attempts": 1})
 
 
 class Log:
@@ -168,7 +159,7 @@ class Log:
     def __init__(self, tokenizer, path, **fields):
         self.counters = RouterCounters()
         config = TelemetryConfig(path=path, **fields)
-        self.log = TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
+        self.log = telemetry.TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
 
     def write(self, *requests):
         """Notes the requests and closes the log."""
