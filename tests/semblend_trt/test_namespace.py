@@ -11,18 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt import namespace as module
 from semblend_trt.errors import NamespaceError
-from semblend_trt.namespace import (
-    MAX_REMEMBERED,
-    MAX_TEXT,
-    NO_SALT,
-    REVISION_OF,
-    CacheNamespace,
-    content_value,
-    salt_digest,
-    tenant_key,
-    unknown_value,
-)
+from semblend_trt.namespace import CacheNamespace, content_value, tenant_key, unknown_value
 from tests.semblend_trt.samples import unknown_fields
 
 FIELDS = {
@@ -110,7 +101,10 @@ def test_salt_is_bound_by_its_digest_and_never_kept():
 
 
 def test_salted_and_unsalted_requests_never_meet():
-    keys = {namespace().for_request(salt, None).key for salt in (None, "", " ", "a", "a ", " a", "b", NO_SALT, "none")}
+    keys = {
+        namespace().for_request(salt, None).key
+        for salt in (None, "", " ", "a", "a ", " a", "b", module.NO_SALT, "none")
+    }
     assert len(keys) == 9
 
 
@@ -118,7 +112,7 @@ def test_absent_salt_equals_the_engines_own_key():
     unsalted = namespace().for_request(None, None)
     assert unsalted.key == namespace().key
     assert "cache_salt" not in unsalted.extra
-    assert namespace(extra={**FIELDS["extra"], "cache_salt": NO_SALT}).key == unsalted.key
+    assert namespace(extra={**FIELDS["extra"], "cache_salt": module.NO_SALT}).key == unsalted.key
 
 
 def test_tenant_key_vectors():
@@ -135,9 +129,13 @@ def test_tenant_key_is_on_the_wire_and_not_in_the_key():
     assert namespace(extra=without).key == bound.key
 
 
-@pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (MAX_TEXT + 1), "\ud800"])
+@pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (module.MAX_TEXT + 1), "\ud800"])
 def test_bad_salts_are_refused_without_being_repeated(salt):
-    for use in (lambda: namespace().for_request(salt, None), lambda: salt_digest(salt), lambda: tenant_key(salt)):
+    for use in (
+        lambda: namespace().for_request(salt, None),
+        lambda: module.salt_digest(salt),
+        lambda: tenant_key(salt),
+    ):
         with pytest.raises(NamespaceError) as caught:
             use()
         assert "xxxx" not in str(caught.value)
@@ -173,7 +171,7 @@ def test_namespaces_with_an_unknown_field_never_meet(name):
 
 
 def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
-    for name, revision in REVISION_OF.items():
+    for name, revision in module.REVISION_OF.items():
         named = {namespace(**{name: other}).key for other in ("one", "two")}
         digested = {namespace(**{name: other, revision: content_value("0f")}).key for other in ("one", "two")}
         assert (len(named), len(digested)) == (2, 1)
@@ -248,7 +246,7 @@ def test_namespace_cannot_be_changed_behind_its_key():
     [
         *((name, "") for name in ("model", "quantization")),
         *((name, None) for name in ("model", "model_revision", "tensor_parallel", "rope_config")),
-        ("kv_dtype", "x" * (MAX_TEXT + 1)),
+        ("kv_dtype", "x" * (module.MAX_TEXT + 1)),
         ("adapter", 7),
         *(("block_size", size) for size in (0, "32")),
         ("tensor_parallel", {"tp_size": 1, "pp_size": 1}),
@@ -282,6 +280,6 @@ def test_unsalted_namespaces_are_remembered_by_adapter_and_salted_ones_never():
     assert base.for_request(None, "lora-7") == namespace().for_request(None, "lora-7")
     assert base.for_request(None, None).key != base.for_request(None, "lora-7").key
     assert base.for_request("s3cret", None) is not base.for_request("s3cret", None)
-    keys = {base.for_request(None, f"lora-{number}").key for number in range(MAX_REMEMBERED + 2)}
-    assert len(keys) == MAX_REMEMBERED + 2
-    assert len(base._unsalted) == MAX_REMEMBERED
+    keys = {base.for_request(None, f"lora-{number}").key for number in range(module.MAX_REMEMBERED + 2)}
+    assert len(keys) == module.MAX_REMEMBERED + 2
+    assert len(base._unsalted) == module.MAX_REMEMBERED

@@ -1,6 +1,7 @@
 """A plan that could corrupt KV is refused, and what it says of its tokens adds up."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,23 +37,19 @@ STOCK = execution(mode=EngineMode.STOCK)
 
 
 BROKEN = [
-    ("span_range", lambda: PlanSpan("d", 0, 0, 0)),
-    ("span_range", lambda: PlanSpan("d", -1, 0, 1)),
-    ("span_range", lambda: PlanSpan("d", 0, -1, 1)),
+    *(("span_range", partial(PlanSpan, "d", *each)) for each in ((0, 0, 0), (-1, 0, 1), (0, -1, 1))),
     ("span_range", lambda: PlanSpan("d", 0, 0, 1, generation=-1)),
     ("exact_span_approximate", lambda: PlanSpan("d", 0, 0, 1, exact=True, generation=1)),
     ("generation_unchecked", lambda: plan(spans=(PlanSpan("d", 30, 10, 10, generation=1),))),
     ("exact_span_shifted", lambda: PlanSpan("d", 0, 1, 1, exact=True)),
-    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=NUM_LAYERS + 1)),
-    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=-1)),
+    *(("boundary_outside_model", partial(execution, recompute_boundary_layer=at)) for at in (NUM_LAYERS + 1, -1)),
     ("boundary_outside_model", lambda: execution(num_layers=0)),
     ("boundary_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, recompute_boundary_layer=1)),
     ("check_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, check=SpanCheck(1, 0.1))),
     ("check_outside_model", lambda: execution(check=SpanCheck(NUM_LAYERS, 0.1))),
     ("head_tokens_negative", lambda: execution(head_tokens=-1)),
     ("head_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, head_tokens=16)),
-    ("negative_count", lambda: plan(num_computed_tokens=-1)),
-    ("negative_count", lambda: plan(matched_tokens=-1)),
+    *(("negative_count", partial(plan, **{name: -1})) for name in ("num_computed_tokens", "matched_tokens")),
     ("negative_count", lambda: plan(block_size=0)),
     ("no_token_left", lambda: plan(matched_tokens=24)),
     ("spans_overlap", lambda: plan(spans=(PlanSpan("d", 0, 10, 5), PlanSpan("e", 0, 14, 2)))),

@@ -17,20 +17,11 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors import offload
 from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
 from semblend_trt.donors.disk_tier import file_bytes
 from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts, HeldDonors
-from semblend_trt.donors.offload import (
-    MAX_FETCHES,
-    MAX_PREFETCHES,
-    MAX_PROMOTIONS,
-    DiskLink,
-    DonorObserver,
-    OffloadCommands,
-    OffloadEvent,
-    OffloadEventKind,
-    SavedDonor,
-)
+from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
@@ -43,7 +34,7 @@ TEXT = 64
 FILE_BYTES = file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, TEXT)
 
 
-class Observer(DonorObserver):
+class Observer(offload.DonorObserver):
     """Keeps the calls of these kinds, of tokens their number."""
 
     def __init__(self, *kinds):
@@ -364,7 +355,7 @@ class Tiers:
 
     def __init__(self, host=4, device=0, disk=64, is_read=True, **overrides):
         self.observer, self.events = Observer("found", "moved", "gone"), []
-        self.link = DiskLink() if disk else None
+        self.link = offload.DiskLink() if disk else None
         room = {"device_bytes": device * TEXT * TOKEN_BYTES, "disk_bytes": disk * FILE_BYTES}
         self.index = index_of(host * TEXT, self.observer, self.link, self.events.append, **room | overrides)
         if is_read:
@@ -563,18 +554,18 @@ def test_a_donor_that_cannot_be_read_back_is_gone():
 
 
 def test_the_donors_of_most_tokens_are_fetched_and_promoted_first():
-    names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
+    names = [f"donor-{number}" for number in range(offload.MAX_FETCHES + 2)]
     tiers = Tiers(host=4 * len(names), device=4 * len(names))
     tiers.find(*names, length=2 * TEXT)
     tiers.find()
     prompt = np.concatenate([tiers.text(name, 2 * TEXT)[: TEXT + 5 * at] for at, name in enumerate(names, 1)])
     plan(tiers.index, prompt)
     fetched = tiers.index.offload.take_commands().fetches
-    assert fetched == names[: -MAX_FETCHES - 1 : -1]
+    assert fetched == names[: -offload.MAX_FETCHES - 1 : -1]
     for name in fetched:
         tiers.hear(OffloadEventKind.FETCHED, name)
     plan(tiers.index, prompt)
-    assert tiers.index.offload.take_commands().promotions == names[: -MAX_PROMOTIONS - 1 : -1]
+    assert tiers.index.offload.take_commands().promotions == names[: -offload.MAX_PROMOTIONS - 1 : -1]
 
 
 def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
@@ -583,7 +574,7 @@ def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
     tiers.keep("held")
     tiers.find(*names)
     tiers.index.offload.prefetch(["unknown", "held", *names])
-    assert moves(tiers.index) == OffloadCommands(fetches=names[:MAX_PREFETCHES])
+    assert moves(tiers.index) == OffloadCommands(fetches=names[: offload.MAX_PREFETCHES])
     tiers.hear(OffloadEventKind.FETCHED, "c")
     assert tiers.look_up("c")[0] == TEXT
 

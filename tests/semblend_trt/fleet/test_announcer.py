@@ -69,8 +69,7 @@ def test_engines_of_a_process_share_one_publisher(nats_server):
     assert announcer._publishers == {}
 
 
-def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(nats_server, make_reader):
-    reader = make_reader(nats_server.url)
+def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(nats_server, reader):
     donors = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
     salted, plain = BASE_NAMESPACE.for_request("acme", None), BASE_NAMESPACE.for_request(None, None)
     for number in range(40):
@@ -100,8 +99,8 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     donors.close()
 
 
-def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, make_reader):
-    reader, worker = make_reader(nats_server.url), make_worker(nats_server)
+def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, reader):
+    worker = make_worker(nats_server)
     other = DonorAnnouncer(worker.publisher, lambda: None)
     other.intended("other", NAMESPACE, None)
     other.held("other", text(1, 100), "host")
@@ -143,11 +142,10 @@ STREAM = (5, 0)
 
 
 @pytest.mark.parametrize(("is_sent", "is_found_on_disk"), [(True, True), (True, False), (False, False)])
-def test_embeddings_reach_readers_only_when_they_are_to(nats_server, make_reader, tmp_path, is_sent, is_found_on_disk):
+def test_embeddings_reach_readers_only_when_they_are_to(nats_server, reader, tmp_path, is_sent, is_found_on_disk):
     settings = load_settings(
         nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
     )
-    reader = make_reader(nats_server.url)
     donors, audit = announcer_for(settings), AuditEvents(tmp_path / "audit")
     neighbours = neighbours_for(settings, lambda: MODEL, audit, metrics_for(True, CollectorRegistry()), donors)
     observers = donors, neighbours

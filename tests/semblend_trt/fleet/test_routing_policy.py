@@ -12,11 +12,7 @@ from semblend_trt.fleet.routing_policy import (
     POLICIES,
     Choice,
     ExactPrefix,
-    Holder,
-    LeastLoaded,
-    NoReplicaError,
     Replica,
-    RoundRobin,
     RoutingRequest,
     SpanOverlap,
 )
@@ -30,7 +26,9 @@ def replicas(*loads):
 
 
 def request(*held, **more):
-    holders = tuple(Holder(worker, tokens) for worker, tokens in zip(WORKERS, held, strict=False) if tokens)
+    holders = tuple(
+        routing_policy.Holder(worker, tokens) for worker, tokens in zip(WORKERS, held, strict=False) if tokens
+    )
     return RoutingRequest(PROMPT, holders=holders, **more)
 
 
@@ -41,7 +39,7 @@ def test_only_healthy_replicas_are_chosen(name):
     for _ in range(5):
         assert policy.choose(request(1000, session_id="s"), some).worker == WORKERS[2]
     for none in ([], [Replica(WORKERS[0], 0.0, is_healthy=False)]):
-        with pytest.raises(NoReplicaError, match=f"none of {len(none)} replicas"):
+        with pytest.raises(routing_policy.NoReplicaError, match=f"none of {len(none)} replicas"):
             policy.choose(request(), none)
 
 
@@ -53,14 +51,14 @@ def test_equal_replicas_take_turns(name):
 
 
 def test_round_robin_looks_at_nothing_else():
-    policy = RoundRobin()
+    policy = routing_policy.RoundRobin()
     chosen = [policy.choose(request(0, 900), replicas(9, 0, 5)) for _ in range(6)]
     assert [choice.worker[0] for choice in chosen] == [0, 1, 2, 0, 1, 2]
     assert chosen[1] == Choice(WORKERS[1], 900)
 
 
 def test_least_loaded_takes_the_smallest_load():
-    assert LeastLoaded().choose(request(1000), replicas(3, 2, 1.5, 7)).worker == WORKERS[2]
+    assert routing_policy.LeastLoaded().choose(request(1000), replicas(3, 2, 1.5, 7)).worker == WORKERS[2]
 
 
 def test_exact_prefix_follows_the_longest_beginning_that_it_sent():

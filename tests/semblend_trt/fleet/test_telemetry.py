@@ -265,12 +265,8 @@ def test_a_place_that_cannot_be_written_is_refused(tokenizer, tmp_path):
     [
         (b'{"usage": {"prompt_tokens": 3}}', {"prompt_tokens": 3}),
         (b'ta: {"cut": 1}\n\ndata: {"usage": null}\n\ndata: {"usage": {"a": 1}}\n\ndata: [DONE]\n\n', {"a": 1}),
-        (b'data: {"usage": 5}\n\n', {}),
-        (b'{"usage": {"prompt', {}),
-        (b"[1]", {}),
-        (b"[" * 100_000, {}),
-        (b"", {}),
-        (b"\xff\xfe", {}),
+        *((each, {}) for each in (b'data: {"usage": 5}\n\n', b'{"usage": {"prompt')),
+        *((each, {}) for each in (b"[1]", b"[" * 100_000, b"", b"\xff\xfe")),
     ],
 )
 def test_usage_is_taken_where_it_stands(tail, usage):

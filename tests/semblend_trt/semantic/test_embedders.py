@@ -11,14 +11,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedders import (
-    BATCH_WINDOWS,
-    SPECIAL_TOKENS,
-    WINDOW_TOKENS,
-    SentenceEmbedder,
-    embedder_for,
-    windows_of,
-)
+from semblend_trt.semantic import embedders
+from semblend_trt.semantic.embedders import BATCH_WINDOWS, SPECIAL_TOKENS, WINDOW_TOKENS, embedder_for, windows_of
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=40)
 PLAIN = [EmbedderKind.STATIC, EmbedderKind.JACCARD]
@@ -129,7 +123,7 @@ def test_one_endless_word_is_cut(tokenizer):
     assert all(len(window) <= 2 * (WINDOW_TOKENS - SPECIAL_TOKENS) for window in windows)
 
 
-class Lengths(SentenceEmbedder):
+class Lengths(embedders.SentenceEmbedder):
     """A window's vector is its length and how often it has the letter a."""
 
     def __init__(self, cutter):
