@@ -5,15 +5,9 @@ from types import SimpleNamespace
 from semblend_trt.connector.engine_spec import from_llm_args
 
 # All that a namespace is made from.
-KNOWN = {
-    "dtype": "auto",
-    "attn_backend": "TRTLLM",
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "context_parallel_size": 1,
-    "kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32),
-    "load_format": "auto",
-}
+KNOWN = {"dtype": "auto", "attn_backend": "TRTLLM", "load_format": "auto"}
+KNOWN |= {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "context")}
+KNOWN |= {"kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32)}
 
 
 def sizes(layers, kv_heads=2, **more):

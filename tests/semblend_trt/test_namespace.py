@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from semblend_trt import namespace as module
 from semblend_trt.errors import NamespaceError
-from semblend_trt.namespace import CacheNamespace, content_value, tenant_key, unknown_value
+from semblend_trt.namespace import NO_SALT, CacheNamespace, content_value, salt_digest, tenant_key, unknown_value
 from tests.semblend_trt.samples import unknown_fields
 
 FIELDS = {
@@ -101,10 +101,7 @@ def test_salt_is_bound_by_its_digest_and_never_kept():
 
 
 def test_salted_and_unsalted_requests_never_meet():
-    keys = {
-        namespace().for_request(salt, None).key
-        for salt in (None, "", " ", "a", "a ", " a", "b", module.NO_SALT, "none")
-    }
+    keys = {namespace().for_request(salt, None).key for salt in (None, "", " ", "a", "a ", " a", "b", NO_SALT, "none")}
     assert len(keys) == 9
 
 
@@ -112,7 +109,7 @@ def test_absent_salt_equals_the_engines_own_key():
     unsalted = namespace().for_request(None, None)
     assert unsalted.key == namespace().key
     assert "cache_salt" not in unsalted.extra
-    assert namespace(extra={**FIELDS["extra"], "cache_salt": module.NO_SALT}).key == unsalted.key
+    assert namespace(extra={**FIELDS["extra"], "cache_salt": NO_SALT}).key == unsalted.key
 
 
 def test_tenant_key_vectors():
@@ -131,11 +128,7 @@ def test_tenant_key_is_on_the_wire_and_not_in_the_key():
 
 @pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (module.MAX_TEXT + 1), "\ud800"])
 def test_bad_salts_are_refused_without_being_repeated(salt):
-    for use in (
-        lambda: namespace().for_request(salt, None),
-        lambda: module.salt_digest(salt),
-        lambda: tenant_key(salt),
-    ):
+    for use in (lambda: namespace().for_request(salt, None), lambda: salt_digest(salt), lambda: tenant_key(salt)):
         with pytest.raises(NamespaceError) as caught:
             use()
         assert "xxxx" not in str(caught.value)
@@ -182,10 +175,12 @@ def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
 
 
 def test_unknown_values_inside_mappings_count():
-    first, second = (
-        namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
-        for _ in range(2)
-    )
+    def made():
+        return namespace(
+            rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value())
+        )
+
+    first, second = made(), made()
     assert unknown_fields(first) == ["rope_config", "tensor_parallel"]
     assert first.key != second.key
     assert unknown_fields(namespace()) == []
@@ -218,12 +213,9 @@ def namespaces(draw):
 @given(namespaces(), st.none() | st.text(max_size=8, alphabet=string.printable))
 def test_round_trips(base, salt):
     for item in (base, base.for_request(salt, None)):
-        for read in (
-            CacheNamespace.from_dict(item.to_dict()),
-            CacheNamespace.from_dict(json.loads(json.dumps(item.to_dict()))),
-            pickle.loads(pickle.dumps(item)),
-            copy.deepcopy(item),
-        ):
+        shown = item.to_dict()
+        again = [CacheNamespace.from_dict(each) for each in (shown, json.loads(json.dumps(shown)))]
+        for read in (*again, pickle.loads(pickle.dumps(item)), copy.deepcopy(item)):
             assert read == item
             assert hash(read) == hash(item)
             assert read.key == item.key

@@ -20,16 +20,9 @@ def execution(**changes):
 
 def plan(**changes):
     """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
-    fields = {
-        "request_id": 7,
-        "kind": PlanKind.REQUEST_LOCAL,
-        "spans": (PlanSpan("d", 30, 10, 10),),
-        "prompt_token_ids": np.arange(100, 132, dtype=np.int32),
-        "num_computed_tokens": 8,
-        "matched_tokens": 16,
-        "block_size": 8,
-        "execution": execution(),
-    }
+    fields = {"request_id": 7, "kind": PlanKind.REQUEST_LOCAL, "spans": (PlanSpan("d", 30, 10, 10),)}
+    fields |= {"prompt_token_ids": np.arange(100, 132, dtype=np.int32), "execution": execution()}
+    fields |= {"num_computed_tokens": 8, "matched_tokens": 16, "block_size": 8}
     return SemanticKvPlan(**{**fields, **changes})
 
 
@@ -125,13 +118,8 @@ def plans(draw):
     prompt_length = position + tail_hole + draw(st.integers(1, 10))
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else position + tail_hole - computed
     boundary = 0 if mode is EngineMode.STOCK else draw(st.integers(0, NUM_LAYERS))
-    checks = st.builds(
-        SpanCheck,
-        st.integers(0, NUM_LAYERS - 1),
-        st.floats(0, 1),
-        max_span_share=st.floats(0, 1),
-        window_threshold=st.none() | st.floats(0, 1),
-    )
+    shares = {"max_span_share": st.floats(0, 1), "window_threshold": st.none() | st.floats(0, 1)}
+    checks = st.builds(SpanCheck, st.integers(0, NUM_LAYERS - 1), st.floats(0, 1), **shares)
     block_size = draw(st.integers(1, 16))
     blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None
     return SemanticKvPlan(
@@ -166,9 +154,8 @@ def test_holes_and_spans_tile_the_promise(valid):
     spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     covered = [range(span.target_start, span.target_end) for span in spans]
     ranges = sorted([*valid.holes, *covered], key=lambda each: each.start)
-    assert [position for each in ranges for position in each] == list(
-        range(valid.num_computed_tokens, valid.prefix_end)
-    )
+    promised = range(valid.num_computed_tokens, valid.prefix_end)
+    assert [position for each in ranges for position in each] == [*promised]
 
 
 @given(plans())

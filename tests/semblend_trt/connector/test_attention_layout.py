@@ -60,11 +60,8 @@ def test_layers_that_attend_and_rotate_alike_are_one_group():
     types = ["sliding_attention", "full_attention", "full_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
     groups = layer_groups(config, [SLOW, FAST, still(4)])
-    assert groups == (
-        LayerGroup((0,), "window", 64, SLOW),
-        LayerGroup((1,), "full", None, FAST),
-        LayerGroup((2,), "full", None, still(4)),
-    )
+    kinds = ((0, "window", 64, SLOW), (1, "full", None, FAST), (2, "full", None, still(4)))
+    assert groups == tuple(LayerGroup((layer,), *kind) for layer, *kind in kinds)
     rotation = facts_with(groups[::-1]).rotation
     assert isinstance(rotation, LayerRotations)
     assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]

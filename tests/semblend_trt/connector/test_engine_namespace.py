@@ -119,11 +119,8 @@ def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qw
 
     assert key_with() == base.key
     binding = [
-        {"rms_norm_eps": 0.05},
-        {"hidden_act": "gelu"},
-        {"initializer_range": 0.5},
-        {"a_field_of_the_future": {"nested": [1, {"deep": 2}]}},
-        {"a_field_of_the_future": {"nested": [1, {"deep": 3}]}},
+        *({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, {"initializer_range": 0.5}),
+        *({"a_field_of_the_future": {"nested": [1, {"deep": value}]}} for value in (2, 3)),
     ]
     assert len({key_with(**changes) for changes in binding} - {base.key}) == len(binding)
     harmless = {"eos_token_id": 7, "transformers_version": "9.9.9", "use_cache": False, "_name_or_path": "elsewhere"}

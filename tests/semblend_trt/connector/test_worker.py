@@ -68,12 +68,8 @@ def settle(worker):
 
 def follow(worker, request_id, blocks, written, max_tokens=100, tier=Tier.HOST, **commands):
     intent = SaveIntent(request_id, f"donor-{request_id}", max_tokens, tier)
-    step(
-        worker,
-        followed=(request_id,),
-        commands=OffloadCommands(saves=[intent], **commands),
-        progress=(RequestProgress(request_id, blocks, written, True),),
-    )
+    progress = (RequestProgress(request_id, blocks, written, True),)
+    step(worker, followed=(request_id,), commands=OffloadCommands(saves=[intent], **commands), progress=progress)
 
 
 def built(args, caches=None):
@@ -113,10 +109,8 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
 @pytest.mark.parametrize(
     ("groups", "windows", "max_seq_len", "refusal"),
     [
-        (None, [None], None, None),
-        (None, [64], 64, None),
-        (None, [64], 65, "attention_window"),
-        (None, [64], None, "attention_window"),
+        *((None, windows, length, None) for windows, length in (([None], None), ([64], 64))),
+        *((None, [64], length, "attention_window") for length in (65, None)),
         ([(0, 2), (1,)], [64, None], 128, "attention_window"),
         ([(0, 2), (1,)], [None, None], 128, "layer_groups"),
     ],
@@ -166,8 +160,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     [
         ((3, 5), 16, 10, 10),
         ((3, 4, 4, 5), 32, 100, 16),
-        ((3, 3), 16, 100, 8),
-        ((3, 1 << 80), 16, 100, 8),
+        *((blocks, 16, 100, 8) for blocks in ((3, 3), (3, 1 << 80))),
         ((3, 4, -1 << 80), 24, 100, 16),
         ((3,), 30, 100, 0),  # one block cannot hold 30 tokens
     ],

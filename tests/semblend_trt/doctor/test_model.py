@@ -129,14 +129,9 @@ def of(path, kv_dtype="auto"):
 def made(tiny_qwen2_path, tmp_path):
     """A profile for the tiny Qwen2 model in float32, on two ranks."""
     known = of(tiny_qwen2_path)
-    namespace = known.namespace(
-        load_settings(),
-        dtype="float32",
-        kv_cache_config=SimpleNamespace(dtype="auto"),
-        tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        context_parallel_size=1,
-    )
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "context_parallel_size": 1}
+    cache = SimpleNamespace(dtype="auto")
+    namespace = known.namespace(load_settings(), dtype="float32", kv_cache_config=cache, **sizes)
     check, figures = ProfileCheck(layer=1, threshold=0.05), evidence("verified layer 1 threshold 0.05")
     made_for = ReuseProfile.made_for(namespace, known.geometry(2), policy="verified", check=check, figures=figures)
     made_for.write(tmp_path / "profile.json")

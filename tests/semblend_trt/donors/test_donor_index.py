@@ -16,16 +16,15 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors import offload
 from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
 from semblend_trt.donors.disk_tier import file_bytes
 from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts, HeldDonors
 from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
-from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
+from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.semblend_trt.discovery.planning import profile
+from tests.semblend_trt.discovery.planning import profile, request
 from tests.semblend_trt.plans import plan_of
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
@@ -105,18 +104,8 @@ def keep_approximate(index, donor_id, tokens, generation, key="namespace"):
 
 def plan(index, tokens, key="namespace", profile=None):
     """What is planned for a prompt with `tokens` in its middle, and the leases."""
-    return index.plan(
-        LookupRequest(
-            request_id=9,
-            namespace_key=key,
-            tokens=np.concatenate([text(999, 40), tokens, text(998, 10)]),
-            num_computed_tokens=0,
-            block_size=16,
-            mode=EngineMode.WRAPPER,
-            publication_guard=True,
-            profile=profile,
-        )
-    )
+    prompt = np.concatenate([text(999, 40), tokens, text(998, 10)])
+    return index.plan(replace(request(prompt, profile=profile), namespace_key=key, block_size=16))
 
 
 def reused(index, tokens, key="namespace", profile=None):

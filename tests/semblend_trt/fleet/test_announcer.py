@@ -89,10 +89,8 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     assert told["plain"].location.tier == "host"
     assert CacheNamespace.from_dict(told["salted-7"].namespace) == salted
     assert not any(b"acme" in payload for payload in reader.payloads)
-    for name, seed, namespace, salts in (
-        ("salted-7", 7, salted, ("acme", "another")),
-        ("plain", 51, plain, (None, "")),
-    ):
+    asked = ("salted-7", 7, salted, ("acme", "another")), ("plain", 51, plain, (None, ""))
+    for name, seed, namespace, salts in asked:
         sketch = Sketch.from_bytes(told[name].segments[0].provider_metadata)
         keys = (sketch_key(namespace.key, salt) for salt in salts)
         assert [overlap(sketch, prompt_fingerprints(text(seed, 100), key)) for key in keys] == [1.0, 0.0]

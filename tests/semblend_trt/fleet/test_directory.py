@@ -267,8 +267,7 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
 
 
 def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock):
-    live, older = holding(("a", DOCUMENT), generation=9), Teller(WORKER, generation=8)
-    feed(directory, live.messages())
+    live, older = fed(directory, generation=9), Teller(WORKER, generation=8)
     for _ in range(3 * HEARTBEATS_MISSED):
         clock.now += 10
         feed(directory, [*older.messages(heartbeat=True), *live.messages(heartbeat=True)])
@@ -339,8 +338,7 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
 @pytest.mark.parametrize(
     ("skew_s", "counted"),
     [
-        (-60, {"stale", "expired"}),
-        (-3600, {"stale", "expired"}),
+        *((seconds, {"stale", "expired"}) for seconds in (-60, -3600)),
         (3600, set()),
         (2 * 86_400, {"future_generation", "expired"}),
     ],

@@ -10,8 +10,8 @@ from semblend_trt.fleet import routing_policy
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
-    Choice,
     ExactPrefix,
+    Holder,
     Replica,
     RoutingRequest,
     SpanOverlap,
@@ -26,9 +26,7 @@ def replicas(*loads):
 
 
 def request(*held, **more):
-    holders = tuple(
-        routing_policy.Holder(worker, tokens) for worker, tokens in zip(WORKERS, held, strict=False) if tokens
-    )
+    holders = tuple(Holder(worker, tokens) for worker, tokens in zip(WORKERS, held, strict=False) if tokens)
     return RoutingRequest(PROMPT, holders=holders, **more)
 
 
@@ -54,7 +52,7 @@ def test_round_robin_looks_at_nothing_else():
     policy = routing_policy.RoundRobin()
     chosen = [policy.choose(request(0, 900), replicas(9, 0, 5)) for _ in range(6)]
     assert [choice.worker[0] for choice in chosen] == [0, 1, 2, 0, 1, 2]
-    assert chosen[1] == Choice(WORKERS[1], 900)
+    assert chosen[1] == routing_policy.Choice(WORKERS[1], 900)
 
 
 def test_least_loaded_takes_the_smallest_load():
@@ -64,23 +62,21 @@ def test_least_loaded_takes_the_smallest_load():
 def test_exact_prefix_follows_the_longest_beginning_that_it_sent():
     policy = ExactPrefix()
     first = policy.choose(request(), replicas(0, 1, 1, 1))
-    assert first == Choice(WORKERS[0], 0)
+    assert first == routing_policy.Choice(WORKERS[0], 0)
     busy = replicas(1e6, 0, 0, 0)
-    assert policy.choose(RoutingRequest(PROMPT[:500] + [7] * 500), busy) == Choice(WORKERS[0], 480)
+    assert policy.choose(RoutingRequest(PROMPT[:500] + [7] * 500), busy) == routing_policy.Choice(WORKERS[0], 480)
     assert policy.choose(RoutingRequest([7, *PROMPT]), busy).worker != WORKERS[0]
     assert policy.choose(RoutingRequest(PROMPT, tenant_salt="acme"), busy).worker != WORKERS[0]
 
 
-@given(
-    st.lists(st.integers(0, 1000), min_size=4, max_size=4),
-    st.lists(st.integers(0, 3000), min_size=4, max_size=4),
-    st.sampled_from([0.25, 1.0, 2.0]),
-)
+FOUR = dict.fromkeys(("min_size", "max_size"), 4)
+
+
+@given(st.lists(st.integers(0, 1000), **FOUR), st.lists(st.integers(0, 3000), **FOUR), st.sampled_from([0.25, 1, 2.0]))
 def test_span_overlap_begins_to_answer_first(held, loads, weight):
     chosen = SpanOverlap(weight).choose(request(*held), replicas(*loads))
-    waits = {
-        worker: weight * load + len(PROMPT) - reused for worker, load, reused in zip(WORKERS, loads, held, strict=True)
-    }
+    parts = zip(WORKERS, loads, held, strict=True)
+    waits = {worker: weight * load + len(PROMPT) - reused for worker, load, reused in parts}
     assert waits[chosen.worker] == min(waits.values())
     assert chosen.reused_tokens == held[chosen.worker[0]]
 

@@ -122,11 +122,9 @@ def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make):
 def test_hashes_belong_to_a_tenant_and_a_key(make):
     body = {"prompt": "something"}
     other = Hasher(b"another secret of more bytes")
-    hashes = {
-        make(99, hasher=hasher).blocks(body, tenant)[0].content_hash
-        for hasher in (HASHER, other)
-        for tenant in (None, "", "acme", "globex")
-    }
+    makers = [make(99, hasher=hasher) for hasher in (HASHER, other)]
+    tenants = (None, "", "acme", "globex")
+    hashes = {maker.blocks(body, tenant)[0].content_hash for maker in makers for tenant in tenants}
     assert len(hashes) == 8
     assert make(99).blocks(body, "acme") == make(99).blocks(body, "acme")
     assert len({HASHER.of_text("a", "bc"), HASHER.of_text("ab", "c"), HASHER.of_text(None, "abc")}) == 3
@@ -136,12 +134,8 @@ def test_hashes_belong_to_a_tenant_and_a_key(make):
 
 def test_kinds_are_those_of_roles_and_rules(make):
     code = "```\ndef f():\n    return 1\n```"
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": f"What is this?\n\n{code}"},
-        {"role": "assistant", "content": "A function."},
-        {"role": "tool", "content": "1"},
-    ]
+    contents = {"system": "Be brief.", "user": f"What is this?\n\n{code}", "assistant": "A function.", "tool": "1"}
+    messages = [{"role": role, "content": content} for role, content in contents.items()]
     blocks = make(1000).blocks({"messages": messages}, None)
     kinds = ["system_prompt", "user_query", "code", "assistant_history", "tool_output"]
     assert [block.semantic_type for block in blocks] == kinds

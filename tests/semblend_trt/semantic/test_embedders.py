@@ -35,10 +35,8 @@ def test_vectors_have_unit_length_and_no_order(kind, words, seed):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_shared_document_is_near_and_another_is_not(kind):
     rng = np.random.default_rng(0)
-    document, other, instruction = (
-        " ".join(f"w{number}x{number * 7 % 97}" for number in rng.integers(0, 50_000, count))
-        for count in (800, 800, 100)
-    )
+    numbers = (rng.integers(0, 50_000, count) for count in (800, 800, 100))
+    document, other, instruction = (" ".join(f"w{each}x{each * 7 % 97}" for each in some) for some in numbers)
     donor, request, stranger = embedder_for(kind).embed([document, instruction + " " + document, other])
     assert donor @ request > 0.8
     assert abs(donor @ stranger) < 0.2

@@ -202,8 +202,7 @@ def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
         (1, 12, [1, 2, 3, 4, 5, 6, 7]),
         (1, 36, [2, 3, 4, 5, 6, 7]),
         (2, 48, [3, 5, 6, 7]),
-        (9, 36, [3, 6, 7]),
-        (9, 12 * 12, [3, 6, 7]),
+        *((9, room, [3, 6, 7]) for room in (36, 12 * 12)),
     ],
 )
 def test_layers_come_in_groups_of_some_bytes_twice_as_many_below_and_the_last_alone(
@@ -295,10 +294,8 @@ def _placed_and_cold(path, shift):
     moved = plan(span, prompt=target_start + 55, block_size=16, blocks=tuple(blocks.tolist()))
     pool = torch.full((blocks.numel(), facts.num_layers, facts.kv_factor, geometry.row_elements), math.nan)
     place(moved, {"donor": donor_kv}, pool, geometry, facts.rotation)
-    # placed has shape [layers, kv_factor, kv_heads, tokens, head_dim]
-    placed = (
-        pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, target_start:][:, :, :, :50]
-    )
+    whole = pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    placed = whole[:, :, :, target_start : target_start + 50]
     assert not bool(placed.isnan().any())
     return placed, cold_kv[:, :, :, target_start : target_start + 50]
 

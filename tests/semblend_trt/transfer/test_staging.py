@@ -139,11 +139,13 @@ def test_batches_keep_order_turn_and_every_token(capacity):
     divided = list(batches(moves, capacity))
     assert all(sum(move.length for move in batch) == capacity for batch in divided[:-1])
     assert 1 <= sum(move.length for move in divided[-1]) <= capacity
-    whole, parts = (
-        [(each.source_start + at, each.target_start + at, each.shift) for each in some for at in range(each.length)]
-        for some in (moves, chain(*divided))
-    )
-    assert parts == whole
+
+    def tokens(some):
+        return [
+            (each.source_start + at, each.target_start + at, each.shift) for each in some for at in range(each.length)
+        ]
+
+    assert tokens(chain(*divided)) == tokens(moves)
 
 
 def test_slots_share_the_budget_and_take_turns():
