@@ -7,6 +7,7 @@ import pytest
 
 from engine_wrapper.embedded import model_runner as runner_module
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
+from tests.engine_wrapper.watching import watched
 
 UNBOUNDED = 4096
 ASSETS = Path(str(files("validation"))) / "assets"
@@ -17,19 +18,8 @@ COLD = text(7, 130)
 @pytest.fixture
 def rows(monkeypatch):
     counted = []
-
-    def count(name):
-        own = getattr(runner_module, name)
-
-        def counting(*arguments):
-            schedule = own(*arguments)
-            counted.append(len(schedule.positions))
-            return schedule
-
-        monkeypatch.setattr(runner_module, name, counting)
-
-    count("schedule_of")
-    count("lowest_schedule")
+    for name in ("schedule_of", "lowest_schedule"):
+        watched(monkeypatch, runner_module, name, lambda schedule, *_: counted.append(len(schedule.positions)))
     return counted
 
 

@@ -1,6 +1,5 @@
 """Donors on disk: they outlive the engine, answer as before, and a failing disk costs a cold prefill only."""
 
-import os
 import random
 import shutil
 import threading
@@ -14,6 +13,7 @@ from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
+from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
 from validation.prompts import render
 
@@ -218,12 +218,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            disk_tier.os,
-            name,
-            lambda *a, _real=real, **k: touched.add(threading.current_thread().name) or _real(*a, **k),
-        )
+        watched(monkeypatch, disk_tier.os, name, lambda *_, **__: touched.add(threading.current_thread().name))
     llm = ready(engine())
     touched.clear()
     serve(llm, FIRST)

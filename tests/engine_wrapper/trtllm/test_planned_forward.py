@@ -18,6 +18,7 @@ from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, executor_of
+from tests.engine_wrapper.watching import watched
 
 LAYERS = 3
 SPANS = [(10, 30), (36, 58)]
@@ -153,10 +154,7 @@ def test_what_differs_is_named(bench, caplog, what):
 @pytest.mark.parametrize("terms", TERMS)
 def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkeypatch, terms, max_rows):
     bench.prove()
-    rows, own = [], planned_forward.PlannedRows
-    monkeypatch.setattr(
-        planned_forward, "PlannedRows", lambda each, *rest: rows.append(len(each.token_ids)) or own(each, *rest)
-    )
+    rows = watched(monkeypatch, planned_forward, "PlannedRows", lambda _, schedule, *__: len(schedule.token_ids))
     planned, cold, running = bench.request(1, 70), bench.request(2, 33), bench.request(3, 21)
     bench.executor.prefill(running)
     running.tokens.append(77)

@@ -31,7 +31,6 @@ def sampled(served, prompt, **options):
 def assert_planned(served, cold):
     assert_cold(served, cold, MOVED)
     assert served.offered > 400
-    assert not served.runtime.faults
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,6 @@ def test_answers_are_cold_ones(engine, cold, options):
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
     assert [each.tokens for each in beside] == [cold(NEW).tokens, cold(MOVED).tokens]
-    assert not served.runtime.faults
 
 
 def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
@@ -61,7 +59,6 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
     assert len({tuple(each.token_ids) for each in found.outputs}) == 3
     settled = [served.scheduler.outcomes.of(served.last - i) for i in range(3)]
     assert sum(each.offered_tokens for each in settled) > 400
-    assert not served.runtime.faults
 
 
 @both_modes
@@ -87,7 +84,6 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
         answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
         assert answers[0].tokens == cold(NEW).tokens
         assert answers[1].tokens == answers[3].tokens == cold(MOVED).tokens
-        assert not served.runtime.faults
         served.forget()
 
 
@@ -109,7 +105,6 @@ def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, ste
     served.forget()
     [answer] = assert_cold(served, cold, MOVED)
     assert answer.cached >= 256  # what was computed is a donor, and right
-    assert not served.runtime.faults
 
 
 def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):

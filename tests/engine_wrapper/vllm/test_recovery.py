@@ -59,7 +59,7 @@ def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, mon
     assert served.runtime.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
     assert [each.cached for each in answers[:2]] == [0, 0]
     assert_cold(served, cold, MOVED, NEW)
-    assert set(served.runtime.faults) == {served.runtime.refusal}
+    assert set(served.faults) == {served.runtime.refusal}
     assert served.scheduler.outcomes.reasons()[served.runtime.refusal] >= 2
 
 
@@ -71,7 +71,7 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold
         change.setattr(worker, call, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
         served.ask(DONOR, max_tokens=1)
         served.ask(LONG, max_tokens=1)
-    assert set(served.runtime.faults) == {call}
+    assert set(served.faults) == {call}
     answers = assert_cold(served, cold, MOVED, NEW)
     assert [each.cached for each in answers] == [0, 0]
 
@@ -96,7 +96,7 @@ def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, mon
     served = taught(engine("position_fix"))
     failures = fail_planned(monkeypatch, served)
     assert_cold(served, cold, MOVED, NEW)
-    assert (len(failures), served.runtime.faults) == (2, {"planned_forward": 1})
+    assert (len(failures), served.faults) == (2, {"planned_forward": 1})
     assert_cold(served, cold, MOVED)  # served as without us from then on
 
 

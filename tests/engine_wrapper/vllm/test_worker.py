@@ -53,4 +53,4 @@ def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, c
     monkeypatch.setattr(connector, "VllmWorker", without_size)
     served = engine("position_fix")
     assert served.ask(NEW, max_tokens=16) == cold(NEW)
-    assert (served.runtime.refusal, served.runtime.faults["hook"]) == ("model_runner", 1)
+    assert (served.runtime.refusal, served.faults["hook"]) == ("model_runner", 1)
