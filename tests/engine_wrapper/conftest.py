@@ -66,10 +66,22 @@ def tiny_runner(tiny_qwen2_path):
 
 
 @pytest.fixture
-def engine(tiny_qwen2_path, tiny_runner, tmp_path):
-    engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
-    yield engines
-    engines.shutdown()
+def engines_of(tmp_path):
+    """Makes what builds engines over a model; all of them are shut down when the test ends."""
+    made = []
+
+    def make(model, kind=Engines, **options):
+        made.append(kind(tmp_path / "audit.jsonl", model=model, **options))
+        return made[-1]
+
+    yield make
+    for engines in made:
+        engines.shutdown()
+
+
+@pytest.fixture
+def engine(tiny_qwen2_path, tiny_runner, engines_of):
+    return engines_of(tiny_qwen2_path, runner=tiny_runner)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
+from tests.engine_wrapper.serving import assert_same, token_ids
+from tests.engine_wrapper.serving import serve_and_drain as serve
 from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
 from validation.prompts import render
@@ -65,16 +65,6 @@ def kept(engine):
 def restart(engine, kept):
     """Builds an engine that takes in the donor on disk, and keeps no donors of its own."""
     return lambda **settings: ready(engine(**{"MIN_DONOR_TOKENS": 4096, **settings}))
-
-
-def serve(llm, prompt, params=GREEDY):
-    """Serves a prompt, and waits until what it began in the background has ended and the scheduler has heard of it."""
-    output = serving.serve(llm, prompt, params)
-    llm.connector_worker.saver.drain()
-    if llm.connector_worker.transfers is not None:
-        llm.connector_worker.transfers.drain()
-    llm.connector_scheduler.take_events()
-    return output
 
 
 def ready(llm):

@@ -14,8 +14,7 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
-from tests.engine_wrapper.embedded.conftest import forget_prefixes
-from tests.engine_wrapper.embedded_llm import geometry_of
+from tests.engine_wrapper.embedded_llm import evict_prefixes, geometry_of
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.serving import (
     BLOCK,
@@ -31,13 +30,13 @@ from tests.engine_wrapper.serving import (
     cases_of,
     logits_of,
     serve,
+    serve_and_drain,
     teach,
     text,
     through_staging_memory,
 )
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
-from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
 from tests.kernels.builders import FP8, error_of
 from validation.models import PROFILE_NAME, shipped_model
 
@@ -63,20 +62,16 @@ def form(request, tiny_model_paths):
 
 
 @pytest.fixture
-def engine(form, tmp_path):
+def engine(form, engines_of):
     """Engines with K and V of heads, and with latent rows."""
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=form[0], runner=form[1])
-    yield engines
-    engines.shutdown()
+    return engines_of(form[0], Fp8Engines, runner=form[1])
 
 
 @pytest.fixture(params=FAMILIES)
-def any_engine(request, tiny_model_paths, tmp_path):
+def any_engine(request, tiny_model_paths, engines_of):
     """Engines of each family."""
     path = tiny_model_paths[request.param]
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
-    yield engines
-    engines.shutdown()
+    return engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
 
 
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
@@ -101,12 +96,11 @@ class Rounded(DynamicCache):
         return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
 
 
-def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path):
+def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(engines_of, tmp_path):
     """In a model of one layer: with more of them a random model's rounding grows."""
     path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
+    engines = engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
     rounded, plain = (logits_of(serve(engines(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
-    engines.shutdown()
     model = load(path).cpu()
     cache = {cache_keyword(type(model).forward): Rounded()}
     with torch.inference_mode():
@@ -183,10 +177,9 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
 
 @pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
-def test_what_deviates_is_computed_and_the_answer_is_cold(engine, profile, check, options):
-    llm = engine(PROFILE=profile(check=check), **options)
-    teach(llm, DONOR)
-    output, expected = serve(llm, SHIFTED), serve(engine.cold(), SHIFTED)
+def test_what_deviates_is_computed_and_the_answer_is_cold(engine, shifted, profile, check, options):
+    llm, output = shifted(PROFILE=profile(check=check), **options)
+    expected = serve(engine.cold(), SHIFTED)
     assert output.reused_tokens == 0
     assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
@@ -212,10 +205,8 @@ def shipped_runner():
 
 
 @pytest.fixture
-def shipped(shipped_runner, tmp_path):
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), runner=shipped_runner)
-    yield engines
-    engines.shutdown()
+def shipped(shipped_runner, engines_of):
+    return engines_of(str(shipped_model()), Fp8Engines, runner=shipped_runner)
 
 
 @pytest.fixture
@@ -266,12 +257,11 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
 
 
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])
-def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(engine, way):
+def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(shifted, way):
     outputs = []
     for options in ({}, way):
-        llm = engine(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
-        teach(llm, DONOR)
-        outputs.append(serve(llm, SHIFTED))
+        llm, output = shifted(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
+        outputs.append(output)
         assert outputs[-1].reused_tokens == len(DOCUMENT)
         used = llm.connector_scheduler.donor_index.catalog.stats().device_blocks_used
         assert bool(used) == bool(options.get("DEVICE_BYTES"))
@@ -288,7 +278,7 @@ def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine
     catalog = llm.connector_scheduler.donor_index.catalog
     assert (catalog.stats().offloaded, catalog.stats().promoted) == (1, 0)
     for _ in range(2):
-        output = kept(llm, SHIFTED)
+        output = serve_and_drain(llm, SHIFTED)
         assert output.reused_tokens == len(DOCUMENT)
         assert_same(output, serve(reference, SHIFTED), tolerance=0.0)
     assert catalog.stats().promoted >= 1  # what a question leaves may take the only place on the device again
@@ -311,21 +301,21 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
     settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
     first = ready(engine(MIN_DONOR_TOKENS=100, **settings))
-    kept(first, DONOR)
-    expected = kept(first, SHIFTED)
+    serve_and_drain(first, DONOR)
+    expected = serve_and_drain(first, SHIFTED)
     assert expected.reused_tokens == len(DOCUMENT)
     first.shutdown()
     assert len(donor_files(tmp_path)) == 1
     late = settings | {"MIN_DONOR_TOKENS": 4096}
     again = ready(engine(**late))
-    assert kept(again, SHIFTED).reuse_reason == "donor_on_disk"
-    forget_prefixes(again)
-    output = kept(again, SHIFTED)
+    assert serve_and_drain(again, SHIFTED).reuse_reason == "donor_on_disk"
+    evict_prefixes(again)
+    output = serve_and_drain(again, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert_same(output, expected, tolerance=0.0)
     again.shutdown()
     other = ready(engine(cache={"dtype": "auto"}, **late))
-    assert kept(other, SHIFTED).reuse_reason == "no_donor_match"
+    assert serve_and_drain(other, SHIFTED).reuse_reason == "no_donor_match"
     other.shutdown()
     assert not donor_files(tmp_path)
 

@@ -7,8 +7,7 @@ import pytest
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import Engines, token_ids
+from tests.engine_wrapper.serving import Engines, serve_and_drain, token_ids
 from validation.documents import stock_list
 from validation.models import profile_of, shipped_model
 from validation.prompts import INSTRUCTIONS, render
@@ -51,13 +50,7 @@ def verified(engine, runner, tmp_path):
 
 
 def serve(llm, prompt, **options):
-    """Serves a prompt, until its KV is kept in every tier."""
-    output = serving.serve(llm, prompt, SamplingParams(max_tokens=6), **options)
-    if llm.connector_worker is not None and llm.connector_worker.transfers is not None:
-        llm.connector_worker.saver.drain()
-        llm.connector_worker.transfers.drain()
-        llm.connector_scheduler.take_events()
-    return output
+    return serve_and_drain(llm, prompt, SamplingParams(max_tokens=6), **options)
 
 
 def generations_of(llm):

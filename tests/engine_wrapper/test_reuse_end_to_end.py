@@ -36,18 +36,8 @@ def taught(engine):
     return llm
 
 
-def pool_of(llm):
-    return llm.executor.pool.tensor
-
-
-def leases(llm):
-    return llm.connector_scheduler.donor_index.catalog.stats().leases
-
-
-def test_boundary_at_the_top_equals_cold(engine):
-    llm = engine(**BOUNDARY)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_boundary_at_the_top_equals_cold(engine, shifted):
+    llm, output = shifted(**BOUNDARY)
     report = llm.connector_scheduler.reuse_of(output.request_id)
     assert (report.reused_tokens, report.recomputed_tokens) == (0, len(DOCUMENT))
     assert_same(output, serve(engine.cold(), SHIFTED))
@@ -84,8 +74,8 @@ def test_blocks_leases_and_requests_all_return(engine):
         serve(llm, prompt)
     scheduler = llm.connector_scheduler
     assert llm.block_manager.num_free_blocks == start
-    assert leases(llm) == len(scheduler._requests) == len(llm.connector_worker._followed) == 0
-    assert len(scheduler._runtime.active_plans) == 0
+    assert scheduler.donor_index.catalog.stats().leases == len(scheduler._requests) == 0
+    assert len(llm.connector_worker._followed) == len(scheduler._runtime.active_plans) == 0
 
 
 @pytest.mark.known_defect(10)
@@ -166,7 +156,7 @@ def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
 
 @pytest.mark.known_defect(14)
 def test_every_layer_of_a_reused_span_is_written(taught):
-    pool_of(taught).fill_(float("nan"))
+    taught.executor.pool.tensor.fill_(float("nan"))
     output = serve(taught, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert torch.isfinite(logits_of(output)).all()
@@ -182,18 +172,14 @@ def test_lost_donor_costs_a_cold_prefill(engine, taught):
     assert serve(taught, text(8, 50) + DOCUMENT + QUESTION).reuse_outcome == "cold_fallback"
 
 
-def test_impossible_boundary_is_a_standing_refusal(engine):
-    llm = engine(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
+    _, output = shifted(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
     assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
     assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
 
 
-def test_policy_off_keeps_and_finds_nothing(engine):
-    llm = engine(POLICY="off")
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_policy_off_keeps_and_finds_nothing(shifted):
+    llm, output = shifted(POLICY="off")
     assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
     assert llm.connector_scheduler.donor_index is None  # nothing was even reserved
 
@@ -235,7 +221,7 @@ def test_an_error_of_the_scheduler_reaches_no_engine_and_leaks_no_lease(taught, 
     lookup = taught.connector_scheduler._lookup
     monkeypatch.setattr(lookup.donors if step == "begin_save" else lookup.planner, step, broken)
     output = serve(taught, SHIFTED)
-    assert leases(taught) == 0
+    assert taught.connector_scheduler.donor_index.catalog.stats().leases == 0
     if step == "plan":
         assert output.reused_tokens == 0
         assert taught.connector_scheduler.outcomes.reasons()["internal_error"] == 1

@@ -21,12 +21,12 @@ from tests.engine_wrapper.embedded.conftest import (
     RecordingWorker,
     answers,
     fails_once,
-    forget_prefixes,
     form,
     prompt,
     record_of,
     teach_recorded,
 )
+from tests.engine_wrapper.embedded_llm import evict_prefixes
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -293,7 +293,7 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
         assert set(first) - shared <= free
     else:
         assert not (set(first) | set(second)) & free
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     assert {node.block_id for _, node in blocks._tree.walk()} == shared  # no other request gets them meanwhile
     llm.settle()
     assert blocks.num_free_blocks == blocks.num_blocks
@@ -307,7 +307,7 @@ def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
     )
     llm, _ = twins_being_saved(make_engine, contract, **changes)
     if is_pinned:
-        forget_prefixes(llm)
+        evict_prefixes(llm)
         assert llm.block_manager.num_reusable_blocks > 0
     else:
         assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks

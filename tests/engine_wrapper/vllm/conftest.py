@@ -82,9 +82,14 @@ class Served:
 
     @property
     def faults(self):
-        """What has failed in us; an engine may end with faults in those tests only that have read them here."""
+        """What has failed in us; an engine ends with faults in those tests only that read them, or its refusal."""
         self.are_faults_read = True
         return self.runtime.faults
+
+    @property
+    def refusal(self):
+        self.are_faults_read = True
+        return self.runtime.refusal
 
     def ask(self, *prompts, max_tokens=8, salts=(), **options):
         """Answers of prompts that are asked together, greedily."""

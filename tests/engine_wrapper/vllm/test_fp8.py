@@ -215,9 +215,10 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, 
 @pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")
 def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(engine, unscaled, tmp_path, caplog):
     served = engine("position_fix", model=with_scales(unscaled, tmp_path, "attn_head"))
-    assert served.runtime.refusal == "kv_scales"
+    assert served.refusal == "kv_scales"
     assert "by which this attention backend stores none" in caplog.text
     assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
+    assert not served.faults
 
 
 @pytest.mark.usefixtures("scaled")
@@ -300,7 +301,8 @@ def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
         monkeypatch.setitem(SCALES, 5, (0.0, 1.0))
     caplog.set_level(logging.WARNING)
     served = engine(*WHOLE, kv_cache_dtype=kind)
-    assert served.runtime.refusal == reason
+    assert served.refusal == reason
     assert told in caplog.text
     if kind == "fp8_e5m2":  # vLLM itself serves nothing by a scale of 0
         assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
+    assert not served.faults

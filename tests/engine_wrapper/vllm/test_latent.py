@@ -173,7 +173,8 @@ def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_run
     assert set(thresholds) == {served.worker._forward._parts.builder.reorder_batch_threshold, 0} > {0}
     if kv:
         monkeypatch.setattr(planned_forward, "own_rows_as_stored", None)
-        assert proven(engine, models(), **kv).runtime.refusal == "self_check"
+        refused = proven(engine, models(), **kv)
+        assert (refused.refusal, refused.faults) == ("self_check", {"self_check": 1})
 
 
 @in_own_dtype
@@ -256,7 +257,7 @@ def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, cold,
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = proven(engine, models())
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.cached, answer.tokens, served.runtime.refusal) == (0, expected.tokens, "attention_backend")
+    assert (answer.cached, answer.tokens, served.refusal) == (0, expected.tokens, "attention_backend")
 
 
 @in_own_dtype
@@ -270,14 +271,14 @@ def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong
     assert engine("position_fix", model=models()).runtime.refusal is None
     context = MLACommonPrefillMetadata.ChunkedContextMetadata
     monkeypatch.setattr(context, "prefill_tokens_with_context", None, raising=False)
-    assert engine("position_fix", model=models()).runtime.refusal == "attention_backend"
+    assert engine("position_fix", model=models()).refusal == "attention_backend"
 
 
 @in_fp8
 @pytest.mark.parametrize(("scale", "told"), [(0.0, "k_scale of 0.0"), (math.inf, "k_scale of inf")])
 def test_a_scale_that_is_none_is_refused_with_its_value(engine, models, kv, scale, told, monkeypatch, caplog):
     monkeypatch.setitem(SCALES, 1, scale)
-    assert engine("position_fix", model=models(), **kv).runtime.refusal == "kv_scales"
+    assert engine("position_fix", model=models(), **kv).refusal == "kv_scales"
     assert told in caplog.text
 
 
@@ -286,5 +287,5 @@ def test_another_fp8_than_e4m3fn_is_refused_by_name(engine, models, kv, monkeypa
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)
-    assert engine("position_fix", model=models(), **kv).runtime.refusal == "kv_cache_dtype"
+    assert engine("position_fix", model=models(), **kv).refusal == "kv_cache_dtype"
     assert "e4m3fnuz" in caplog.text

@@ -135,7 +135,7 @@ def test_a_refused_engine_serves_as_stock(engine, cold, reason, changes, caplog)
     )
     served.ask(DONOR)
     answer = served.ask(MOVED, max_tokens=16)
-    assert served.runtime.refusal == reason
+    assert served.refusal == reason
     assert f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}" in caplog.text
     assert (answer.tokens, answer.logprobs, answer.cached) == (cold(MOVED).tokens, cold(MOVED).logprobs, 0)
     assert served.scheduler.outcomes.reasons() == {reason: 2}

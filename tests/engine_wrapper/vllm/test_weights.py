@@ -140,4 +140,4 @@ def test_new_scales_of_an_fp8_cache_end_reuse(engine):
     served.core.model_executor.collective_rpc(rescale)
     served.forget()
     served.ask(DONOR)
-    assert (reused(served), served.runtime.refusal) == (0, "kv_scales")
+    assert (reused(served), served.refusal) == (0, "kv_scales")

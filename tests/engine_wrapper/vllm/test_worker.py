@@ -38,7 +38,7 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     if changed is not None:
         monkeypatch.setattr(worker, *changed)
     served = engine("position_fix", settings)
-    assert (served.ask(NEW, max_tokens=16), served.runtime.refusal) == (cold(NEW), reason)
+    assert (served.ask(NEW, max_tokens=16), served.refusal) == (cold(NEW), reason)
     assert served.scheduler.outcomes.reasons() == {reason: 1}
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
@@ -53,4 +53,4 @@ def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, c
     monkeypatch.setattr(connector, "VllmWorker", without_size)
     served = engine("position_fix")
     assert served.ask(NEW, max_tokens=16) == cold(NEW)
-    assert (served.runtime.refusal, served.faults["hook"]) == ("model_runner", 1)
+    assert (served.refusal, served.faults["hook"]) == ("model_runner", 1)
