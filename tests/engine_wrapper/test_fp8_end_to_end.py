@@ -14,27 +14,10 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
+from tests.engine_wrapper import serving
 from tests.engine_wrapper.embedded_llm import evict_prefixes, geometry_of
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    INSTRUCTION,
-    NONE_KEPT,
-    NONE_SAMPLED,
-    OTHER_INSTRUCTION,
-    SHIFTED,
-    Engines,
-    assert_same,
-    cases_of,
-    logits_of,
-    serve,
-    serve_and_drain,
-    teach,
-    text,
-    through_staging_memory,
-)
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, assert_same, logits_of, serve, serve_and_drain, teach
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.kernels.builders import FP8, error_of
@@ -45,10 +28,10 @@ BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 FORMS, LATENT_CHANNELS = ("qwen2", "deepseek_v3"), 512
 # Half a unit in the last of three bits of mantissa, for the donor's rounding and for that of the moved key.
 TWO_ROUNDINGS = 2 * 2**-4
-PLACES = range(len(OTHER_INSTRUCTION), len(OTHER_INSTRUCTION) + len(DOCUMENT))
+PLACES = range(len(serving.OTHER_INSTRUCTION), len(serving.OTHER_INSTRUCTION) + len(DOCUMENT))
 
 
-class Fp8Engines(Engines):
+class Fp8Engines(serving.Engines):
     """Engines whose pool is in fp8, unless `cache` names another dtype."""
 
     def __call__(self, module="engine_wrapper.connector", cache=None, **options):
@@ -117,7 +100,7 @@ def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
     llm, cold = engine(None, **options), engine.cold()
     expected = serve(cold, SHIFTED)
     first, again = serve(llm, SHIFTED), serve(llm, SHIFTED)
-    assert again.cached_tokens >= (len(SHIFTED) - 1) // BLOCK * BLOCK
+    assert again.cached_tokens >= (len(SHIFTED) - 1) // serving.BLOCK * serving.BLOCK
     for output in (first, again):
         assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
@@ -145,7 +128,7 @@ def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engi
     llm = any_engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
     moved, computed = (held_while_served(each, SHIFTED, PLACES)[0] for each in (llm, any_engine.cold()))
-    there = range(len(INSTRUCTION), len(INSTRUCTION) + len(DOCUMENT))
+    there = range(len(serving.INSTRUCTION), len(serving.INSTRUCTION) + len(DOCUMENT))
     unmoved = held_while_served(any_engine.cold(), DONOR, there)[0]
     (keys, still), (expected, same), (other, _) = map(by_place, (moved, computed, unmoved))
     assert torch.equal(still, same)
@@ -175,7 +158,7 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
+@pytest.mark.parametrize("check", [serving.NONE_KEPT, serving.NONE_SAMPLED], ids=["dense", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
 def test_what_deviates_is_computed_and_the_answer_is_cold(engine, shifted, profile, check, options):
     llm, output = shifted(PROFILE=profile(check=check), **options)
@@ -229,7 +212,7 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
-    cases = cases_of(cold.tokenizer, family)
+    cases = serving.cases_of(cold.tokenizer, family)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
@@ -239,7 +222,7 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
 def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, cases_of(llm.tokenizer, "reordered"))
+    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered"))
     assert right == GROUPS
     assert reused > 0.2 * GROUPS * TOKENS
 
@@ -271,10 +254,14 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(sh
 
 def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine, monkeypatch):
     reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
-    one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
-    llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
+    one = (
+        -(-len(DONOR) // serving.BLOCK)
+        * serving.BLOCK
+        * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
+    )
+    llm = serving.through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
     for each in (reference, llm):
-        teach(each, DONOR, text(7, len(DONOR)))
+        teach(each, DONOR, serving.text(7, len(DONOR)))
     catalog = llm.connector_scheduler.donor_index.catalog
     assert (catalog.stats().offloaded, catalog.stats().promoted) == (1, 0)
     for _ in range(2):
@@ -294,7 +281,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine):
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
     llm = engine(DEVICE_BYTES=budget)
     blocks = len(llm.connector_worker.store.device._arena)
-    assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // BLOCK
+    assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // serving.BLOCK
 
 
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine, tmp_path):

@@ -4,21 +4,8 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    OTHER_INSTRUCTION,
-    QUESTION,
-    SHIFTED,
-    assert_same,
-    logits_of,
-    serve,
-    teach,
-    text,
-    token_ids,
-)
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 NUM_LAYERS = 3
 STOCK = "semblend_trt.connector"
@@ -50,19 +37,19 @@ def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     output = serve(llm, prompt)
     assert (output.cached_tokens, output.reused_tokens) == (0, len(DONOR))
     assert_same(output, serve(engine.cold(), prompt))
-    assert serve(llm, prompt).cached_tokens >= len(DONOR) // BLOCK * BLOCK
+    assert serve(llm, prompt).cached_tokens >= len(DONOR) // serving.BLOCK * serving.BLOCK
 
 
 @pytest.mark.known_defect(8)
 def test_approximate_blocks_are_never_published(taught):
     first, again = serve(taught, SHIFTED), serve(taught, SHIFTED)
-    assert again.cached_tokens <= len(OTHER_INSTRUCTION)
+    assert again.cached_tokens <= len(serving.OTHER_INSTRUCTION)
     assert (again.reused_tokens, token_ids(again)) == (len(DOCUMENT), token_ids(first))
 
 
 def test_approximate_requests_donate_their_exact_part_only(taught):
     output = serve(taught, SHIFTED)
-    follow_up = text(77, 30) + SHIFTED[len(OTHER_INSTRUCTION) + len(DOCUMENT) - 10 :] + token_ids(output) * 20
+    follow_up = text(77, 30) + SHIFTED[len(serving.OTHER_INSTRUCTION) + len(DOCUMENT) - 10 :] + token_ids(output) * 20
     assert serve(taught, follow_up).reused_tokens == 0
 
 
@@ -86,7 +73,10 @@ def test_fully_covered_prompt_leaves_one_token(taught):
 
 @pytest.mark.parametrize(
     ("prompt", "cached", "outcome"),
-    [(DONOR, (len(DONOR) - 1) // BLOCK * BLOCK, "exact_prefix_route"), (text(99, 300), 0, "cold_fallback")],
+    [
+        (DONOR, (len(DONOR) - 1) // serving.BLOCK * serving.BLOCK, "exact_prefix_route"),
+        (text(99, 300), 0, "cold_fallback"),
+    ],
     ids=["repeated", "unrelated"],
 )
 def test_repeats_are_left_to_the_engine_and_unrelated_prompts_fire_nothing(engine, taught, prompt, cached, outcome):
@@ -126,7 +116,7 @@ def test_batch_equals_single_runs(engine):
     for llm in (single, together):
         teach(llm, DONOR, text(54, 11) + SECOND_DOCUMENT)
     expected = [serve(single, prompt) for prompt in prompts]
-    outputs = together.generate(prompts, GREEDY)
+    outputs = together.generate(prompts, serving.GREEDY)
     assert outputs[4].reused_tokens == len(DOCUMENT) + len(SECOND_DOCUMENT)
     for output, alone in zip(outputs, expected, strict=True):
         assert_same(output, alone)
@@ -144,7 +134,7 @@ def test_spans_of_two_donors_with_holes_between(taught):
 @pytest.mark.parametrize(("settings", "chunk"), [({}, 64), (BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": 2}, 280)])
 def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
     # Behind a boundary the lowest layers run on the document as well, all of it at once.
-    prompt = OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
+    prompt = serving.OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
     outputs = []
     for budget in (4096, chunk):
         llm = engine(max_num_tokens=budget, max_batch_size=4, **settings)
@@ -159,7 +149,7 @@ def test_every_layer_of_a_reused_span_is_written(taught):
     taught.executor.pool.tensor.fill_(float("nan"))
     output = serve(taught, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
-    assert torch.isfinite(logits_of(output)).all()
+    assert torch.isfinite(serving.logits_of(output)).all()
 
 
 @pytest.mark.known_defect(3)

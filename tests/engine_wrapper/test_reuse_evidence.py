@@ -8,16 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import (
-    DONOR,
-    NONE_KEPT,
-    NONE_SAMPLED,
-    SHIFTED,
-    SOME_KEPT,
-    cases_of,
-    serve,
-    teach,
-)
+from tests.engine_wrapper.serving import DONOR, NONE_KEPT, NONE_SAMPLED, SHIFTED, SOME_KEPT, cases_of, serve, teach
 from validation.models import PROFILE_NAME, shipped_model
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")

@@ -79,6 +79,28 @@ LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
 POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5, 0, 2, 7, 4])
 
 
+# Positions of sequences, heads, KV heads.
+ROWS = [
+    ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
+    ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
+    ([list(range(17, 40))], 3, 1),
+    ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
+    ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
+]
+# Channels, tokens of a block, heads, KV heads, dtype.
+WIDTHS = [
+    (128, 32, 7, 1, torch.bfloat16),
+    (128, 64, 4, 4, torch.float16),
+    (64, 16, 8, 1, torch.bfloat16),
+    (64, 16, 8, 1, torch.float16),
+    (64, 64, 4, 2, torch.float32),
+    (256, 32, 2, 1, torch.bfloat16),
+    (96, 32, 2, 1, torch.float32),
+    (80, 5, 4, 2, torch.float16),
+    (8, BLOCK, 4, 2, torch.bfloat16),
+]
+
+
 def nan(*shape, dtype=torch.float32, device="cpu", skipped=0):
     """NaN that begins `skipped` elements into its memory."""
     return torch.full((skipped + math.prod(shape),), math.nan, device=device).to(dtype)[skipped:].view(shape)
@@ -129,6 +151,13 @@ def filled(layout, device, donor, block_size=BLOCK):
 def paged(donor, block_size=BLOCK):
     """The donor's tokens in a pool on the CPU."""
     return filled("in_one_tensor", "cpu", donor, block_size)
+
+
+def fresh_rows(kv, layer, first_position):
+    """Rows from a position on as views of wider ones, as a fused projection makes them: K's strides are not V's."""
+    k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
+    wide = [torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1) for v in values]
+    return FreshRows(k, wide[0][:, 2:] if wide else None, first_position)
 
 
 def content(kv):

@@ -3,18 +3,8 @@
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper.embedded.conftest import (
-    BLOCK,
-    LAYERS,
-    SIX,
-    TWO,
-    answers,
-    fails_once,
-    form,
-    prompt,
-    saves_wait,
-    teach,
-)
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
 from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS
 from tests.engine_wrapper.embedded_llm import evict_prefixes
 from tests.semblend_trt.held_donors import held_in
@@ -120,7 +110,7 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
     stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
     llm.executor.step()
-    with fails_once(llm.executor.model_runner, "forward"):
+    with conftest.fails_once(llm.executor.model_runner, "forward"):
         llm.executor.step()
     assert next(stream).outputs[0].finish_reason == "error"
     llm.settle()

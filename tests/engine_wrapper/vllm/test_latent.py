@@ -12,20 +12,8 @@ from engine_wrapper import self_check
 from engine_wrapper.vllm import attention, planned_forward
 from kernels.layout import PagedKv
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.conftest import (
-    DOCUMENT,
-    DONOR,
-    LONG,
-    MOVED,
-    NEW,
-    checked_at,
-    cold_answers,
-    near,
-    serving,
-    some,
-    taught,
-    while_another_decodes,
-)
+from tests.engine_wrapper.vllm import conftest
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, LONG, MOVED, NEW, near, taught, while_another_decodes
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8, take_prompts_as_in_0_25
 from tests.engine_wrapper.vllm.place import LATENT, LATENT_IN_FP8, on_card
 from tests.engine_wrapper.watching import watched
@@ -36,7 +24,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 # As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {0: 0.013, 1: 0.02, 2: 0.007}
 # FLASH_ATTN_MLA takes up to 512 rows as a decode.
-FAR = [*some(520), *DONOR, *some(8)]
+FAR = [*conftest.some(520), *DONOR, *conftest.some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
 TOKENS = 4 if ON_CARD else 16
@@ -84,7 +72,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(models, kv):
-    asked = cache(lambda form: cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
+    asked = cache(lambda form: conftest.cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
 
@@ -143,7 +131,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     beside = {"new": expected[0].tokens, "moved": expected[1].tokens}
     if kv:  # beside other rows sums of another order end at the next number of e4m3, in vLLM itself too
-        stock = serving(models(), enable_prefix_caching=False, **kv)
+        stock = conftest.serving(models(), enable_prefix_caching=False, **kv)
         beside = while_another_decodes(stock)
         stock.close()
     served = taught(engine(*WHOLE, model=models(), **kv))
@@ -230,7 +218,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
     # The check compares whole rows of the layer above.
     deviations = (fresh[1].float() - moved[1].float()).norm(dim=1) / moved[1].float().norm(dim=1)
     for threshold in [float(deviations.median())] if kv else [0.2, 0.9]:
-        settings = checked_at(served, tmp_path, layer=1, threshold=threshold)
+        settings = conftest.checked_at(served, tmp_path, layer=1, threshold=threshold)
         served = taught(engine("boundary", settings, model=models(), **kv))
         served.ask(MOVED, max_tokens=1)
         found, kept = served.scheduler.outcomes.of(served.last), deviations[deviations <= threshold]
@@ -244,7 +232,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
 @in_own_dtype
 def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, cold, tmp_path):
     expected = cold(MOVED)
-    settings = checked_at(engine("position_fix", model=models()), tmp_path, layer=1, threshold=1e-6)
+    settings = conftest.checked_at(engine("position_fix", model=models()), tmp_path, layer=1, threshold=1e-6)
     served = taught(engine("boundary", settings, model=models()))
     assert_cold(served, served.ask(MOVED, max_tokens=16), expected)
     found = served.scheduler.outcomes.of(served.last)

@@ -7,18 +7,8 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from semblend_trt.outcome import Scope, advice
-from tests.engine_wrapper.vllm.conftest import (
-    DONOR,
-    MOVED,
-    NEW,
-    SHORT,
-    TRANSFER,
-    WHOLE,
-    assert_cold,
-    both_modes,
-    random_tokens,
-    taught,
-)
+from tests.engine_wrapper.vllm import conftest
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, SHORT, WHOLE, assert_cold, both_modes, taught
 
 HEAD, BLOCK = 70, 32
 
@@ -131,7 +121,7 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
 def test_a_refused_engine_serves_as_stock(engine, cold, reason, changes, caplog):
     extra = {**SHORT, "policy": "position_fix"}
     served = engine(
-        None, kv_transfer_config=KVTransferConfig(**{**TRANSFER, **changes}, kv_connector_extra_config=extra)
+        None, kv_transfer_config=KVTransferConfig(**{**conftest.TRANSFER, **changes}, kv_connector_extra_config=extra)
     )
     served.ask(DONOR)
     answer = served.ask(MOVED, max_tokens=16)
@@ -204,7 +194,7 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     told = served.core.scheduler.kv_event_publisher = Published()
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
-    watched, some = Watched(served, told), random_tokens(2)
+    watched, some = Watched(served, told), conftest.random_tokens(2)
     assert watched.run(MOVED, HEAD, max_tokens=100) > 90
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
