@@ -36,12 +36,8 @@ class Serving:
             llm.connector_worker.store.clear()
         outputs = llm.generate(list(prompts), GREEDY)
         llm.settle()
-        return outputs, [figures_of(llm, output) for output in outputs]
-
-
-def figures_of(llm, output):
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    return {**report.figures, "outcome": report.outcome, "reason": report.reason}
+        reports = [llm.connector_scheduler.reuse_of(output.request_id) for output in outputs]
+        return outputs, [{**each.figures, "outcome": each.outcome, "reason": each.reason} for each in reports]
 
 
 def compare(served, rows, max_num_tokens, *prompts):

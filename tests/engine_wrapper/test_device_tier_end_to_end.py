@@ -17,10 +17,6 @@ ONE_ON_DEVICE = 16 * BLOCK * TOKEN_BYTES
 DOCUMENTS = [text(10 + number, 200) for number in range(4)]
 
 
-def donor(number):
-    return text(20 + number, 40) + DOCUMENTS[number] + text(30 + number, 9)
-
-
 def question_about(*numbers):
     return [token for number in numbers for token in text(40 + number, 33) + DOCUMENTS[number]] + QUESTION
 
@@ -52,7 +48,7 @@ def serve(llm, prompt, params=GREEDY):
 
 def keep(llm, *numbers):
     for number in numbers:
-        serve(llm, donor(number), PREFILL)
+        serve(llm, text(20 + number, 40) + DOCUMENTS[number] + text(30 + number, 9), PREFILL)
 
 
 def held(llm):

@@ -25,10 +25,6 @@ def tokens_of(length, request_id=1):
     return tuple(1000 * request_id + position for position in range(length))
 
 
-def blocks(request_id):
-    return tuple(range(100 * request_id, 100 * request_id + 12))
-
-
 def build_schedule(slices):
     """The schedule of one forward that puts out the last row of each slice."""
     return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
@@ -37,7 +33,8 @@ def build_schedule(slices):
 def slice_of(plan, length=None):
     end = plan.prompt_length if length is None else plan.prefix_end + length
     tokens = tuple(plan.prompt_token_ids[plan.prefix_end : end].tolist())
-    return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks(plan.request_id), plan)
+    blocks = tuple(range(100 * plan.request_id, 100 * plan.request_id + 12))
+    return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks, plan)
 
 
 @dataclass(frozen=True)

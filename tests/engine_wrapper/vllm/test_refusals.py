@@ -274,14 +274,11 @@ class Attention(SimpleNamespace):
     """A layer's attention, as far as it is asked about."""
 
 
+PLAIN = {"alibi_slopes": None, "logits_soft_cap": 0, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
+
+
 def attention(kind=Attention, **changes):
-    given = {
-        "alibi_slopes": None,
-        "logits_soft_cap": 0,
-        "kv_sharing_target_layer_name": None,
-        "attn_type": "decoder",
-        **changes,
-    }
+    given = PLAIN | changes
     backend = SimpleNamespace(forward_includes_kv_cache_update=given.pop("updates", False))
     return kind(impl=SimpleNamespace(**given), query_quant=given.get("query_quant"), attn_backend=backend)
 

@@ -2,6 +2,7 @@
 
 from copy import copy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,25 +10,16 @@ from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import connector, worker
 from tests.engine_wrapper.vllm.conftest import NEW
 
-
-def no_layout(*_):
-    """As for caches that no known view reads back."""
-
-
-def another_runner():
-    raise LookupError("the model runner is of a kind that is not known")
-
-
-def another_backend(*_):
-    raise LayoutError("attention_backend", "the attention backend is FLASHINFER")
+UNKNOWN = LookupError("the model runner is of a kind that is not known")
+ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER")
 
 
 @pytest.mark.parametrize(
     ("reason", "changed", "settings", "sentence"),
     [
-        ("pool_layout", ("layered_pool", no_layout), {}, "KV is not reused (pool_layout)"),
-        ("model_runner", ("find_runner", another_runner), {}, "of a kind that is not known"),
-        ("attention_backend", ("own_builder", another_backend), {}, "the attention backend is FLASHINFER"),
+        ("pool_layout", ("layered_pool", lambda *_: None), {}, "KV is not reused (pool_layout)"),
+        ("model_runner", ("find_runner", Mock(side_effect=UNKNOWN)), {}, "of a kind that is not known"),
+        ("attention_backend", ("own_builder", Mock(side_effect=ANOTHER)), {}, "the attention backend is FLASHINFER"),
         ("settings_invalid", None, {"device_bytes": 100}, "raise SEMBLEND_DEVICE_BYTES to at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
