@@ -201,19 +201,9 @@ class Batch:
     """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row, of
     `kv_dtype` or of `dtype`; with a `window` the KV of tokens that no row sees is NaN."""
 
-    def __init__(
-        self,
-        positions,
-        *,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        block_size=16,
-        dtype=torch.float32,
-        window=None,
-        kv_dtype=None,
-    ):
-        self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+    def __init__(self, positions, *, heads=4, block_size=16, dtype=torch.float32, window=None, kv_dtype=None, **sizes):
+        sizes = {"kv_heads": 2, "head_dim": 16} | sizes
+        self.geometry = KvGeometry(num_layers=2, block_size=block_size, **sizes)
         generator = torch.Generator().manual_seed(3)
         needed = [self.geometry.blocks_for(own[-1] + 1) for own in positions]
         blocks = torch.randperm(sum(needed) + 3, generator=generator)[3:].split(needed)
@@ -223,7 +213,7 @@ class Batch:
         rows = 0
         for own, ids in zip(positions, blocks, strict=True):
             reached = torch.arange(own[-1] + 1)
-            kv = torch.randn(len(reached), 2, 2, kv_heads, head_dim, generator=generator).to(dtype)
+            kv = torch.randn(len(reached), 2, 2, *sizes.values(), generator=generator).to(dtype)
             if window is not None:
                 seen = {token for position in own for token in range(max(0, position - window + 1), position + 1)}
                 kv[sorted(set(reached.tolist()) - seen)] = math.nan
@@ -231,7 +221,7 @@ class Batch:
             self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
             rows += len(own)
         self.pool = self.pool.to(kv_dtype or dtype)
-        self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
+        self.q = torch.randn(rows, heads, sizes["head_dim"], generator=generator).to(dtype)
 
     def on(self, device):
         sequences = [sequence.to(device) for sequence in self.sequences]

@@ -24,15 +24,8 @@ def llm(make_llm, monkeypatch):
 
 
 def bare(request_id=77, **attributes):
-    values = {
-        "request_id": request_id,
-        "prompt_len": len(PROMPT),
-        "get_tokens": lambda beam=0: PROMPT,
-        "max_new_tokens": 4,
-        "cache_salt": None,
-        "lora_task_id": None,
-    }
-    return SimpleNamespace(**(values | attributes))
+    values = {"prompt_len": len(PROMPT), "get_tokens": lambda beam=0: PROMPT, "max_new_tokens": 4}
+    return SimpleNamespace(request_id=request_id, **{"cache_salt": None, "lora_task_id": None} | values | attributes)
 
 
 def serves_on(llm):
