@@ -1,6 +1,4 @@
-"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN.
-
-Tolerance: both forms compute in float32, but Triton multiplies 16-bit queries on tensor cores."""
+"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN."""
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ def assert_matches_naive(device, batch, window=None, sinks=None):
     kv, plain = PoolLayer(pool, 1, batch.geometry), (batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences)
     lse = row_lse(q, kv, sequences, SCALE, window, own)
     mass = attention_mass(q, kv, sequences, SCALE, window, own)
-    tolerance = TOLERANCE[batch.q.dtype]
+    tolerance = TOLERANCE[batch.q.dtype]  # Triton multiplies 16-bit queries on tensor cores
     assert error_of(lse, naive.row_lse(*plain, SCALE, window, sinks)) <= tolerance
     expected = naive.attention_mass(*plain, SCALE, window, sinks)
     assert mass.shape == (batch.geometry.kv_heads, seen_tokens(sequences))
