@@ -12,6 +12,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
+from validation.models import shipped_model
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +64,11 @@ def interpret(monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_runner(tiny_qwen2_path):
     return ModelRunner(tiny_qwen2_path, "float32", "cpu")
+
+
+@pytest.fixture(scope="session")
+def shipped_runner():
+    return ModelRunner(shipped_model(), "float32", "cpu")
 
 
 @pytest.fixture

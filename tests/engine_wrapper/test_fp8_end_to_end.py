@@ -182,11 +182,6 @@ def answers(llm, cases):
     return right, wrong, sum(each.reused_tokens for each in found)
 
 
-@pytest.fixture(scope="module")
-def shipped_runner():
-    return ModelRunner(shipped_model(), "float32", "cpu")
-
-
 @pytest.fixture
 def shipped(shipped_runner, engines_of):
     return engines_of(str(shipped_model()), Fp8Engines, runner=shipped_runner)

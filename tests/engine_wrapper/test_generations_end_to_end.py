@@ -5,7 +5,6 @@ import random
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import Engines, serve_and_drain, token_ids
 from validation.documents import stock_list
@@ -26,25 +25,21 @@ PROMPTS = [prompt_of(number, shown) for number, shown in enumerate(SHOWN)]
 
 
 @pytest.fixture(scope="module")
-def runner():
-    return ModelRunner(shipped_model(), "float32", "cpu")
-
-
-@pytest.fixture(scope="module")
-def cold(runner, tmp_path_factory):
-    engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=runner)
+def cold(shipped_runner, tmp_path_factory):
+    engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=shipped_runner)
     yield engines.cold()
     engines.shutdown()
 
 
 @pytest.fixture
-def verified(engine, runner, tmp_path):
+def verified(engine, shipped_runner, tmp_path):
     """Engines under the shipped profile with so many generations."""
 
     def build(generations, **settings):
         shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
         ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
-        return engine(cache={"tokens_per_block": 32}, model=shipped_model(), runner=runner, PROFILE=path, **settings)
+        model = {"model": shipped_model(), "runner": shipped_runner}
+        return engine(cache={"tokens_per_block": 32}, PROFILE=path, **model, **settings)
 
     return build
 
