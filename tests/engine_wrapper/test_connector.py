@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
-from semblend_trt.connector.contract import RequestData
+from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -42,7 +42,7 @@ class Service:
         assert not is_async
         self.manager.add_sequence(request)
         self.asked(lambda scheduler: scheduler.update_state_after_alloc(request, request.blocks))
-        data = RequestData(request.request_id, request.tokens, request.blocks, 0, len(request.tokens) - matched)
+        data = ScheduledRequest(request.request_id, request.tokens, request.blocks, 0, len(request.tokens) - matched)
         self.bind(new_requests=[data], cached_requests=[])
         self.worker.start_load_kv(None)
         request.context_current_position = matched

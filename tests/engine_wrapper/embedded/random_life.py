@@ -51,9 +51,7 @@ class Case:
         backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
         return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
 
-    @property
-    def version(self):
-        return CONTRACTS[self.contract]
+    version = property(lambda self: CONTRACTS[self.contract])
 
     @property
     def holds_saved_blocks(self):

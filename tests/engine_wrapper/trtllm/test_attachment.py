@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -89,16 +90,8 @@ def set_args(**values):
     return lambda executor, args: vars(args).update(values)
 
 
-def engine(executor):
-    return executor.model_engine
-
-
-def manager(executor):
-    return executor.kv_cache_manager
-
-
-def decoder(executor):
-    return executor.model_engine.model.model
+engine, manager = attrgetter("model_engine"), attrgetter("kv_cache_manager")
+decoder = attrgetter("model_engine.model.model")
 
 
 def attention(executor):

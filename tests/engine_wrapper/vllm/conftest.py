@@ -76,9 +76,7 @@ class Served:
 
         return get_kv_transfer_group()._worker
 
-    @property
-    def runtime(self):
-        return self.scheduler._runtime
+    runtime = property(lambda self: self.scheduler._runtime)
 
     @property
     def faults(self):
