@@ -1,8 +1,5 @@
 """No forward has more than `max_num_tokens` rows, however many plans add to those that were scheduled."""
 
-from importlib.resources import files
-from pathlib import Path
-
 import pytest
 
 from engine_wrapper.embedded import model_runner as runner_module
@@ -10,7 +7,6 @@ from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_
 from tests.engine_wrapper.watching import watched
 
 UNBOUNDED = 4096
-ASSETS = Path(str(files("validation"))) / "assets"
 BEHIND_A_HOLE = text(5, 150) + DOCUMENT + text(6, 20)
 COLD = text(7, 130)
 
