@@ -63,7 +63,7 @@ WATCHED = ("load_weights", "reset_reuse_state")
 def site(tiny_qwen2_path):
     site = Site(tiny_qwen2_path)
     yield site
-    site.close()
+    site.worker.close()
 
 
 @pytest.mark.known_defect(12)
