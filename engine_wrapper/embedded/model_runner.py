@@ -14,7 +14,7 @@ from engine_wrapper.batch import attention_of, micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.timing import measured, tokens_of
+from engine_wrapper.timing import measured
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
 from kernels.layout import indexable
@@ -137,18 +137,15 @@ class ModelRunner:
         return run_works(works, num_layers, max_rows, self._run_lowest, self._weigh, sink, run, is_arriving=arriving)
 
     def measured_costs(self, kv: PagedKv, rotation: Rotation, longest: int) -> CostModel | None:
-        """Measure what plans cost, over the blocks of `kv`; see `engine_wrapper.timing`. They keep their contents."""
-        some, blocks = list(range(min(997, self.config.get_text_config().vocab_size))), kv.block_ids.tolist()
-        pool = indexable(kv.memory)
-        held = pool[kv.block_ids]
+        """Measure what plans cost, over blocks that are zero before and after it (`engine_wrapper.timing`)."""
 
-        def run(begin: int, end: int, plan: SemanticKvPlan | None) -> torch.Tensor:
-            own = tokens_of(blocks, kv.geometry.blocks_for(end))
-            return self.forward([SequenceSlice(0, begin, tuple(tokens_of(some, end)[begin:]), tuple(own), plan)])
+        def run(tokens: list[int], begin: int, blocks: list[int], plan: SemanticKvPlan | None) -> None:
+            self.forward([SequenceSlice(0, begin, tuple(tokens[begin:]), tuple(blocks), plan)])
 
         with torch.inference_mode():
-            found = measured(run, some, kv, rotation, self.ranks, self._max_rows, longest)
-            pool[kv.block_ids] = held
+            some = range(min(997, self.config.get_text_config().vocab_size))
+            found = measured(run, some, kv, rotation, self.ranks, min(longest, self._max_rows or longest))
+            indexable(kv.memory)[kv.block_ids] = 0
         return found
 
     def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:

@@ -25,7 +25,7 @@ from engine_wrapper.self_check import (
     raise_difference,
     sample_difference,
 )
-from engine_wrapper.timing import measured, tokens_of
+from engine_wrapper.timing import measured
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
 from engine_wrapper.vllm.decoder import check_rotation
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
@@ -197,19 +197,16 @@ class PlannedForward:
     @torch.inference_mode()
     def _measure(self, ids: torch.Tensor, block_ids: list[int]) -> None:
         """Measures what plans cost, by prompts of these tokens over these blocks alone."""
-        parts, some = self._parts, ids.tolist()
+        parts, runtime, longest = self._parts, self._runtime, min(self._parts.longest, self._max_rows or 1 << 30)
 
-        def run(begin: int, end: int, plan: SemanticKvPlan | None) -> torch.Tensor:
-            tokens = torch.tensor(tokens_of(some, end)[begin:], device=ids.device, dtype=ids.dtype)
-            batch = Batch((0,), (begin,), (end - begin,), 1, tokens)
-            blocks = tokens_of(block_ids, parts.geometry.blocks_for(end))
-            return self._run(batch, [blocks], {} if plan is None else {0: plan}, self._max_rows)
+        def run(tokens: list[int], begin: int, blocks: list[int], plan: SemanticKvPlan | None) -> None:
+            own = torch.tensor(tokens[begin:], dtype=ids.dtype, device=ids.device)
+            batch = Batch((0,), (begin,), (len(own),), 1, own)
+            self._run(batch, [blocks], {} if plan is None else {0: plan}, self._max_rows)
 
         kv = PagedKv(parts.pool, block_vector(block_ids), parts.geometry)
-        ranks, longest = self._runtime.ranks, parts.longest
-        self._runtime.costs = measured(
-            run, some, kv, parts.rotation, ranks, self._max_rows, longest, samples=self._sparse
-        )
+        known = ids.tolist(), kv, parts.rotation, runtime.ranks, longest
+        runtime.costs = measured(run, *known, samples=self._sparse)
 
     @torch.inference_mode()
     def _check(self, ids: torch.Tensor, engine_rows: torch.Tensor, block_ids: list[int]) -> None:

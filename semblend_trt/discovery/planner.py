@@ -143,9 +143,9 @@ class Planner:
     shorter than a span); hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no
     hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands);
     does_not_pay (moved runs would save too little time). Where only runs that are not exact were found: not_exact
-    (policy exact, a profile that justifies no more, or a request for exact KV); the refusal of `ProfileMatch`;
-    no_publication_guard (approximate KV could be published); check_needs_wrapper, head_needs_wrapper,
-    boundary_needs_wrapper (each on a stock engine)."""
+    (policy exact, a profile that justifies no more, or a request for exact KV); the refusal of `ProfileMatch`; no_bound
+    (no bound of the profile is within the settings, or it lets nothing be reused); no_publication_guard (approximate KV
+    could be published); check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine)."""
 
     def __init__(
         self,
@@ -191,18 +191,18 @@ class Planner:
             spans = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, spans, terms):
                 raise _Refusal("low_reuse")
-            plan, saves = self._build(request, runs, spans, terms), True
-            if not self._saves_time(request, plan):
-                exact, saves = [span for span in spans if span.exact], False
+            plan, lacking = self._build(request, runs, spans, terms), None
+            costs, share = request.costs, self._settings.min_saving
+            if costs and share and plan.kind is PlanKind.REQUEST_LOCAL and not costs.saves(plan, share):
+                exact, lacking = [span for span in spans if span.exact], "does_not_pay"
                 if not exact or not self._is_worth_placing(request, exact, None):
-                    raise _Refusal("does_not_pay")
+                    raise _Refusal(lacking)
                 plan = self._build(request, runs, exact, None)
         except _Refusal as refusal:
             cut = _cut(request, scan, deadline)
             reason = cut if cut and (deadline.has_cut or refusal.reason in _AVERTABLE) else refusal.reason
             return Planned(None, reason, len(runs), scan)
-        lacking = _cut(request, scan, deadline) or (None if saves else "does_not_pay")
-        return Planned(plan, lacking, len(runs), scan)
+        return Planned(plan, _cut(request, scan, deadline) or lacking, len(runs), scan)
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
         min_span = self._settings.min_span_tokens
@@ -246,7 +246,9 @@ class Planner:
                 return None, "check_needs_wrapper"
             if request.profile is None:
                 return None, request.profile_refusal
-            terms = request.profile.terms
+            terms = request.profile.terms_for(self._settings.max_kl, self._settings.risk)
+            if terms is None and request.profile.terms is not None:
+                return None, "no_bound"
         if terms is None:
             return None, "not_exact"
         if request.mode is EngineMode.STOCK and terms.wrapper_reason is not None:
@@ -291,14 +293,6 @@ class Planner:
             span.length if span.exact or terms is None else terms.expected_reuse(span.length) for span in spans
         )
         return reused >= self._settings.min_reuse_ratio * (len(request.tokens) - request.num_computed_tokens)
-
-    def _saves_time(self, request: LookupRequest, plan: SemanticKvPlan) -> bool:
-        """Whether moved runs save as much of the prompt's time as the settings ask for, as far as it is known."""
-        share, costs = self._settings.min_saving, request.costs
-        if not share or costs is None or plan.kind is not PlanKind.REQUEST_LOCAL:
-            return True
-        far = sum(span.length for span in plan.spans if not span.exact and not self._is_near(span.donor_id))
-        return costs.saves(plan, far, share)
 
     def _build(
         self, request: LookupRequest, runs: list[Run], spans: list[PlanSpan], terms: ReuseTerms | None

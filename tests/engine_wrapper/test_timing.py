@@ -1,15 +1,13 @@
 """What an engine measures of plans and cold prompts at its start, and that reuse which does not pay is left out."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from engine_wrapper import timing
-from engine_wrapper.timing import measured, tokens_of
+from engine_wrapper.timing import measured
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
-from semblend_trt.cost import LoadCost
+from semblend_trt.cost import CostModel
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.serving import DONOR, SHIFTED, serve, teach
 
@@ -26,31 +24,31 @@ class Clock:
         call()
         return self.now - begin or 1e-9
 
-    def run(self, begin, end, plan):
-        rows = end - begin if plan is None else end - sum(span.length for span in plan.spans)
-        self.ran.append((begin, end, plan))
+    def run(self, tokens, begin, blocks, plan):
+        rows = len(tokens) - begin if plan is None else len(tokens) - sum(span.length for span in plan.spans)
+        self.ran.append((len(tokens), set(tokens), set(blocks)))
         self.now += 100 + rows
 
 
-def measure(run, longest=300, max_rows=None, samples=True):
+def measure(run, longest=300, samples=True):
     geometry = KvGeometry(1, 2, 16, 8)
-    kv = PagedKv(torch.zeros(4, 1, 2, geometry.row_elements), torch.arange(4), geometry)
-    return measured(run, [1, 2, 3], kv, still(16), Ranks(), max_rows, longest, samples=samples)
+    kv = PagedKv(torch.zeros(5, 1, 2, geometry.row_elements), torch.arange(1, 5), geometry)
+    return measured(run, [1, 2, 3], kv, still(16), Ranks(), longest, samples=samples)
 
 
 def test_prices_are_those_of_the_forwards_that_ran(monkeypatch):
-    clock = Clock(monkeypatch)
-    found = measure(clock.run, samples=False)
+    found = measure(Clock(monkeypatch).run, samples=False)
     assert found.cold_prices == pytest.approx((100, 1, 0), abs=1e-6)
-    assert found.cold(1000) == pytest.approx(1100)
-    assert found.load == LoadCost(1e-9, 0.0, 0.0)
+    assert found.cold(0, 1000) == pytest.approx(1100)
+    assert found.move_price < 1e-9
 
 
-@pytest.mark.parametrize(("longest", "max_rows", "last"), [(300, None, 256), (300, 100, 96), (20, None, 20)])
-def test_no_prompt_is_longer_than_the_engine_takes(monkeypatch, longest, max_rows, last):
+@pytest.mark.parametrize(("longest", "last"), [(300, 256), (100, 96), (31, 0)])
+def test_no_prompt_is_longer_than_the_engine_takes(monkeypatch, longest, last):
     clock = Clock(monkeypatch)
-    measure(clock.run, longest, max_rows)
-    assert max(end for _, end, _ in clock.ran) == last
+    assert (measure(clock.run, longest) is None) is (last == 0)
+    assert max((length for length, _, _ in clock.ran), default=0) == last
+    assert all(tokens == {1, 2, 3} and blocks == {1, 2, 3, 4} for _, tokens, blocks in clock.ran)
 
 
 def test_what_fails_is_not_measured(caplog):
@@ -59,10 +57,6 @@ def test_what_fails_is_not_measured(caplog):
 
     assert measure(fails) is None
     assert "could not be measured" in caplog.text
-
-
-def test_tokens_come_again_and_again():
-    assert tokens_of([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 @pytest.mark.usefixtures("position_fix")
@@ -84,6 +78,6 @@ def test_reuse_in_an_engine_has_to_pay(engine, share, reason):
 def test_reuse_that_pays_is_done(engine):
     llm = engine(MIN_SAVING=0.1)
     runtime = llm.connector_scheduler._runtime
-    runtime.costs = replace(runtime.costs, cold_prices=(0, 1, 0), plan_prices=(0, 1, 0, 0), load=LoadCost())
+    runtime.costs = CostModel((0, 1, 0), (0, 1, 0, 0), 0)
     teach(llm, DONOR)
     assert serve(llm, SHIFTED).reused_tokens == 200

@@ -56,7 +56,9 @@ def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
 
 def test_a_dry_run_measures_the_hosts_time(tmp_path):
     command = [sys.executable, "-m", "benchmarks.vllm.host", "--small", "--json", str(tmp_path)]
-    ended = subprocess.run([*command, "--profile", str(tmp_path / "profile")], check=False, capture_output=True, text=True)
+    ended = subprocess.run(
+        [*command, "--profile", str(tmp_path / "profile")], check=False, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     (rows,) = read_rows(tmp_path).values()
     figures = {row.name: row.value for row in rows}

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.config import Settings
-from semblend_trt.cost import CostModel, LoadCost
+from semblend_trt.cost import CostModel
 from semblend_trt.discovery.planner import (
     DEADLINE_TOKENS,
     Deadline,
@@ -25,9 +25,9 @@ from semblend_trt.discovery.planner import (
 )
 from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import PlanKind, PlanSpan, SpanCheck
+from semblend_trt.plan import BudgetLevel, PlanKind, PlanSpan, SpanCheck
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileCheck
+from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel
 from tests.semblend_trt.discovery import planning
 from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
 from tests.semblend_trt.samples import text
@@ -145,6 +145,15 @@ def test_verified_without_a_profile_that_justifies_more_is_exact(made):
     asked, exact = (planner({"a": SHIFTED, "b": PROMPT[:600]}, policy) for policy in ("verified", "exact"))
     for computed in (0, 96, 500):
         assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
+
+
+BOUND = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=0.1, share=0.2)])
+BOUNDED = profile("verified", check=ProfileCheck(layer=2, threshold=1.0, sample_every=8), bounds=[BOUND])
+
+
+def test_the_levels_of_the_bound_for_the_settings_are_in_the_plan():
+    execution = plan_of(planner({"a": SHIFTED}, "verified", max_kl=0.02).plan(request(profile=BOUNDED))).execution
+    assert execution.check.levels == (BudgetLevel(0.1, 0.2),)
 
 
 GENERATIONS = profile("verified", check=CHECK, generations=2)
@@ -470,8 +479,7 @@ def check_plan(plan, donors, prompt, computed):
 
 def priced(planned_row, **fields):
     """A request in an engine where a cold row costs 1, and one of a plan so much."""
-    costs = CostModel(NUM_LAYERS, None, (0, 1, 0), (0, planned_row, 0, 0), LoadCost())
-    return replace(request(), costs=costs, **fields)
+    return replace(request(), costs=CostModel((0, 1, 0), (0, planned_row, 0, 0), 0), **fields)
 
 
 @pytest.mark.parametrize(
@@ -515,6 +523,7 @@ _REFUSALS = {
     "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "cacheblend").plan(request(mode=STOCK)),
     "no_profile": lambda: planner({"a": SHIFTED}, "verified").plan(request()),
     "profile_mismatch": lambda: planner({"a": SHIFTED}, "verified").plan(request(profile_refusal="profile_mismatch")),
+    "no_bound": lambda: planner({"a": SHIFTED}, "verified", max_kl=0.005).plan(request(profile=BOUNDED)),
     "profile_unreadable": lambda: planner({"a": SHIFTED}, "verified").plan(
         request(profile_refusal="profile_unreadable")
     ),
