@@ -325,6 +325,7 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         return attention_of(work.if_all_is_kept(), NUM_LAYERS, max_rows, ranks, run)
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
+    assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)
     assert alone.shape == (LENGTH,)
     heads, rows = 4, 24
     assert float(alone.sum()) == pytest.approx((NUM_LAYERS - NUM_LAYERS // 2) * heads * min(rows, MASS_ROWS), rel=1.0)

@@ -18,6 +18,7 @@ from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
 FP8 = torch.float8_e4m3fn
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
 
 
 def config_folder(folder, source, **changes):
@@ -79,10 +80,7 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path, kv_dtype, scal
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
-            "sliding_window",
-        ),
+        (WINDOW, "sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),
@@ -131,14 +129,9 @@ def of(path, kv_dtype="auto"):
 def made(tiny_qwen2_path, tmp_path):
     """A profile for the tiny Qwen2 model in float32, on two ranks."""
     known = of(tiny_qwen2_path)
-    namespace = known.namespace(
-        load_settings(),
-        dtype="float32",
-        kv_cache_config=SimpleNamespace(dtype="auto"),
-        tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        context_parallel_size=1,
-    )
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "context_parallel_size": 1}
+    cache = SimpleNamespace(dtype="auto")
+    namespace = known.namespace(load_settings(), dtype="float32", kv_cache_config=cache, **sizes)
     check, figures = ProfileCheck(layer=1, threshold=0.05), evidence("verified layer 1 threshold 0.05")
     made_for = ReuseProfile.made_for(namespace, known.geometry(2), policy="verified", check=check, figures=figures)
     made_for.write(tmp_path / "profile.json")
