@@ -159,6 +159,8 @@ class Lookup:
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
         tracked.profile = match.digest
+        if match.digest in getattr(request, "broken_profiles", ()):
+            match = replace(match, profile=None, refusal="bound_broken")
         planned, tracked.leases = self.planner.plan(
             LookupRequest(
                 request_id=request_id,
