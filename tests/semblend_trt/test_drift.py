@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from semblend_trt import drift
 from semblend_trt.drift import ALPHA, CHECK_RESULTS, BoundedAnswer, DriftMonitor, RiskTest
+from semblend_trt.outcome import Outcome, ReuseReport
 
-RECEIPT = {"profile": "a" * 64, "max_kl": 0.01, "risk": 0.05, "sampled_tokens": 60, "checked_tokens": 0, "reason": None}
+TERMS = {"profile": "a" * 64, "max_kl": 0.01, "risk": 0.05}
+RECEIPT = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, sampled_tokens=60, **TERMS).receipt
 ANSWER = BoundedAnswer.model_validate(RECEIPT)
 
 
