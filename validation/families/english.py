@@ -86,7 +86,7 @@ def volatile(group: Group) -> list[Case]:
     for name in documents.names(rng, 2):
         time = _EPOCH + timedelta(minutes=rng.randrange(10**6))
         sides.append(Side(f"It is {time:%A, %d %B %Y, %H:%M}. The user is {name}. {instruction}", shown))
-    return _cases(group, *sides)
+    return _cases(group, sides[0], sides[1])
 
 
 def instruction(group: Group) -> list[Case]:
