@@ -143,13 +143,8 @@ async def _running(tokenizer, replicas=2, **fields):
         for stand_in in stand_ins:
             server = await servers.enter_async_context(TestServer(stand_in.app()))
             stand_in.url = str(server.make_url(""))
-        table = {
-            "model": "tiny",
-            "replicas": [{"url": each.url, "worker_id": each.number} for each in stand_ins],
-            "secret_env": "SECRET",
-            "health_seconds": 3600,
-            "show_worker": True,
-        }
+        table = {"model": "tiny", "secret_env": "SECRET", "health_seconds": 3600, "show_worker": True}
+        table["replicas"] = [{"url": each.url, "worker_id": each.number} for each in stand_ins]
         config = RouterConfig.model_validate(table | fields)
         running = Router(config, {"SECRET": SECRET}, tokenizer, None, config.audit_sample or 0.0)
         async with (
