@@ -81,7 +81,7 @@ def volatile(group: Group) -> list[Case]:
     sides = []
     for name in documents.names(rng, 2):
         time = _EPOCH + timedelta(minutes=rng.randrange(10**6))
-        sides.append(Side(f"It is {time:%A, %d %B %Y, %H:%M}. The user is {name}. {instruction}", shown))
+        sides.append(Side(f"Date: {time:%A, %d %B %Y, %H:%M}. Signed in: {name}.\n\n{instruction}", shown))
     return _cases(group, sides[0], sides[1])
 
 
