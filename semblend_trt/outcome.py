@@ -223,6 +223,7 @@ _REQUEST = {
     "profile_unreadable": "Mend the file that SEMBLEND_PROFILE names; the log says why it cannot be read.",
     "profile_writable": "Take the profile from other users, as chmod go-w or chown do; the log names the path.",
     "profile_evidence": "Calibrate again; the profile was edited, or lacks evidence for its very terms.",
+    "bound_broken": "Calibrate on this traffic: spot checks found the profile's promise broken (receipts.md).",
     "no_bound": "Raise SEMBLEND_MAX_KL or SEMBLEND_RISK, or calibrate on more prompts; within both, no bound of the "
     "profile lets moved text be reused.",
     "check_needs_wrapper": "Use the wrapper; a stock engine would not run the check that the policy needs.",

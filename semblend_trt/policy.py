@@ -37,6 +37,8 @@ class ReusePolicy(str, Enum):
 EXACT_ONLY = "semblend.exact_only"
 # With this entry it reuses and leaves nothing: a cold run to compare an answer with.
 COLD = "semblend.cold"
+# Reuse profiles, by the SHA-256 of their files, under which the request reuses only what equals a cold run.
+BROKEN_PROFILES = "semblend.broken_profiles"
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:

@@ -411,13 +411,13 @@ class ReuseProfile(_Part):
         A profile without bounds has its own terms for `rounding`, the default, and none for a number."""
         if max_kl == "unbounded":
             return ReuseTerms()
-        bound = self.bound_for(max_kl, risk)
+        own, bound = self.terms, self.bound_for(max_kl, risk)
         if not self.bounds and max_kl == "rounding":
-            return self.terms
-        if bound is None or not bound.levels or self.terms is None or self.terms.check is None:
+            return own
+        if bound is None or not bound.levels or own is None or own.check is None:
             return None
         levels = tuple(BudgetLevel(each.deviation, each.share) for each in bound.levels)
-        return replace(self.terms, check=replace(self.terms.check, levels=levels))
+        return replace(own, check=replace(own.check, levels=levels))
 
     @property
     def terms(self) -> ReuseTerms | None:

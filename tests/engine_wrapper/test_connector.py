@@ -195,6 +195,31 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     service.close()
 
 
+@pytest.mark.usefixtures("trial")
+def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say_so(
+    tiny_qwen2_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SEMBLEND_POLICY", "verified")
+    monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
+    service = Service(tiny_qwen2_path)
+    namespace, geometry = service.scheduler.namespace, service.manager.geometry
+    service.close()
+    check = ProfileCheck(layer=1, threshold=1.0)
+    ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(tmp_path / "profile.json")
+    digest = hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
+    service, document = Service(tiny_qwen2_path), text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    for number, broken in ((2, ["another"]), (3, ["another", digest]), (4, [])):
+        request = LlmRequest(number, [*text(4 + number, 21), *document, *text(7, 9)])
+        request.broken_profiles = broken
+        service.serve(request)
+        receipt = service.report(number).receipt
+        assert (receipt["profile"], receipt["offered_tokens"] > 0) == (digest, digest not in broken)
+        assert receipt["reason"] == ("bound_broken" if digest in broken else None)
+    assert service.scheduler.outcomes.reasons()["bound_broken"] == 1
+    service.close()
+
+
 def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     service = Service(tiny_qwen2_path, cuda_graph_config=object())

@@ -2,14 +2,16 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import choose, closed, sample_of, suspects_of
+from engine_wrapper.deviation_check import PendingCheck, choose, closed, sample_of, share_for, suspects_of
 from engine_wrapper.deviation_check import stretches as stretches_of
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import BudgetLevel, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 window_lengths = st.sampled_from([1, 7, 16, 32, 64])
@@ -176,3 +178,22 @@ def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_we
         values = np.where(compared < failing * 32, 0.25, 0.125).astype(np.float32)
         found = suspects_of(check, compared, values, spans, 0, sum(spans))
         assert np.flatnonzero(found).tolist() == list(range(checked * 32))
+
+
+LEVELS = (BudgetLevel(0.01, 0.0), BudgetLevel(0.1, 0.2), BudgetLevel(0.3, 0.7))
+LEVELLED = SpanCheck(1, 0.5, sample_every=8, sample_threshold=1.0, levels=LEVELS)
+
+
+@given(lower=st.floats(0, 1), higher=st.floats(0, 1))
+def test_a_sample_that_deviates_more_is_given_no_smaller_share(lower, higher):
+    lower, higher = sorted((lower, higher))
+    shares_found = [math.inf if share is None else share for share in (share_for(LEVELLED, d) for d in (lower, higher))]
+    assert shares_found == sorted(shares_found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sample_that_is_no_number_exceeds_every_level(value):
+    plan = SimpleNamespace(execution=SimpleNamespace(check=LEVELLED), exact_tokens=0, matched_tokens=32)
+    values = np.array([0.0, value, 0.0], dtype=np.float32)
+    suspects, sample, share = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
+    assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)

@@ -49,6 +49,23 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     assert (right, followed) == (cold, 0)
 
 
+@pytest.mark.parametrize("profiles", [["another"], "the engine's", 7, None])
+def test_a_profile_whose_promise_is_broken_is_not_used(engine, profile, profiles):
+    served = engine("verified")
+    broken = [hashlib.sha256(profile.read_bytes()).hexdigest()] if profiles == "the engine's" else profiles
+    case = cases_of(served.llm.get_tokenizer(), "reordered", groups=1)[0]
+    *donors, prompt = (
+        served.llm.get_tokenizer().encode(text, add_special_tokens=False) for text in (*case.donors, case.prompt)
+    )
+    served.ask(*donors)
+    served.settle()
+    served.ask(prompt, extra_args={"kv_transfer_params": {"semblend.broken_profiles": broken}})
+    report = served.scheduler.outcomes.of(served.last)
+    is_used = profiles != "the engine's"
+    assert (report.offered_tokens > 0, report.reason == "bound_broken") == (is_used, not is_used)
+    assert not served.runtime.faults
+
+
 @pytest.fixture
 def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
