@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"
+COLD_OTHERWISE = "cold_otherwise"
 WRAPPER_WITHOUT_PLAN = "wrapper_without_plan"
 EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
 BOUNDARY = "boundary"
 VERIFIED = "verified"
 
+# Cold's other runs, which differ from it by rounding.
+FLOOR_ARMS = (COLD_AGAIN, COLD_OTHERWISE)
 DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
-REFERENCE_NAMES = (COLD, COLD_AGAIN, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
+REFERENCE_NAMES = (COLD, COLD_AGAIN, COLD_OTHERWISE, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
 ALL_NAMES = (
     *(*REFERENCE_NAMES, POSITION_FIX, "epic_8", "epic_16", "epic_32"),
     *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
@@ -61,7 +64,7 @@ class ArmChoices:
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
 # Other forwards for the same answers show what rounding alone changes.
-COLD_OTHERWISE_ARM = replace(COLD_ARM, name="cold_otherwise", chunk_tokens=384)
+COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
 
 
 def is_reusing(name: str) -> bool:
@@ -101,6 +104,8 @@ def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
 def _arm(name: str, choices: ArmChoices) -> Arm:
     if name in (COLD, COLD_AGAIN):
         return replace(COLD_ARM, name=name)
+    if name == COLD_OTHERWISE:
+        return COLD_OTHERWISE_ARM
     if name == WRAPPER_WITHOUT_PLAN:
         return replace(COLD_ARM, name=name, variables={"SEMBLEND_POLICY": "exact"})
     if name == EXACT_PREFIX:

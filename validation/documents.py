@@ -195,12 +195,11 @@ def renamed(document: Document, old: str, new: str) -> Document:
 
 def desks(numbers: Sequence[int], owners: Sequence[Document]) -> Document:
     """Return which of the `biographies`' people each desk belongs to; questions ask where a desk's owner lives."""
-    pairs = list(zip(numbers, owners, strict=True))
-    lines = (f"Desk {number} belongs to {name_of(owner)}." for number, owner in pairs)
-    homes = (
-        Question(f"Where does the owner of desk {number} live?", owner.questions[1].answer) for number, owner in pairs
-    )
-    return Document("\n".join(("Register of desks.", *lines)), tuple(homes))
+    lines, questions = ["Register of desks."], list[Question]()
+    for number, owner in zip(numbers, owners, strict=True):
+        lines.append(f"Desk {number} belongs to {name_of(owner)}.")
+        questions.append(Question(f"Where does the owner of desk {number} live?", owner.questions[1].answer))
+    return Document("\n".join(lines), tuple(questions))
 
 
 def excerpt(rng: random.Random, characters: int) -> Document:

@@ -232,25 +232,17 @@ class BatchServer(_CaseServer):
             cold = self._colds.setdefault(case.id, _ColdAnswer.of(answer))
             text = cold.text if answer.tokens == cold.tokens else answer.text
             found[index] = replace(answer, text=text, loss=None, answer_kl=cold.kl(answer.logits)).with_first_row()
-        scored = [index for index, case in enumerate(cases) if self._tokens[case.id].forced is not None]
-        references = [self._tokens[cases[index].id].forced for index in scored]
-        for index, answer in self._again(server, cases, scored, references):
-            found[index] = replace(found[index], loss=answer.loss)
+        more = [(index, forced) for index, case in enumerate(cases) if (forced := self._tokens[case.id].forced)]
         # After a token that is not cold's, the arm's own answer goes on in another way.
-        changed = [index for index in scored if found[index].tokens != self._colds[cases[index].id].tokens]
-        for index, answer in self._again(server, cases, changed, [None] * len(changed)):
-            found[index] = replace(found[index], text=answer.text)
+        changed = [index for index, _ in more if found[index].tokens != self._colds[cases[index].id].tokens]
+        asked = [*more, *((index, None) for index in changed)]
+        answers = (
+            self._asked(server, [cases[index] for index, _ in asked], [forced for _, forced in asked]) if asked else []
+        )
+        for (index, forced), answer in zip(asked, answers, strict=True):
+            changes = {"text": answer.text} if forced is None else {"loss": answer.loss}
+            found[index] = replace(found[index], **changes)
         return found
-
-    def _again(
-        self,
-        server: ArmServer,
-        cases: Sequence[Case],
-        chosen: Sequence[int],
-        forced: Sequence[tuple[int, ...] | None],
-    ) -> Iterator[tuple[int, Answer]]:
-        answers = self._asked(server, [cases[index] for index in chosen], forced) if chosen else []
-        return zip(chosen, answers, strict=True)
 
     def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
         for case, answer in zip(cases, answers, strict=True):

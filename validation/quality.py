@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -16,10 +17,10 @@ from matplotlib.figure import Figure
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models, scoreboard
-from validation.arms import BOUNDARY, COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
-from validation.families.catalog import Kind, family, write_cases
+from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
+from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
-from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
+from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
 from validation.output import complain, progress, say, write_json
 from validation.report import HEADER_TRAP
 from validation.results import Measured, Results, Row, write_rows
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILE_STEM = "quality"
+_MARKED = {each.name for each in FAMILIES if each.marks}
 _DESCRIPTION = """
-Serves many prompts of every family in batches, cold, cold again (the noise floor) and under other arms, and compares
-their answers with cold's by a paired bootstrap. Measures no times. Exit status: 0 the run is complete, 1 the arm
+Serves many prompts of every family in batches, cold, cold again in other batches and chunks (the rounding floor) and
+under other arms. Compares what they give along cold's own answer by its KL, and scores by a paired bootstrap. Measures
+no times. Exit status: 0 the run is complete, 1 the arm
 verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
 """
 
@@ -44,7 +47,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a quality run; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("quality", _DESCRIPTION)
     arguments.add(parser, *arguments.MODEL, "--profile")
-    arms = f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
+    arms = f"position_fix, and {VERIFIED} where there is a reuse profile; cold, cold_again and cold_otherwise always"
     arguments.add(parser, "--arms", told_default=arms)
     arguments.add(parser, "--boundary", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
@@ -64,10 +67,11 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     torch.manual_seed(options.seed)
     engines = models.engines_of(options, options.dtype)
     choices = models.choices_of(engines, options.boundary, profile)
-    default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
-    arms = arms_of(default if options.arms is None else names_of(options.arms), choices)
+    default = (POSITION_FIX, *(() if profile is None else (VERIFIED,)))
+    asked_arms = default if options.arms is None else names_of(options.arms)
+    arms = arms_of(dict.fromkeys((COLD, *FLOOR_ARMS, *asked_arms)), choices)
     cases = write_cases(engines, asked)
-    server = BatchServer(engines, cases, settings)
+    server = BatchServer(engines, cases, settings, judged=True)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
     with progress("Serving", len(cases) * len(arms)) as on_step:
@@ -93,8 +97,10 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
 
 
 def _show(report: QualityReport, output: Path) -> bool:
+    if (floor := report.floor()) is not None:
+        say(f"rounding floor: KL {floor:.2g} nats a token over cold's own answers, of cold in other batches and chunks")
     for line in report.lines:
-        say(f"{line.family} {line.arm}: {'; '.join(bound.sentence() for bound in line.bounds)}")
+        say(f"{line.family} {line.arm}: {'; '.join(_figures(line, report.floor(line.family)))}")
     rates = (
         f"{arm} {sum(sample.arm == arm for sample in report.samples) / max(took, 1e-9):.1f}"
         for arm, took in report.seconds.items()
@@ -103,12 +109,30 @@ def _show(report: QualityReport, output: Path) -> bool:
     say(output)
     unknown = report.unknown()
     if unknown:
-        say(f"shows nothing, as the model does not know it cold: {', '.join(unknown)}")
+        say(f"right or wrong shows nothing, as the model does not know it cold: {', '.join(unknown)}")
+    for name in (line.family for line in report.lines if line.arm == COLD and line.exact_match == 0.0):
+        for sample in [each for each in report.samples if (each.workload, each.arm) == (name, COLD)][:3]:
+            answer = textwrap.shorten(sample.answer, 80, placeholder=" ...")
+            say(f"{name}: {sample.reference!r} was expected, cold answered {answer!r}")
     verified = [line for line in report.lines if line.arm == VERIFIED]
     inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
         complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
+
+
+def _figures(line: Line, floor: float | None) -> list[str]:
+    """Return what an arm did to the answers of a family, in words; `floor` in nats a token."""
+    found = []
+    if line.arm != COLD and line.answer_kl is not None:
+        found.append(
+            f"KL {line.answer_kl:.2g} (floor {floor or 0.0:.2g}), 95 % of the prompts below {line.answer_kl_q95:.2g}"
+        )
+        found.append(f"{line.changed:.1%} of the answers changed")
+    if line.contains is not None:
+        found.append(f"{line.contains:.1%} hold the right answer")
+    bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
+    return [*found, *(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)]
 
 
 @dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
@@ -142,9 +166,18 @@ class QualityReport:
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         unknown = self.unknown()
-        known = (each for each in self.samples if each.workload not in unknown)
-        by_kind = (replace(each, workload=self.kinds[each.workload]) for each in known)
+        known = [each for each in self.samples if each.workload not in unknown]
+        # Only texts count by their loss, as the other families are right or wrong.
+        losses = (None if each.exact_match is not None else each.loss for each in known)
+        pairs = zip(known, losses, strict=True)
+        by_kind = (replace(each, workload=self.kinds[each.workload], loss=loss) for each, loss in pairs)
         return lines_of(by_kind, self._cold, self.seed)
+
+    def floor(self, family: str | None = None) -> float | None:
+        """Return the rounding floor of one family, or of all: the larger mean KL in nats of cold's other runs."""
+        chosen = [each for each in self.samples if family in (None, each.workload)]
+        kls = (mean(each.answer_kl for each in chosen if each.arm == arm) for arm in FLOOR_ARMS)
+        return max((kl for kl in kls if kl is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON with every sample."""
@@ -160,7 +193,8 @@ class QualityReport:
             "kinds": dict(self.kinds),
             "lines": lines,
             "kind_lines": kind_lines,
-            "noise_floor": [line for line in kind_lines if line["arm"] == COLD_AGAIN],
+            "rounding_floor": self.floor(),
+            "noise_floor": [line for line in kind_lines if line["arm"] in FLOOR_ARMS],
             "settings": self.settings,
             **asdict(self.measured),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -174,6 +208,7 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     unknown, em = report.unknown(), "exact match"
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
     for line in report.lines:
+        _add_kl(results, line, report.floor(line.family), suffix)
         cold, score, where = colds.get(line.family), line.exact_match, f"{line.samples} prompts"
         if cold is None or score is None:
             continue
@@ -196,6 +231,17 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
         fires = sum(sample.reused_tokens > 0 for sample in unrelated)
         results.add(f"unrelated_fires{suffix}", fires, "requests", baseline, 0)
     return results.rows
+
+
+def _add_kl(results: Results, line: Line, floor: float | None, suffix: str) -> None:
+    """Add a reusing arm's KL where the family is for any model."""
+    if line.answer_kl is None or not (is_reusing(line.arm) and line.fires) or line.family in _MARKED:
+        return
+    where = (
+        f"floor {floor or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, {line.changed:.1%} changed; "
+    )
+    where += f"{line.computed_share:.3f} computed; {line.samples} prompts in {line.groups} groups"
+    results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
 
 
 def _add_verified(results: Results, line: Line, score: float, suffix: str) -> None:
@@ -289,11 +335,11 @@ def points_of(path: Path) -> list[Point]:
 
 
 def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
-    """Return the range of exact match around cold's: as wide as the second cold run's difference, or the margin."""
+    """Return the range of exact match around cold's: as wide as the other cold runs' difference, or the margin."""
     scores = {point.arm: point.exact_match for point in points}
     if (cold := scores.get(COLD)) is None:
         return None
-    spread = max(MARGIN, abs(cold - scores.get(COLD_AGAIN, cold)))
+    spread = max(MARGIN, *(abs(cold - scores.get(arm, cold)) for arm in FLOOR_ARMS))
     return cold - spread, cold + spread
 
 

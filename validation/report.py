@@ -160,6 +160,7 @@ def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
 
 FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
+_TRAPS = (HEADER_TRAP, "headings")
 MAX_EM_DROP = 0.02
 _COLUMNS = 80
 # Names of arms for a first look.
@@ -234,16 +235,16 @@ class ArmFigures:
         """Return the arm's figures; None if it has no such sample."""
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
-        trap = [(ours, other) for ours, other in pairs if ours.workload == HEADER_TRAP]
-        apart = (HEADER_TRAP, *_TEXTS)
+        trap = [(ours, other) for ours, other in pairs if ours.workload in _TRAPS]
+        apart = (*_TRAPS, *_TEXTS)
         if not pairs:
             return None
         return cls(
-            timed=[ours for ours, _ in pairs if ours.timed and ours.workload != HEADER_TRAP],
+            timed=[ours for ours, _ in pairs if ours.timed and ours.workload not in _TRAPS],
             changed=[ours.answer != other.answer for ours, other in pairs if ours.workload not in apart],
             trap_changed=[ours.answer != other.answer for ours, other in trap],
-            trap_wrong=sum(not ours.exact_match for ours, _ in trap),
-            trap_cold_wrong=sum(not other.exact_match for _, other in trap),
+            trap_wrong=sum(not ours.is_right for ours, _ in trap),
+            trap_cold_wrong=sum(not other.is_right for _, other in trap),
         )
 
     @property

@@ -160,6 +160,11 @@ class Sample:
     sampled_deviation: float = 0.0
 
     @property
+    def is_right(self) -> bool:
+        """Whether the answer holds the right one, in whatever words."""
+        return bool(self.exact_match or self.contains_reference)
+
+    @property
     def may_reuse(self) -> bool:
         return self.expects in (Expectation.REUSE.value, Expectation.ANY.value)
 

@@ -30,10 +30,14 @@ def test_each_arm_sets_its_own_variables_only(name, policy, others, full_layers)
     assert arm.full_layers == full_layers
 
 
+FLOOR_ARMS = ("cold_again", "cold_otherwise")
+
+
 def test_all_arms_can_be_built():
     arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
     assert tuple(arms) == ALL_NAMES
-    assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
+    assert {name for name, arm in arms.items() if arm.isolated} == {"cold", *FLOOR_ARMS, "wrapper_without_plan"}
+    assert arms["cold_otherwise"].chunk_tokens
     assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
 
 

@@ -31,13 +31,13 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
     places = ["--record", str(tmp_path / "rows"), "--machine", "m", "--name", "shipped"]
     what = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
     lines, _ = lines_of_run(tmp_path, *what, *places)
-    arms = ("cold", "cold_again", "wrapper_without_plan", "position_fix")
+    arms = ("cold", "cold_again", "cold_otherwise", "wrapper_without_plan", "position_fix")
     assert {arm for _, arm in lines} == set(arms)
     assert lines["reordered", "position_fix"]["reused_share"] == 1.0
     assert not lines["header_trap", "position_fix"]["non_inferior"]
     assert lines["unrelated", "position_fix"]["fires"] == 0
     assert lines["prose", "position_fix"]["ppl_ratio"] == pytest.approx(1.0, abs=0.02)
-    assert all(line["first_token_kl"] < 1e-6 for (_, arm), line in lines.items() if arm in arms[1:3])
+    assert all(line["first_token_kl"] < 1e-6 for (_, arm), line in lines.items() if arm in arms[1:4])
     [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
     assert {row.name for row in rows} == {
@@ -45,12 +45,14 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
         "position_fix_em_shipped_header_trap",
         *(f"{kind}_em_shipped_{arm}" for kind in ("harmless", "trap") for arm in arms),
         *(f"{kind}_computed_share_shipped_position_fix" for kind in ("harmless", "trap")),
-        "unrelated_fires_shipped",
+        *("unrelated_fires_shipped", "answer_kl_shipped_position_fix_prose"),
     }
     trap = [(arm, lines["header_trap", arm]) for arm in arms]
     points = [Point(arm, line["exact_match"], line["computed_share"]) for arm, line in trap]
     assert points_of(tmp_path / "rows" / f"{place}.json") == points
-    assert capsys.readouterr().out.endswith("/quality.json\n")
+    said = capsys.readouterr().out
+    assert said.startswith("rounding floor: KL ")
+    assert said.endswith("/quality.json\n")
 
 
 def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path):
@@ -163,6 +165,25 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     names = {row.name for row in quality_rows(lost("reordered", ARMS))}
     assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
     assert not {name for name in names if name.endswith("_reordered")}
+
+
+def test_every_figure_has_the_rounding_floor_beside_it_and_what_shows_nothing_shows_answers(report, capsys):
+    kls = {"cold": 0.0, "cold_again": 0.001, "cold_otherwise": 0.002, "position_fix": 0.03}
+    said = {"exact_match": False, "answer": "It\nis 4821.", "reference": "4821", "reused_tokens": 800}
+    cold = [each for each in report.samples if each.arm == "cold" and each.workload != "unrelated"]
+    samples = [replace(each, arm=arm, answer_kl=kl, **said) for arm, kl in kls.items() for each in cold]
+    judged = replace(report, samples=samples)
+    assert judged.floor() == pytest.approx(0.002)
+    assert judged.to_dict()["rounding_floor"] == judged.floor("prose")
+    _show(judged, OUTPUT)
+    said = capsys.readouterr().out
+    assert said.startswith("rounding floor: KL 0.002 nats")
+    assert "prose position_fix: KL 0.03 (floor 0.002), 95 % of the prompts below 0.03; 0.0% of the answers" in said
+    assert said.count("header_trap: '4821' was expected, cold answered 'It is 4821.'") == 3
+    # The families of marked stock lists keep to exact match.
+    [row] = [row for row in quality_rows(judged, "_m") if row.name.startswith("answer_kl")]
+    assert (row.name, row.value, row.unit) == ("answer_kl_m_position_fix_prose", pytest.approx(0.03), "nats")
+    assert row.baseline.startswith("floor 0.002; ")
 
 
 def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothing(report):

@@ -171,6 +171,14 @@ TIMED = (
     (("repeat",), 2, 1, 1, 2_048),
 )
 
+# What takes their places in forms without our marks.
+_UNMARKED = {
+    "reordered": "order",
+    "system_prompt": "instruction",
+    "cut_turns": "dropped_turn",
+    "header_trap": "headings",
+}
+
 
 def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list[Case]:
     """Return TIMED's cases that fit into `context` tokens. Raises ConfigurationError if there are none."""
@@ -180,10 +188,12 @@ def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list
             f"The built-in prompts have {min(row[-1] for row in TIMED)} tokens, but the model's context "
             f"leaves {context} for a prompt; bring shorter cases with --prompts."
         )
+    other_names = {} if form_for(model.tokenizer).has_marks else _UNMARKED
     cases: list[Case] = []
     for names, all_groups, few_groups, questions, tokens in fitting:
         if groups := all_groups if full else few_groups:
-            cases += write_cases(model, FamilyRequest(names, groups, questions, tokens, seed))
+            asked = tuple(other_names.get(name, name) for name in names)
+            cases += write_cases(model, FamilyRequest(asked, groups, questions, tokens, seed))
     return cases
 
 

@@ -36,8 +36,8 @@ class Side:
     turns: Sequence[Turn] = ()
 
     def prompt(self, group: Group, question: str) -> str:
-        texts = [document.text for document in self.documents]
-        return group.form.render_conversation(self.opening, self.turns, question, texts)
+        shown = [each.text for each in self.documents]
+        return group.form.render_conversation(self.opening, self.turns, question, shown)
 
 
 def _cases(group: Group, before: Side, after: Side, about: Sequence[Document] = ()) -> list[Case]:
@@ -46,9 +46,9 @@ def _cases(group: Group, before: Side, after: Side, about: Sequence[Document] = 
     given = {each.text: each.answer for document in before.documents for each in document.questions}
     asked = []
     for each in questions:
-        other = given.get(each.text, each.answer)
-        wrong = None if other == each.answer else other
-        asked.append(Question(after.prompt(group, each.text), each.answer, wrong))
+        wrong = given.get(each.text)
+        text = after.prompt(group, each.text)
+        asked.append(Question(text, each.answer, None if wrong == each.answer else wrong))
     return group.cases([before.prompt(group, last.text)], asked, Expectation.REUSE)
 
 
@@ -75,18 +75,14 @@ def _passages(group: Group, extra: int = 0) -> list[Document]:
     return _fitting(group, (replace(each, text=f"{text}\n{each.text}") for text, each in both), extra)
 
 
-def _opening(group: Group) -> str:
-    return group.rng.choice(_INSTRUCTIONS)
-
-
 def volatile(group: Group) -> list[Case]:
     """Date and user in the opening have changed."""
-    rng, instruction, shown = group.rng, _opening(group), _passages(group, _OPENING_TOKENS)
+    rng, instruction, shown = group.rng, group.rng.choice(_INSTRUCTIONS), _passages(group, _OPENING_TOKENS)
     sides = []
     for name in documents.names(rng, 2):
         time = _EPOCH + timedelta(minutes=rng.randrange(10**6))
-        sides.append(Side(f"It is {time:%A, %d %B %Y, %H:%M}. The user is {name}. {instruction}", shown))
-    return _cases(group, *sides)
+        sides.append(Side(f"Date: {time:%A, %d %B %Y, %H:%M}. Signed in: {name}.\n\n{instruction}", shown))
+    return _cases(group, sides[0], sides[1])
 
 
 def instruction(group: Group) -> list[Case]:
@@ -108,14 +104,14 @@ def headings(group: Group) -> list[Case]:
 
 def replaced(group: Group) -> list[Case]:
     """The first passage is another one."""
-    opening = _opening(group)
+    opening = group.rng.choice(_INSTRUCTIONS)
     other, *shown = _passages(group)
     return _cases(group, Side(opening, [other, *shown[1:]]), Side(opening, shown))
 
 
 def inner_edit(group: Group) -> list[Case]:
     """Some words in the middle of an early passage have changed."""
-    opening, before = _opening(group), _passages(group, _OPENING_TOKENS)
+    opening, before = group.rng.choice(_INSTRUCTIONS), _passages(group, _OPENING_TOKENS)
     index = len(before) // 3
     prose, _, person = before[index].text.rpartition("\n")
     words = prose.split(" ")
@@ -127,14 +123,14 @@ def inner_edit(group: Group) -> list[Case]:
 
 def dropped_turn(group: Group) -> list[Case]:
     """A conversation that has lost its oldest turn; each turn shows a passage."""
-    opening, shown = _opening(group), _passages(group, _TURN_TOKENS)
+    opening, shown = group.rng.choice(_INSTRUCTIONS), _passages(group, _TURN_TOKENS)
     turns = turns_of(group.rng, shown)
     return _cases(group, Side(opening, (), turns), Side(opening, (), turns[1:]), shown[1:])
 
 
 def other_turn(group: Group) -> list[Case]:
     """Another user's turn has come between the turns and the passages of a conversation."""
-    opening, (other, *shown) = _opening(group), _passages(group, _TURN_TOKENS)
+    opening, (other, *shown) = group.rng.choice(_INSTRUCTIONS), _passages(group, _TURN_TOKENS)
     middle = len(shown) // 2
     turns, between = turns_of(group.rng, shown[:middle]), turns_of(group.rng, [other])
     before, after = (Side(opening, shown[middle:], each) for each in (turns, [*turns, *between]))
