@@ -85,7 +85,7 @@ class _Line(BaseModel):
 
 
 def read_cases(path: Path, tokenizer: Any = None) -> list[Case]:
-    """Read a `_Line` from each line that is not empty; the template of `tokenizer` renders messages.
+    """Read a `_Line` from each line that is not empty; the chat template of `tokenizer` renders messages.
 
     An id is the line's number by default, and a group its first case's id. Raises ConfigurationError naming file and
     line, also for cases of one group whose donors or families differ."""
@@ -203,12 +203,11 @@ class Tokeniser:
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens
-        form = None
+        form = prompts.PLAIN
         with suppress(ConfigurationError):  # a template that cannot be used has written no prompt
             form = prompts.form_for(self._tokenizer)
-        chat = form if isinstance(form, prompts.ChatForm) else None
-        self._head = "" if chat is None else chat.head
-        end = self._tokenizer.get_vocab().get(prompts.END_MARK) if chat is None else chat.end_id
+        self._head = form.head
+        end = self._tokenizer.get_vocab().get(prompts.END_MARK, form.end_id)
         self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
 
     def tokenise(self, case: Case) -> TokenisedCase:

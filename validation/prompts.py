@@ -59,7 +59,8 @@ class PromptForm:
     """How a model is prompted. `rows`: least and most rows of a stock list that the model reads reliably.
 
     `qualified`: how a heading and a question name a place ("name") with one of the `units` or `dates` ("word").
-    Without `has_marks`, plain headings replace the marks."""
+    Without `has_marks`, plain headings replace the marks. `template_digest`: SHA-256 of the chat template, in hex.
+    `head`: the special token that a chat's prompts begin with, or "". `end_id`: the one after an assistant's turn."""
 
     name: str
     instructions: tuple[str, ...]
@@ -70,11 +71,9 @@ class PromptForm:
     dates: tuple[str, ...]
     qualified: str
     has_marks: bool = True
-
-    @property
-    def template_digest(self) -> str | None:
-        """SHA-256 of the chat template, in hex; None for a form without one."""
-        return None
+    template_digest: str | None = None
+    head: str = ""
+    end_id: int | None = None
 
     def render(self, instruction: str, documents: Sequence[str], question: str) -> str:
         """Return a prompt without its answer. All renderers raise ValueError for a part that holds a mark."""
@@ -134,83 +133,62 @@ PLAIN = replace(
     qualified="{name} in {word}",
     has_marks=False,
 )
-# The names that `form_for` takes.
 CHAT = "chat"
 _CONTEXT = "Context:"
 # No template, tokenizer or text has these.
-_SYSTEM, _ASKED, _ANSWERED, _NEXT = "\x01", "\x02", "\x03", "\x04"
+_PROBES = _SYSTEM, _ASKED, _ANSWERED, _NEXT = "\x01", "\x02", "\x03", "\x04"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(PromptForm):
     """The form of a model with a chat template: documents and question are in the user's turn.
 
-    `takes_system`: the template has a system turn; otherwise the first user turn begins with the instruction.
-    `head`: how all its prompts begin. `end_id`: the token that ends an assistant's turn."""
+    `takes_system`: the template has a system turn; otherwise the first user turn begins with the instruction."""
 
     tokenizer: Any = field(default=None, compare=False)
     takes_system: bool = True
-    head: str = ""
-    end_id: int | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatForm:
         """Return the form of the tokenizer's template. Raises ConfigurationError if it renders no conversation."""
         plain = {each.name: getattr(PLAIN, each.name) for each in fields(PLAIN)}
-        why = "it leaves out a turn"
+        why, known = "it leaves out a turn", tokenizer.added_tokens_decoder
         for takes_system in (True, False):
             form = cls(**plain | {"name": CHAT}, tokenizer=tokenizer, takes_system=takes_system)
             try:
                 text = form.render_conversation(_SYSTEM, [Turn(_ASKED, _ANSWERED)], _NEXT)
-                bare = form._written([_message("user", _ASKED), _message("assistant", _ANSWERED)], opens=False)
             except ChatError as error:
                 why = str(error)
                 continue
-            if all(part in text for part in (_SYSTEM, _ASKED, _ANSWERED, _NEXT)):
-                differs = next(at for at, pair in enumerate(zip(text, bare, strict=False)) if len({*pair}) > 1)
-                return replace(form, head=text[:differs], end_id=_first_special(tokenizer, bare))
+            if all(each in text for each in _PROBES):
+                parts = (text, text.partition(_ANSWERED)[2].strip())
+                ids = [tokenizer.encode(part, add_special_tokens=False)[0] for part in parts]
+                first, end = (each if each in known else None for each in ids)
+                digest = hashlib.sha256(str(tokenizer.get_chat_template()).encode()).hexdigest()
+                head = "" if first is None else known[first].content
+                return replace(form, template_digest=digest, head=head, end_id=end)
         raise ConfigurationError(f"The model's chat template cannot be used ({why}); name another form with --form.")
-
-    @property
-    def template_digest(self) -> str | None:
-        return hashlib.sha256(str(self.tokenizer.get_chat_template()).encode()).hexdigest()
 
     def render_conversation(
         self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
     ) -> str:
-        """As `PromptForm` does; with the generation prompt. Raises ChatError, a ValueError, too."""
-        messages = []
+        """As `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
+        said = [system]
         for turn in (*turns, Turn(question, "", tuple(documents))):
             context = [_CONTEXT, *turn.documents] if turn.documents else []
-            messages += [_message("user", "\n\n".join([*context, turn.question])), _message("assistant", turn.answer)]
-        return self._written(self._opened(system, messages[:-1]))
+            said += ["\n\n".join([*context, turn.question]), turn.answer]
+        for mark in (each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special):
+            if any(mark in each for each in said):
+                raise ValueError(f"A prompt part must not hold {mark}; it would change the prompt's structure.")
+        roles = [*(["system"] if self.takes_system else []), *["user", "assistant"] * (len(turns) + 1)]
+        if not self.takes_system:
+            said[:2] = ["\n\n".join(filter(None, said[:2]))]
+        messages = [{"role": role, "content": each} for role, each in zip(roles[:-1], said[:-1], strict=True)]
+        return render_chat({"messages": messages}, self.tokenizer)[0]
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
         """As `PromptForm` does; the user's turn stays open after the last page."""
-        messages = [_message("user", "\n\n".join([_CONTEXT, *pages]) + _NEXT)]
-        return self._written(self._opened(instruction, messages)).partition(_NEXT)[0]
-
-    def _opened(self, system: str, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages with the instruction, in a turn of its own or in the first one."""
-        if self.takes_system:
-            return [_message("system", system), *messages]
-        return [_message("user", "\n\n".join(filter(None, (system, messages[0]["content"])))), *messages[1:]]
-
-    def _written(self, messages: list[dict[str, str]], *, opens: bool = True) -> str:
-        for mark in (each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special):
-            if any(mark in message["content"] for message in messages):
-                raise ValueError(f"A prompt part must not hold {mark}; it would change the prompt's structure.")
-        return render_chat({"messages": messages, "add_generation_prompt": opens}, self.tokenizer)[0]
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _first_special(tokenizer: Any, chat: str) -> int | None:
-    """Return the token after the answer of a `chat`, if it is one that text cannot have."""
-    ids = tokenizer.encode(chat.partition(_ANSWERED)[2].strip(), add_special_tokens=False)
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+        return self.render_conversation(instruction, (), "\n\n".join([_CONTEXT, *pages]) + _NEXT).partition(_NEXT)[0]
 
 
 FORMS = {form.name: form for form in (SHIPPED, YARDSTICK, PLAIN)}

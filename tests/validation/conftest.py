@@ -61,6 +61,14 @@ def chat_tokenizer():
     return build
 
 
+@pytest.fixture(scope="session")
+def chat_model_path(chat_tokenizer, tmp_path_factory):
+    """The folder of such a tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    chat_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def check_refused(tmp_path, monkeypatch, capsys):
     """Checks that a command line is bad usage: one sentence that holds the one given, and nothing written."""
