@@ -84,7 +84,7 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed-validation-$(KIND)
 	@touch $@
 
 # Enough of every family to see what reuse does to it, and to bound nothing.
-REAL := --groups 3 --questions 1 --tokens 640 --max-tokens 16 --output results/real.json
+REAL := --groups 2 --questions 1 --tokens 640 --max-tokens 16 --output results/real.json
 validate-real: $(VENV)/.installed-smollm2 ## compare answers of a pretrained model, SmolLM2-135M-Instruct
 	$(RUN) -m validation quality --model smollm2 $(REAL) $(ARGS)
 
