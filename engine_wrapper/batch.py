@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from engine_wrapper.layer_schedule import AttentionMass, EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
+from engine_wrapper.layer_schedule import (
+    MASS_ROWS,
+    AttentionMass,
+    EvidenceSink,
+    LayerSchedule,
+    lowest_schedule,
+    schedule_of,
+)
 from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.device import HostCopy
 from kernels.layout import to_device
@@ -133,11 +140,20 @@ def run_works(
 def attention_of(
     work: SequenceWork, num_layers: int, max_rows: int | None, ranks: Ranks, run: Callable[[LayerSchedule], object]
 ) -> torch.Tensor:
-    """Run a work without a check, in parts of at most `max_rows` rows; return what `AttentionMass.total` does."""
+    """Run a work without a check, in parts of at most `max_rows` rows. Return the attention that its last MASS_ROWS
+    rows give to each of its tokens, float32 [tokens], over all heads of all ranks."""
+    after, found = len(work.positions), list[torch.Tensor]()
     for (part,) in micro_batches([work], num_layers, max_rows):
-        mass = AttentionMass(part.work, num_layers)
+        after -= len(part.work.positions)
+        count = min(MASS_ROWS - after, len(part.work.positions))
+        mass = AttentionMass(part.work, count, num_layers) if count > 0 else None
         run(replace(schedule_of([part.work], num_layers), mass=mass))
-    return mass.total(ranks)
+        if mass is not None:
+            found.append(mass.total(ranks))
+    *earlier, total = found
+    for each in earlier:
+        total[: len(each)] += each
+    return total
 
 
 def with_lowest_layers_run(

@@ -291,4 +291,5 @@ class PendingCheck:
             is_dropped=choice.is_dropped,
             sampled_tokens=self.sample.tokens,
             sampled_deviation=self.sample.deviation,
+            exceeds_levels=share_for(self.check, self.sample.deviation) in (None, 1.0),
         )

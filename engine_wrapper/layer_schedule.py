@@ -96,10 +96,9 @@ class LayerSchedule:
 
 
 class AttentionMass:
-    """The attention that the last rows of one request give to each of its tokens, over the upper half of the layers."""
+    """The attention that the last `count` rows of one work give to each token, over the upper half of the layers."""
 
-    def __init__(self, work: SequenceWork, num_layers: int) -> None:
-        count = min(MASS_ROWS, len(work.positions))
+    def __init__(self, work: SequenceWork, count: int, num_layers: int) -> None:
         self._sequence = SequenceRows(0, torch.from_numpy(work.positions[-count:]), work.block_ids)
         self._first_layer = num_layers // 2
         self._found: torch.Tensor | None = None

@@ -16,11 +16,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.policy import ReusePolicy, parse_policy
+from semblend_trt.policy import MaxKl, ReusePolicy, parse_max_kl, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -162,6 +162,11 @@ class ReuseSettings(SettingsGroup):
     """JSON file of the reuse profile for policy verified, made by a calibration."""
     profile_trial: bool = False
     """Use the profile without its evidence, as a calibration does: text may be served unchecked."""
+    max_kl: Annotated[MaxKl, BeforeValidator(parse_max_kl)] = "rounding"
+    """How far an answer may be from a cold run's: the mean KL to its distribution over its own answer, in nats. Policy
+    verified reuses moved text only within it; rounding is twice the profile's rounding floor, unbounded is no bound."""
+    risk: float = Field(0.05, ge=0.001, le=0.999)
+    """Share of the answers that may be further away than SEMBLEND_MAX_KL."""
     recompute_boundary_layer: int = Field(0, ge=0, le=4096)
     """Policy boundary computes this many lowest layers for every token."""
     epic_tokens: int = Field(16, ge=1, le=1 << 20)
@@ -299,6 +304,20 @@ class FleetSettings(SettingsGroup):
 class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings, DiscoverySettings, ReuseSettings):
     """What a user may set. Arguments win over the environment; see `load_settings` for errors of our own."""
 
+    @model_validator(mode="after")
+    def _check_bound(self) -> Settings:
+        """Refuse a bound that nothing keeps, and a risk without a bound."""
+        given = [variables_of(name)[1] for name in ("max_kl", "risk") if name in self.model_fields_set]
+        if given and self.policy is not ReusePolicy.VERIFIED:
+            raise ConfigurationError(
+                f"{given[0]} is set, but policy {self.policy.value} keeps no bound; unset it, or use policy verified"
+            )
+        if self.max_kl == "unbounded" and "risk" in self.model_fields_set:
+            raise ConfigurationError(
+                f"SEMBLEND_RISK is {self.risk:g}, but SEMBLEND_MAX_KL is unbounded, which no answer exceeds; unset one"
+            )
+        return self
+
 
 def load_settings(**overrides: Any) -> Settings:
     """Reads the settings; `overrides` win over the environment.
@@ -325,13 +344,15 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
-    name = str(detail["loc"][0]) if detail["loc"] else "settings"
+    problem = detail.get("ctx", {}).get("error")
+    if not detail["loc"]:
+        return str(problem)
+    name = str(detail["loc"][0])
     field = Settings.model_fields.get(name)
     if field is None:
         close = difflib.get_close_matches(name, Settings.model_fields, n=1)
         return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
     source = name if name in overrides else variable_in_use(name) or name
-    problem = detail.get("ctx", {}).get("error")
     if isinstance(problem, ConfigurationError):
         return f"{source}: {problem}"
     is_secret = SecretStr in (field.annotation, *get_args(field.annotation))
@@ -393,6 +414,8 @@ def allowed_by(field: FieldInfo) -> str:
         return ", ".join(each.value for each in field.annotation)
     if field.annotation is bool:
         return "0 or 1"
+    if field.annotation == MaxKl:
+        return "a number above 0, rounding or unbounded"
     bounds = {
         name: getattr(item, name)
         for item in field.metadata

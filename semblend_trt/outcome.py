@@ -19,8 +19,16 @@ MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
 _RECEIPT = (
-    *("outcome", "reason", "policy", "profile", "generation", "exact_prefix_tokens", "offered_tokens"),
-    *("sampled_tokens", "checked_tokens", "reused_tokens", "recomputed_tokens", "largest_kept"),
+    *("outcome", "reason", "policy", "profile", "max_kl", "risk", "generation", "exact_prefix_tokens"),
+    *(
+        "offered_tokens",
+        "sampled_tokens",
+        "sampled_deviation",
+        "checked_tokens",
+        "reused_tokens",
+        "recomputed_tokens",
+        "largest_kept",
+    ),
 )
 
 
@@ -49,10 +57,10 @@ class ReuseReport:
 
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
     `sampled_tokens` before them, whose mean deviation is `sampled_deviation`. `largest_kept` is the largest deviation
-    among those reused. `computed_holes` are
-    tokens promised to the engine that the wrapper computed, recomputed ones among them. `generation` is the highest of
-    the donors used. `profile` is the SHA-256 of the reuse profile, in hex. While a check's result is not known, what it
-    decides is None, and only what needs no check counts as reused."""
+    among those reused. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
+    among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex;
+    `max_kl` (nats) and `risk` are of its bound, None without one. While a check's result is not known, what it decides
+    is None, and only what needs no check counts as reused."""
 
     outcome: str
     reason: str | None
@@ -68,6 +76,8 @@ class ReuseReport:
     generation: int = 0
     policy: str | None = None
     profile: str | None = None
+    max_kl: float | None = None
+    risk: float | None = None
     nearest: tuple[Neighbour, ...] = ()
 
     @property
@@ -78,9 +88,9 @@ class ReuseReport:
     @property
     def receipt(self) -> dict[str, Any]:
         """Return what an answer's usage says under RECEIPT, in JSON's values; docs/receipts.md describes it."""
-        largest = self.largest_kept
-        is_number = largest is not None and math.isfinite(largest)  # JSON has no infinities
-        return {name: getattr(self, name) for name in _RECEIPT} | {"largest_kept": largest if is_number else None}
+        found = {name: getattr(self, name) for name in _RECEIPT}
+        # JSON has no infinities.
+        return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in found.items()}
 
 
 class OutcomeLedger:
@@ -213,6 +223,9 @@ _REQUEST = {
     "profile_unreadable": "Mend the file that SEMBLEND_PROFILE names; the log says why it cannot be read.",
     "profile_writable": "Take the profile from other users, as chmod go-w or chown do; the log names the path.",
     "profile_evidence": "Calibrate again; the profile was edited, or lacks evidence for its very terms.",
+    "bound_broken": "Calibrate on this traffic: spot checks found the profile's promise broken (receipts.md).",
+    "no_bound": "Raise SEMBLEND_MAX_KL or SEMBLEND_RISK, or calibrate on more prompts; within both, no bound of the "
+    "profile lets moved text be reused.",
     "check_needs_wrapper": "Use the wrapper; a stock engine would not run the check that the policy needs.",
     "head_needs_wrapper": "Use the wrapper; a stock engine would not compute the heads that policy epic needs.",
     "boundary_needs_wrapper": "Use the wrapper; a stock engine would not compute policy boundary's layers.",
@@ -224,6 +237,8 @@ _PLAN = {
     "target_blocks": "The blocks do not fit the plan; the wrapper computes everything.",
     "load_failed": "Donors' KV could not be placed on some rank. The wrapper computes everything and drops the donors; "
     "a stock engine raises, since it skips those tokens in any case.",
+    "risk_above_bound": "The sample deviates by more than the bound's levels allow, and everything is computed. Raise "
+    "SEMBLEND_MAX_KL or SEMBLEND_RISK, or calibrate on such prompts.",
     "deviation": "The check found more than the profile allows; the span or the tokens are computed in all layers.",
 }
 _ATTACHMENT = {

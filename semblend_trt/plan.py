@@ -71,7 +71,7 @@ class CheckEvidence:
     `checked_tokens` were compared with their donor's KV, in whole windows; `sampled_tokens` of all windows came first.
     `reused_tokens` keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest
     deviation of a compared and reused token, else 0.0. `is_dropped`: everything was computed, as too little was
-    saved, or too much at risk. `sampled_deviation`: the sample's mean deviation, else 0.0."""
+    saved, or too much at risk: `exceeds_levels`. `sampled_deviation`: the sample's mean deviation, else 0.0."""
 
     request_id: int
     offered_tokens: int
@@ -82,6 +82,7 @@ class CheckEvidence:
     is_dropped: bool
     sampled_tokens: int = 0
     sampled_deviation: float = 0.0
+    exceeds_levels: bool = False
 
 
 class EngineMode(str, Enum):

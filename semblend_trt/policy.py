@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
@@ -36,6 +37,8 @@ class ReusePolicy(str, Enum):
 EXACT_ONLY = "semblend.exact_only"
 # With this entry it reuses and leaves nothing: a cold run to compare an answer with.
 COLD = "semblend.cold"
+# Reuse profiles, by the SHA-256 of their files, under which the request reuses only what equals a cold run.
+BROKEN_PROFILES = "semblend.broken_profiles"
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
@@ -46,6 +49,25 @@ def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
     except ValueError:
         names = ", ".join(policy.value for policy in ReusePolicy)
         raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {names}") from None
+
+
+# What SEMBLEND_MAX_KL may be: nats, twice the rounding floor, or no bound.
+MaxKl = float | Literal["rounding", "unbounded"]
+_NAMED: dict[str, MaxKl] = {"rounding": "rounding", "unbounded": "unbounded"}
+
+
+def parse_max_kl(value: object) -> MaxKl:
+    """Return the bound that a text or a number names. Raises ConfigurationError for a number that is not above 0."""
+    name = str(value).strip().lower()
+    if (named := _NAMED.get(name)) is not None:
+        return named
+    try:
+        nats = float(name)
+    except ValueError:
+        nats = math.nan
+    if not 0.0 < nats < math.inf:
+        raise ConfigurationError(f"{name[:64]!r} is no number of nats above 0; use one, rounding or unbounded")
+    return nats
 
 
 class PolicySettings(Protocol):

@@ -12,10 +12,12 @@ import json
 import logging
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from semblend_trt import __version__
@@ -30,14 +32,15 @@ from semblend_trt.namespace import (
     is_content,
     is_unknown,
 )
-from semblend_trt.plan import WINDOW_TOKENS, EngineMode, ReuseTerms, SpanCheck
+from semblend_trt.plan import WINDOW_TOKENS, BudgetLevel, EngineMode, ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
+    from semblend_trt.policy import MaxKl
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +111,32 @@ class ProfileCheck(_Part):
         return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
 
 
+class ProfileLevel(_Part):
+    """If a sample's mean deviation is at most `deviation`, the `share` of a plan's checked tokens is computed."""
+
+    deviation: Annotated[float, Field(ge=0.0)]
+    share: Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ProfileBound(_Part):
+    """With these levels, at most the share `risk` of the answers is further than `max_kl` nats from a cold run's.
+
+    That distance is the mean KL over cold's own answer. Beyond the last level everything is computed. Without levels
+    nothing may be reused that was moved."""
+
+    max_kl: Annotated[float, Field(gt=0.0)]
+    risk: Annotated[float, Field(gt=0.0, lt=1.0)]
+    levels: list[ProfileLevel]
+
+    @field_validator("levels")
+    @classmethod
+    def _check_order(cls, value: list[ProfileLevel]) -> list[ProfileLevel]:
+        for below, above in pairwise(value):
+            if below.deviation >= above.deviation or below.share > above.share:
+                raise ValueError(f"level {above} follows {below}; the deviation must rise, and the share must not fall")
+        return value
+
+
 class ProfileGeometry(_Part):
     """Sizes of one rank's KV; they decide whether the layers of a profile exist."""
 
@@ -134,11 +163,25 @@ class _Figure(BaseModel):
     stage: str = ""
     candidate: str = ""
     holds: bool = False
+    max_kl: float = 0.0
+    risk: float = 0.0
+    prompts: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    broken: Annotated[int, Field(ge=0)] = 0
 
     def shows(self, margin: float) -> bool:
         """Return whether a family loses at most the margin, in enough groups to have shown a larger loss."""
         lower = (self.likelihood_vs_cold or {}).get("lower", -1.0)
         return self.what == "confirmed" and lower >= -margin and (1.0 - margin) ** self.groups <= 1.0 - _CONFIDENCE
+
+    def refutes(self, bound: ProfileBound) -> bool:
+        """Return whether the share of broken answers has a lower limit above the bound's risk (Clopper and Pearson,
+        Biometrika 1934)."""
+        more, odds = np.arange(1, self.prompts + 1), bound.risk / (1.0 - bound.risk)
+        logarithms = np.cumsum(
+            np.log((self.prompts + 1 - more) / more * odds)
+        )  # of the chances of `more` to those of 0
+        tail = np.exp(logarithms + self.prompts * np.log1p(-bound.risk))[max(0, self.broken - 1) :].sum()
+        return self.broken > 0 and bool(tail < 1.0 - _CONFIDENCE)
 
 
 class ReuseProfile(_Part):
@@ -146,7 +189,9 @@ class ReuseProfile(_Part):
 
     The first `head_tokens` tokens of every run are always computed. KV computed after checked KV becomes a donor of the
     next generation, up to `generations`; such a donor is always checked. `engines` are engines with their cache
-    layouts, as a namespace names them. `digest` is that of all other fields, as `write` made it."""
+    layouts, as a namespace names them. `bounds` say how much of a plan is computed for a stated distance from cold;
+    `floor` is the mean KL of two cold runs, in nats, by rounding alone. `template`: SHA-256 of the chat template that
+    they were measured with. `digest` is that of all other fields, as `write` made it."""
 
     schema_version: Literal[2] = 2
     version: str
@@ -158,6 +203,9 @@ class ReuseProfile(_Part):
     boundary: Annotated[int, Field(ge=0, le=_MAX_LAYERS)] = 0
     head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
     generations: Annotated[int, Field(ge=0, le=_MAX_GENERATIONS)] = 0
+    bounds: list[ProfileBound] = Field(default_factory=list)
+    floor: Annotated[float, Field(ge=0.0)] | None = None
+    template: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     figures: list[JsonValue] = Field(default_factory=list)
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
     versions: dict[str, str] = Field(default_factory=dict)
@@ -204,6 +252,11 @@ class ReuseProfile(_Part):
                 f"boundary {self.boundary} computes every token, and a sample of one in {check.sample_every} does not; "
                 "one of them has to be 0"
             )
+        if self.bounds and (check is None or not check.sample_every or self.generations):
+            raise ValueError(
+                f"bounds need a check with a sample and 0 generations; policy {self.policy} has check {check} and "
+                f"{self.generations} generations"
+            )
         for name in ("head_tokens", "generations"):
             if getattr(self, name) and self.policy != "verified":
                 raise ValueError(f"policy {self.policy} has {name} {getattr(self, name)}; only verified may have some")
@@ -215,23 +268,12 @@ class ReuseProfile(_Part):
 
     @classmethod
     def made_for(
-        cls,
-        namespace: CacheNamespace,
-        geometry: KvGeometry,
-        *,
-        policy: ReusePolicy | str,
-        check: ProfileCheck | None = None,
-        boundary: int = 0,
-        head_tokens: int = 0,
-        generations: int = 0,
-        figures: list[JsonValue] | None = None,
-        versions: Mapping[str, str] | None = None,
-        command: str = "",
+        cls, namespace: CacheNamespace, geometry: KvGeometry, *, policy: ReusePolicy | str, **fields: Any
     ) -> ReuseProfile:
-        """Make the profile of an engine's own namespace, dated today (UTC). Raises ConfigurationError for a value out
-        of range, or an unknown field of the namespace: it would match nothing."""
-        fields = _bound_fields(namespace)
-        unknown = [_BOUND[name] for name, value in fields.items() if _is_unknown(name, value)]
+        """Make the profile of an engine's own namespace, dated today (UTC), with these `fields`. Raises
+        ConfigurationError for a value out of range, or an unknown field of the namespace: it would match nothing."""
+        own = _bound_fields(namespace)
+        unknown = [_BOUND[name] for name, value in own.items() if _is_unknown(name, value)]
         unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
         if unknown:
             raise ConfigurationError(
@@ -241,18 +283,12 @@ class ReuseProfile(_Part):
         try:
             return cls(
                 version=__version__,
-                namespace=fields,
+                namespace=own,
                 engines=[namespace.backend_cache_layout],
                 geometry=ProfileGeometry.of(geometry),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
-                check=check,
-                boundary=boundary,
-                head_tokens=head_tokens,
-                generations=generations,
-                figures=figures or [],
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                versions=dict(versions or {}),
-                command=command,
+                **fields,
             )
         except ValidationError as error:
             raise ConfigurationError(f"a reuse profile cannot be made: {_sentence(error)}") from error
@@ -322,16 +358,19 @@ class ReuseProfile(_Part):
             f"lowest of this model that has; {_MAKE_AGAIN}."
         )
 
-    def evidence_refusal(self) -> str | None:
+    def evidence_refusal(self, max_kl: MaxKl = "rounding", risk: float = 0.05) -> str | None:
         """Return what the figures lack to justify these terms. All but exact need a digest and the confirmation of
-        these very terms. Terms that leave text unchecked also need every family of EVIDENCE_FAMILIES within the margin
-        of a rule, at most EVIDENCE_MARGIN."""
+        these very terms. With bounds that is the confirmation of the one for these settings. Without, terms that leave
+        text unchecked also need every family of EVIDENCE_FAMILIES within the margin of a rule, at most
+        EVIDENCE_MARGIN."""
         if self.policy == ReusePolicy.EXACT.value:
             return None
         figures = list[_Figure]()
         for figure in self.figures:
             with suppress(ValidationError):
                 figures.append(_Figure.model_validate(figure))
+        if self.bounds:
+            return self._bound_refusal(self.bound_for(max_kl, risk), figures)
         margin = next((each.margin for each in figures if each.what == "rule"), 0.0)
         shown = {each.family for each in figures if each.shows(margin)}
         name, check, parts = terms_name(self.policy, self.boundary, self.check), self.check, list[str]()
@@ -348,9 +387,41 @@ class ReuseProfile(_Part):
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
         return f"The profile's evidence for its terms ({name}) lacks {lacking}; {_MAKE_AGAIN}." if lacking else None
 
+    def _bound_refusal(self, bound: ProfileBound | None, figures: Sequence[_Figure]) -> str | None:
+        lacking = [] if self.digest is not None else ["a digest"]
+        if bound is not None:
+            own = [each for each in figures if each.what == "bound_confirmed" and each.prompts]
+            own = [each for each in own if (each.max_kl, each.risk) == (bound.max_kl, bound.risk)]
+            if not own or any(each.refutes(bound) for each in own):
+                lacking.append(f"a confirmation of its bound, {bound.max_kl:.4g} nats at a risk of {bound.risk:.4g}")
+        return f"The profile's evidence lacks {' and '.join(lacking)}; {_MAKE_AGAIN}." if lacking else None
+
+    def bound_for(self, max_kl: MaxKl, risk: float) -> ProfileBound | None:
+        """Return the loosest bound within `max_kl` nats and `risk`; None where none is, or no bound is asked for."""
+        if max_kl == "rounding":
+            max_kl = 0.0 if self.floor is None else 2.0 * self.floor
+        if isinstance(max_kl, str):
+            return None
+        fitting = [each for each in self.bounds if each.max_kl <= max_kl and each.risk <= risk]
+        return max(fitting, key=lambda each: (each.max_kl, each.risk), default=None)
+
+    def terms_for(self, max_kl: MaxKl, risk: float) -> ReuseTerms | None:
+        """Return how runs that are not exact are executed within `max_kl` nats and `risk`; None for exact spans only.
+
+        A profile without bounds has its own terms for `rounding`, the default, and none for a number."""
+        if max_kl == "unbounded":
+            return ReuseTerms()
+        own, bound = self.terms, self.bound_for(max_kl, risk)
+        if not self.bounds and max_kl == "rounding":
+            return own
+        if bound is None or not bound.levels or own is None or own.check is None:
+            return None
+        levels = tuple(BudgetLevel(each.deviation, each.share) for each in bound.levels)
+        return replace(own, check=replace(own.check, levels=levels))
+
     @property
     def terms(self) -> ReuseTerms | None:
-        """How runs that are not exact are executed; None when the profile justifies exact spans only."""
+        """How runs that are not exact are executed without a bound; None for exact spans only."""
         if self.policy == "exact":
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
@@ -432,12 +503,14 @@ def _sentence(error: ValidationError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
-    """The `profile` that holds for a namespace, or why it does not: `refusal`, and the sentences for the log."""
+    """The `profile` that holds for a namespace, or why it does not: `refusal`, and the sentences for the log.
+    `bound`: the profile's for the settings, if any."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
     differences: tuple[str, ...] = ()
     digest: str | None = None
+    bound: ProfileBound | None = None
 
 
 class ProfileMatcher:
@@ -448,6 +521,7 @@ class ProfileMatcher:
         self._path = settings.profile_path
         self._profile: ReuseProfile | None = None
         self._digest: str | None = None
+        self._asked = settings.max_kl, settings.risk
         self._without = ProfileMatch(None)
         self._matches: dict[str | None, ProfileMatch] = {}
         self._logged: dict[str | None, EngineMode] = {}
@@ -461,8 +535,10 @@ class ProfileMatcher:
             profile, self._digest = ReuseProfile.read_with_digest(self._path)
             if settings.profile_trial:
                 logger.warning("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
-            elif (lacking := profile.evidence_refusal()) is not None:
+            elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
                 raise ProfileError(lacking, "profile_evidence")
+            elif profile.terms is not None and not profile.bounds:
+                logger.warning("reuse profile %s states no bound for answers; %s", self._path, _MAKE_AGAIN)
             self._profile = profile
         except ProfileError as error:
             self._without = ProfileMatch(None, error.reason, (str(error),))
@@ -491,7 +567,7 @@ class ProfileMatcher:
             return ProfileMatch(None, "profile_mismatch", tuple(differences))
         if (too_low := self._profile.check_refusal(self._lowest)) is not None:
             return ProfileMatch(None, "profile_check_layer", (too_low,))
-        return ProfileMatch(self._profile, digest=self._digest)
+        return ProfileMatch(self._profile, digest=self._digest, bound=self._profile.bound_for(*self._asked))
 
     def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:

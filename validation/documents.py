@@ -6,12 +6,12 @@ import functools
 import importlib.resources
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -131,14 +131,19 @@ def missing_stock_question(rng: random.Random) -> Question:
     return Question(f"How many {rng.choice(_ITEMS)} are in {place_name(rng)}?", "unknown")
 
 
-def fact_sheet(rng: random.Random, people: int = 4) -> Document:
-    """Return short sentences on `people` persons: badge number, city, trade and year of birth, four questions each."""
-    names: dict[str, None] = {}
-    while len(names) < people:
-        names[f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"] = None
-    paragraphs: list[str] = []
-    questions: list[Question] = []
-    for name in names:
+def names(rng: random.Random, count: int) -> list[str]:
+    """Return the names of `count` different people."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"] = None
+    return list(found)
+
+
+def biographies(rng: random.Random, count: int) -> list[Document]:
+    """Return sentences on each of `count` people: badge number, city, trade and year of birth, in any order.
+    The four questions are in this one."""
+    found = []
+    for name in names(rng, count):
         badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
         city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
         sentences = [
@@ -148,14 +153,54 @@ def fact_sheet(rng: random.Random, people: int = 4) -> Document:
             rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
         ]
         rng.shuffle(sentences)
-        paragraphs.append(" ".join(sentences))
-        questions += [
+        questions = (
             Question(f"What is the badge number of {name}?", badge),
             Question(f"Where does {name} live?", city),
             Question(f"What is the trade of {name}?", trade),
             Question(f"In which year was {name} born?", year),
-        ]
-    return Document("\n".join(paragraphs), tuple(questions))
+        )
+        found.append(Document(" ".join(sentences), questions))
+    return found
+
+
+def fact_sheet(rng: random.Random, people: int = 4) -> Document:
+    """Return `biographies` as one document, a paragraph each."""
+    found = biographies(rng, people)
+    return Document("\n".join(each.text for each in found), tuple(q for each in found for q in each.questions))
+
+
+def name_of(person: Document) -> str:
+    """Return whom one of the `biographies` is on."""
+    return person.questions[1].text.removeprefix("Where does ").removesuffix(" live?")
+
+
+def records(rng: random.Random, count: int) -> Iterator[Document]:
+    """Yield records of `count` people. Only the first line of a record names its person."""
+    for person in biographies(rng, count):
+        badge, city, trade, year = (question.answer for question in person.questions)
+        text = (
+            f"{name_of(person)}\nThe badge number is {badge}. The holder of the badge works as a {trade} and lives in "
+            f"{city}. The holder was born in {year}, and has worked for the company for many years. The badge opens "
+            f"the doors of the building in {city} and has to be shown at the gate every morning. A lost badge must be "
+            "reported to the office on the same day."
+        )
+        yield Document(text, person.questions)
+
+
+def renamed(document: Document, old: str, new: str) -> Document:
+    """Return the document and its questions with another name."""
+    questions = (replace(each, text=each.text.replace(old, new)) for each in document.questions)
+    return Document(document.text.replace(old, new), tuple(questions))
+
+
+def desks(numbers: Sequence[int], owners: Sequence[Document]) -> Document:
+    """Return which of the `biographies`' people each desk belongs to; questions ask where a desk's owner lives."""
+    pairs = list(zip(numbers, owners, strict=True))
+    lines = (f"Desk {number} belongs to {name_of(owner)}." for number, owner in pairs)
+    homes = (
+        Question(f"Where does the owner of desk {number} live?", owner.questions[1].answer) for number, owner in pairs
+    )
+    return Document("\n".join(("Register of desks.", *lines)), tuple(homes))
 
 
 def excerpt(rng: random.Random, characters: int) -> Document:

@@ -20,6 +20,8 @@ from validation.samples import Answer, Reuse, Sample, sample_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     from validation.cases import TokenisedCase
     from validation.engines import ArmEngine, AuditFile, Engines
 
@@ -115,13 +117,22 @@ class _CaseServer:
 
 class BatchServer(_CaseServer):
     """Serve cases in batches under any arm: donors of many groups first, then their prompts together.
-    With `likelihoods`, it serves a prompt again if the answer was not the scored one."""
+    With `likelihoods`, it serves a prompt again if the answer was not the scored one.
+    With `judged`, every arm is forced along cold's own greedy answer, and its tokens are the likeliest there.
+    A prompt with a reference is then served again for the reference's loss, and for the text of a changed answer."""
 
     def __init__(
-        self, engines: Engines, cases: Sequence[Case], settings: ServingSettings, *, likelihoods: bool = False
+        self,
+        engines: Engines,
+        cases: Sequence[Case],
+        settings: ServingSettings,
+        *,
+        likelihoods: bool = False,
+        judged: bool = False,
     ) -> None:
         super().__init__(engines, cases, settings)
-        self._likelihoods = likelihoods
+        self._likelihoods, self._judged = likelihoods, judged
+        self._colds: dict[str, _ColdAnswer] = {}
         self._cold: dict[str, Answer] = {}
         self._scored: dict[str, tuple[int, ...]] = {}
         self._kept: _KeptEngine | None = None
@@ -197,6 +208,9 @@ class BatchServer(_CaseServer):
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
+            if self._judged:
+                yield from zip((case.id for case in cases), self._judge(server, cases), strict=True)
+                continue
             # Without one right answer, the reference is scored.
             forced = [None if case.known_answer else self._tokens[case.id].forced for case in cases]
             answers = self._asked(server, cases, forced)
@@ -209,6 +223,34 @@ class BatchServer(_CaseServer):
     ) -> list[Answer]:
         salts = [case.group if server.arm.isolated else None for case in cases]
         return server.answers([self._tokens[case.id].prompt for case in cases], salts, forced)
+
+    def _judge(self, server: ArmServer, cases: Sequence[Case]) -> list[Answer]:
+        colds = [self._colds.get(case.id) for case in cases]
+        found = self._asked(server, cases, [None if cold is None else cold.tokens for cold in colds])
+        for index, (case, answer) in enumerate(zip(cases, found, strict=True)):
+            # Cold is asked first: its answer is the one along which the other arms are forced.
+            cold = self._colds.setdefault(case.id, _ColdAnswer.of(answer))
+            text = cold.text if answer.tokens == cold.tokens else answer.text
+            found[index] = replace(answer, text=text, loss=None, answer_kl=cold.kl(answer.logits)).with_first_row()
+        scored = [index for index, case in enumerate(cases) if self._tokens[case.id].forced is not None]
+        references = [self._tokens[cases[index].id].forced for index in scored]
+        for index, answer in self._again(server, cases, scored, references):
+            found[index] = replace(found[index], loss=answer.loss)
+        # After a token that is not cold's, the arm's own answer goes on in another way.
+        changed = [index for index in scored if found[index].tokens != self._colds[cases[index].id].tokens]
+        for index, answer in self._again(server, cases, changed, [None] * len(changed)):
+            found[index] = replace(found[index], text=answer.text)
+        return found
+
+    def _again(
+        self,
+        server: ArmServer,
+        cases: Sequence[Case],
+        chosen: Sequence[int],
+        forced: Sequence[tuple[int, ...] | None],
+    ) -> Iterator[tuple[int, Answer]]:
+        answers = self._asked(server, [cases[index] for index in chosen], forced) if chosen else []
+        return zip(chosen, answers, strict=True)
 
     def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
         for case, answer in zip(cases, answers, strict=True):
@@ -248,6 +290,25 @@ class BatchServer(_CaseServer):
             min_span=settings.min_span,
             batch_size=settings.batch,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _ColdAnswer:
+    """Cold's greedy answer. `log_probabilities`: float16 [tokens, vocabulary] on the host, half of float32's bytes."""
+
+    tokens: tuple[int, ...]
+    text: str
+    log_probabilities: torch.Tensor
+
+    @classmethod
+    def of(cls, answer: Answer) -> _ColdAnswer:
+        logits = answer.logits[: len(answer.tokens)].float()
+        return cls(answer.tokens, answer.text, logits.log_softmax(dim=-1).half().cpu())
+
+    def kl(self, logits: torch.Tensor) -> float:
+        """Return the mean KL in nats to `logits` [tokens, vocabulary] of the same tokens."""
+        # Taken as logits, what float16 rounds away changes the KL in second order only.
+        return metrics.kl_divergence(self.log_probabilities.to(logits.device), logits[: len(self.tokens)])
 
 
 @dataclass(slots=True)

@@ -37,6 +37,12 @@ def exact_match(answer: str, reference: str) -> bool:
     return normalised_words(answer) == normalised_words(reference)
 
 
+def contains(answer: str, part: str) -> bool:
+    """Return whether the normalised words of `part`, at least one, stand together in those of `answer`."""
+    ours, theirs = (f" {' '.join(normalised_words(text))} " for text in (answer, part))
+    return bool(theirs.strip()) and theirs in ours
+
+
 def token_f1(answer: str, reference: str) -> float:
     """Return the harmonic mean of precision and recall over normalised words, 0..1 (SQuAD); 1 for two empty texts."""
     ours, theirs = normalised_words(answer), normalised_words(reference)
@@ -73,10 +79,10 @@ def perplexity(nats: float) -> float:
 
 
 def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float:
-    """Return KL(reference || other) in nats between two rows of logits [vocabulary]; never below 0."""
+    """Return KL(reference || other) in nats between logits [..., vocabulary]; the mean over rows, never below 0."""
     reference = torch.log_softmax(reference_logits.double(), dim=-1)
     other = torch.log_softmax(logits.double(), dim=-1)
-    return max(0.0, float((reference.exp() * (reference - other)).sum()))
+    return float((reference.exp() * (reference - other)).sum(dim=-1).clamp(min=0.0).mean())
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -29,7 +29,7 @@ from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
-from semblend_trt.policy import COLD, EXACT_ONLY
+from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ class RequestView:
         asked = getattr(request, "kv_transfer_params", None)
         self.exact_only = isinstance(asked, dict) and asked.get(EXACT_ONLY) is True
         self.cold = isinstance(asked, dict) and asked.get(COLD) is True
+        broken = asked.get(BROKEN_PROFILES) if isinstance(asked, dict) else None
+        self.broken_profiles = broken if isinstance(broken, list) else []
         self._request = request
         if taken_tokens is not None:
             self.py_num_connector_matched_tokens = taken_tokens

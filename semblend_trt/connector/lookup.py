@@ -158,7 +158,9 @@ class Lookup:
         prompt = tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
-        tracked.profile = match.digest
+        if match.digest in getattr(request, "broken_profiles", ()):
+            match = replace(match, profile=None, refusal="bound_broken", bound=None)
+        tracked.profile, tracked.bound = match.digest, match.bound
         planned, tracked.leases = self.planner.plan(
             LookupRequest(
                 request_id=request_id,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.catalog import Lease
     from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.reuse_profile import ProfileBound
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -239,9 +240,9 @@ def _wrong_in(metadata: object) -> str | None:
 class TrackedRequest:
     """One request between its look-up and its end.
 
-    `reason`: why no KV was placed, or not all. `profile`: SHA-256 of its reuse profile. `is_followed`: the workers can
-    save it from `block_ids`. `is_scheduled`: before that its matched tokens are still to be loaded. `evidence`: None
-    until the engine reports the check of the plan."""
+    `reason`: why no KV was placed, or not all. `profile`: SHA-256 of its reuse profile; `bound`: the profile's, if any.
+    `is_followed`: the workers can save it from `block_ids`. `is_scheduled`: before that its matched tokens are still to
+    be loaded. `evidence`: None until the engine reports the check of the plan."""
 
     request_id: int
     namespace_key: str
@@ -250,6 +251,7 @@ class TrackedRequest:
     plan: SemanticKvPlan | None = None
     reason: str | None = None
     profile: str | None = None
+    bound: ProfileBound | None = None
     runs_found: int = 0
     leases: list[Lease] = field(default_factory=list)
     intent: SaveIntent | None = None
@@ -490,7 +492,8 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
             return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
         # Exact spans before dropped ones stay in use.
         used = evidence.reused_tokens > 0
-        return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, "deviation"
+        reason = "risk_above_bound" if evidence.exceeds_levels else "deviation"
+        return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, reason
     found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
     if found or tracked.reason in ("internal_error", "lookup_timeout", "lookup_bound"):
         return Outcome.BACKEND_DECLINED_REUSE, tracked.reason
@@ -506,6 +509,8 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         exact_prefix_tokens=tracked.num_computed_tokens,
         policy=policy,
         profile=tracked.profile,
+        max_kl=None if tracked.bound is None else tracked.bound.max_kl,
+        risk=None if tracked.bound is None else tracked.bound.risk,
     )
     plan = tracked.plan
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:

@@ -140,7 +140,8 @@ class Planner:
     shorter than a span); hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no
     hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands). Where only
     runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
-    exact KV); the refusal of `ProfileMatch`; no_publication_guard (approximate KV could be published);
+    exact KV); the refusal of `ProfileMatch`; no_bound (no bound of the profile is within the settings, or it lets
+    nothing be reused); no_publication_guard (approximate KV could be published);
     check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine)."""
 
     def __init__(
@@ -235,7 +236,9 @@ class Planner:
                 return None, "check_needs_wrapper"
             if request.profile is None:
                 return None, request.profile_refusal
-            terms = request.profile.terms
+            terms = request.profile.terms_for(self._settings.max_kl, self._settings.risk)
+            if terms is None and request.profile.terms is not None:
+                return None, "no_bound"
         if terms is None:
             return None, "not_exact"
         if request.mode is EngineMode.STOCK and terms.wrapper_reason is not None:

@@ -160,9 +160,10 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     if settings.profile_path is None:
         yield _profile.note(f"only identical text from position 0 is reused. {advice('no_profile')}", "no_profile")
         return
+    asked = settings.max_kl, settings.risk
     try:
         held = ReuseProfile.read(settings.profile_path)
-        if (lacking := held.evidence_refusal()) is not None and not settings.profile_trial:
+        if (lacking := held.evidence_refusal(*asked)) is not None and not settings.profile_trial:
             raise ProfileError(lacking, "profile_evidence")
     except ProfileError as error:
         yield _profile.refused(error.reason, str(error))
@@ -172,6 +173,14 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     lowest = f", and the lowest {held.boundary} layers of all" if held.boundary else ""
     trial = "; SEMBLEND_PROFILE_TRIAL uses it without its evidence" if settings.profile_trial else ""
     yield _profile.ok(f"made on {held.date}: policy {held.policy}{bound}{lowest}{trial}")
+    if settings.max_kl == "unbounded":
+        yield _profile.note("SEMBLEND_MAX_KL is unbounded: text from other positions is reused unchecked")
+    elif (kept := held.bound_for(*asked)) is not None and kept.levels:
+        yield _profile.ok(f"its bound: all but {kept.risk:g} of the answers are within {kept.max_kl:g} nats of cold's")
+    elif held.terms is not None and held.terms_for(*asked) is None:
+        yield _profile.note(f"only identical text from position 0 is reused. {advice('no_bound')}", "no_bound")
+    elif held.terms is not None:
+        yield _profile.note("it states no bound for answers: `python -m validation calibrate` makes one that does")
     if known is None:
         yield _profile.note(f"made for model {held.namespace['model']}; --model compares it with one")
     elif (too_low := held.check_refusal(known.facts.lowest_check_layer)) is not None:

@@ -12,6 +12,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
+from validation.models import shipped_model
 
 
 @pytest.fixture(scope="session")
@@ -65,11 +66,28 @@ def tiny_runner(tiny_qwen2_path):
     return ModelRunner(tiny_qwen2_path, "float32", "cpu")
 
 
+@pytest.fixture(scope="session")
+def shipped_runner():
+    return ModelRunner(shipped_model(), "float32", "cpu")
+
+
 @pytest.fixture
-def engine(tiny_qwen2_path, tiny_runner, tmp_path):
-    engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
-    yield engines
-    engines.shutdown()
+def engines_of(tmp_path):
+    """Makes what builds engines over a model; all of them are shut down when the test ends."""
+    made = []
+
+    def make(model, kind=Engines, **options):
+        made.append(kind(tmp_path / "audit.jsonl", model=model, **options))
+        return made[-1]
+
+    yield make
+    for engines in made:
+        engines.shutdown()
+
+
+@pytest.fixture
+def engine(tiny_qwen2_path, tiny_runner, engines_of):
+    return engines_of(tiny_qwen2_path, runner=tiny_runner)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
-from tests.engine_wrapper.embedded_llm import geometry_of
+from tests.engine_wrapper.embedded_llm import drain, geometry_of
 from validation.families.catalog import write_family
 from validation.prompts import form_for
 
@@ -20,6 +20,8 @@ PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 BLOCK = 16
 # A random model's KV deviates by about 1 when its context changes: the highest threshold keeps some of the tokens.
 SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=1, threshold=0.0)
+# Thresholds that never decide: the levels alone do.
+KEPT_BY_LEVEL = ProfileCheck(layer=1, threshold=1.0, sample_every=8, sample_threshold=1.0)
 NONE_SAMPLED = ProfileCheck(layer=1, threshold=0.0, sample_every=8)
 
 
@@ -76,6 +78,15 @@ def serve(llm, prompt, params=GREEDY, **options):
 def teach(llm, *prompts):
     for prompt in prompts:
         serve(llm, prompt, PREFILL)
+
+
+def serve_and_drain(llm, prompt, params=GREEDY, **options):
+    """Serves a prompt, and waits until what it began in the background has ended and the scheduler has heard of it."""
+    output = serve(llm, prompt, params, **options)
+    if llm.connector_worker is not None:
+        drain(llm)
+        llm.connector_scheduler.take_events()
+    return output
 
 
 def through_staging_memory(llm, monkeypatch, tokens):

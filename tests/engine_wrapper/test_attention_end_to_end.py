@@ -7,8 +7,8 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.embedded.conftest import forget_prefixes
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, Engines, assert_same, serve, teach, text
+from tests.engine_wrapper.embedded_llm import evict_prefixes
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, serve, teach, text
 from tests.random_models import CHUNK, WINDOW
 
 # In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.
@@ -34,22 +34,17 @@ def runner(tiny_model_paths, family):
 
 
 @pytest.fixture
-def engine(tiny_model_paths, family, runner, tmp_path):
-    engines = Engines(tmp_path / "audit.jsonl", model=tiny_model_paths[family], runner=runner)
-    yield engines
-    engines.shutdown()
+def engine(tiny_model_paths, family, runner, engines_of):
+    return engines_of(tiny_model_paths[family], runner=runner)
 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"cache": V2}], ids=str)
-def test_what_a_check_finds_to_deviate_is_computed(engine, profile, family, check, options):
+def test_what_a_check_finds_to_deviate_is_computed(engine, shifted, profile, family, check, options):
     """A random model's KV deviates wherever its context changes."""
     assert len(DOCUMENT) > 5 * WINDOW
-    llm = engine(
-        PROFILE=profile(check=ProfileCheck(layer=CHECK_LAYER[family], threshold=0.0, **check)), **SHORT, **options
-    )
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+    check = ProfileCheck(layer=CHECK_LAYER[family], threshold=0.0, **check)
+    llm, output = shifted(PROFILE=profile(check=check), **SHORT, **options)
     report = llm.connector_scheduler.reuse_of(output.request_id)
     assert output.reused_tokens == 0
     assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
@@ -76,10 +71,8 @@ def test_the_kernels_answer_as_torch_does(engine, interpret):
 
 
 @with_either
-def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(engine, profile):
-    llm = engine(PROFILE=profile(check=ProfileCheck(layer=1, threshold=1.0)), **SHORT)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(shifted, profile):
+    _, output = shifted(PROFILE=profile(check=ProfileCheck(layer=1, threshold=1.0)), **SHORT)
     assert (output.reused_tokens, output.reuse_reason) == (0, "profile_check_layer")
 
 
@@ -88,7 +81,7 @@ def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_
     """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
     llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
     teach(llm, DONOR)
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     output = serve(llm, DONOR + text(7, 20))
     assert output.reused_tokens >= len(DONOR) // 16 * 16
     assert_same(output, serve(engine.cold(), DONOR + text(7, 20)))
@@ -102,10 +95,8 @@ def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_
         ({"POLICY": "position_fix", "cache": {"tokens_per_block": 2 * WINDOW}}, "window_below_block"),
     ],
 )
-def test_what_windows_do_not_allow_is_refused_by_name(engine, options, reason):
-    llm = engine(**options)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_what_windows_do_not_allow_is_refused_by_name(shifted, options, reason):
+    _, output = shifted(**options)
     assert (output.reused_tokens, output.reuse_reason) == (0, reason)
 
 
@@ -115,11 +106,9 @@ def lower_path(tmp_path_factory):
 
 
 @pytest.fixture
-def lower(lower_path, tmp_path):
+def lower(lower_path, engines_of):
     """Of a model whose highest layer alone has full attention: all K and V depend on the chunk alone."""
-    engines = Engines(tmp_path / "lower.jsonl", model=lower_path)
-    yield engines
-    engines.shutdown()
+    return engines_of(lower_path)
 
 
 def moved(engine, early, shift=0, **settings):
@@ -165,7 +154,7 @@ def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine, versio
     llm = engine(cache=cache, POLICY="exact", contract=version)
     assert llm.executor.pool.tensor.shape[2:] == (1, 16 * (512 + 64))
     teach(llm, DONOR)
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     prompt = DONOR[:180] + text(21, 30)
     output = serve(llm, prompt)
     assert output.reused_tokens == 180

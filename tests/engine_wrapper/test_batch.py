@@ -290,6 +290,7 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_p
     (evidence,) = bench.evidence
     is_whole = limit < 1e-6
     assert (evidence.is_dropped, evidence.sampled_deviation > 1e-3) == (is_whole or share == 1.0, True)
+    assert evidence.exceeds_levels == evidence.is_dropped
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
     assert len(bench.weighed) == (share > 0)
@@ -324,6 +325,7 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         return attention_of(work.if_all_is_kept(), NUM_LAYERS, max_rows, ranks, run)
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
+    assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)
     assert alone.shape == (LENGTH,)
     heads, rows = 4, 24
     assert float(alone.sum()) == pytest.approx((NUM_LAYERS - NUM_LAYERS // 2) * heads * min(rows, MASS_ROWS), rel=1.0)

@@ -1,15 +1,12 @@
 """No forward has more than `max_num_tokens` rows, however many plans add to those that were scheduled."""
 
-from importlib.resources import files
-from pathlib import Path
-
 import pytest
 
 from engine_wrapper.embedded import model_runner as runner_module
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
+from tests.engine_wrapper.watching import watched
 
 UNBOUNDED = 4096
-ASSETS = Path(str(files("validation"))) / "assets"
 BEHIND_A_HOLE = text(5, 150) + DOCUMENT + text(6, 20)
 COLD = text(7, 130)
 
@@ -17,19 +14,8 @@ COLD = text(7, 130)
 @pytest.fixture
 def rows(monkeypatch):
     counted = []
-
-    def count(name):
-        own = getattr(runner_module, name)
-
-        def counting(*arguments):
-            schedule = own(*arguments)
-            counted.append(len(schedule.positions))
-            return schedule
-
-        monkeypatch.setattr(runner_module, name, counting)
-
-    count("schedule_of")
-    count("lowest_schedule")
+    for name in ("schedule_of", "lowest_schedule"):
+        watched(monkeypatch, runner_module, name, lambda schedule, *_: counted.append(len(schedule.positions)))
     return counted
 
 
@@ -46,12 +32,8 @@ class Serving:
             llm.connector_worker.store.clear()
         outputs = llm.generate(list(prompts), GREEDY)
         llm.settle()
-        return outputs, [figures_of(llm, output) for output in outputs]
-
-
-def figures_of(llm, output):
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    return {**report.figures, "outcome": report.outcome, "reason": report.reason}
+        reports = [llm.connector_scheduler.reuse_of(output.request_id) for output in outputs]
+        return outputs, [{**each.figures, "outcome": each.outcome, "reason": each.reason} for each in reports]
 
 
 def compare(served, rows, max_num_tokens, *prompts):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
+from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -41,13 +42,7 @@ class Service:
         assert not is_async
         self.manager.add_sequence(request)
         self.asked(lambda scheduler: scheduler.update_state_after_alloc(request, request.blocks))
-        data = SimpleNamespace(
-            request_id=request.request_id,
-            new_tokens=request.tokens,
-            new_block_ids=request.blocks,
-            computed_position=0,
-            num_scheduled_tokens=len(request.tokens) - matched,
-        )
+        data = ScheduledRequest(request.request_id, request.tokens, request.blocks, 0, len(request.tokens) - matched)
         self.bind(new_requests=[data], cached_requests=[])
         self.worker.start_load_kv(None)
         request.context_current_position = matched
@@ -90,6 +85,17 @@ class Service:
         if self.scheduler is not None:
             self.scheduler.close()
         self.worker.close()
+
+
+def write_profile(path, model, ranks=1, **fields):
+    """The path of a profile for engines of so many ranks."""
+    service = Service(model)
+    namespace = replace(service.scheduler.namespace, tensor_parallel={"tp_size": ranks, "pp_size": 1, "cp_size": 1})
+    geometry = replace(service.manager.geometry, kv_heads=service.manager.geometry.kv_heads // ranks)
+    service.close()
+    fields |= {"policy": "verified", "check": ProfileCheck(layer=1, threshold=1.0)}
+    ReuseProfile.made_for(namespace, geometry, **fields).write(path)
+    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -171,13 +177,8 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
 ):
     monkeypatch.setenv("SEMBLEND_POLICY", "verified")
     monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.1")
-    monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
-    service = Service(tiny_qwen2_path)
-    namespace, geometry = service.scheduler.namespace, service.manager.geometry
-    service.close()
-    check = ProfileCheck(layer=1, threshold=1.0)
-    made = ReuseProfile.made_for(namespace, geometry, policy="verified", check=check, generations=generations)
-    made.write(tmp_path / "profile.json")
+    path = write_profile(tmp_path / "profile.json", tiny_qwen2_path, generations=generations)
+    monkeypatch.setenv("SEMBLEND_PROFILE", path)
     service = Service(tiny_qwen2_path)
     first, second = text(1, 90), text(2, 80)
     service.serve(LlmRequest(1, [*text(3, 10), *first, *text(4, 5)]))
@@ -191,6 +192,31 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     if generations:  # a request of which nothing is reused is computed cold, and published
         assert service.manager.impl.tree == published
     assert sorted(service.manager.impl.free) == list(range(96))
+    service.close()
+
+
+@pytest.mark.usefixtures("trial")
+def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say_so(
+    tiny_qwen2_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SEMBLEND_POLICY", "verified")
+    monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
+    service = Service(tiny_qwen2_path)
+    namespace, geometry = service.scheduler.namespace, service.manager.geometry
+    service.close()
+    check = ProfileCheck(layer=1, threshold=1.0)
+    ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(tmp_path / "profile.json")
+    digest = hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
+    service, document = Service(tiny_qwen2_path), text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    for number, broken in ((2, ["another"]), (3, ["another", digest]), (4, [])):
+        request = LlmRequest(number, [*text(4 + number, 21), *document, *text(7, 9)])
+        request.broken_profiles = broken
+        service.serve(request)
+        receipt = service.report(number).receipt
+        assert (receipt["profile"], receipt["offered_tokens"] > 0) == (digest, digest not in broken)
+        assert receipt["reason"] == ("bound_broken" if digest in broken else None)
+    assert service.scheduler.outcomes.reasons()["bound_broken"] == 1
     service.close()
 
 
@@ -226,22 +252,10 @@ def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch,
         service.close()
         return logits[-1], report
 
-    def profile(size):
-        """The path of a profile for engines of so many ranks."""
-        path = tmp_path / f"profile-{size}.json"
-        service = Service(tiny_qwen2_path)
-        namespace, geometry = service.scheduler.namespace, service.manager.geometry
-        service.close()
-        namespace = replace(namespace, tensor_parallel={"tp_size": size, "pp_size": 1, "cp_size": 1})
-        geometry = replace(geometry, kv_heads=geometry.kv_heads // size)
-        check = ProfileCheck(layer=1, threshold=1.0)
-        ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(path)
-        return str(path)
-
     monkeypatch.setenv("SEMBLEND_POLICY", policy)
-    monkeypatch.setenv("SEMBLEND_PROFILE", profile(1))
+    monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "alone.json", tiny_qwen2_path))
     expected, alone = serve(Ranks())
-    monkeypatch.setenv("SEMBLEND_PROFILE", profile(2))
+    monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "together.json", tiny_qwen2_path, ranks=2))
     sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
 
     def serve_part(ranks):

@@ -2,14 +2,16 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import choose, closed, sample_of, suspects_of
+from engine_wrapper.deviation_check import PendingCheck, choose, closed, sample_of, share_for, suspects_of
 from engine_wrapper.deviation_check import stretches as stretches_of
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import BudgetLevel, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 window_lengths = st.sampled_from([1, 7, 16, 32, 64])
@@ -28,44 +30,40 @@ def lengths(spans):
     return [len(span) for span in spans]
 
 
-@given(
-    spans=st.one_of(span_lists, long_span_lists),
-    threshold=st.sampled_from([0.0, 0.1, 0.205, 2.0, 1e300]),
-    window_threshold=st.sampled_from([None, 0.0, 0.06, 0.2, 1.5]),
-    window_tokens=window_lengths,
-    max_span_share=shares,
-    min_saved_share=shares,
-    exact=st.integers(0, 10),
-    holes=st.integers(0, 10),
-)
-def test_a_threshold_against_the_same_token_by_token(
-    spans, threshold, window_threshold, window_tokens, max_span_share, min_saved_share, exact, holes
-):
-    check = SpanCheck(
-        1,
-        threshold,
-        max_span_share=max_span_share,
-        min_saved_share=min_saved_share,
-        window_threshold=window_threshold,
-        window_tokens=window_tokens,
-    )
+def checks(**fields):
+    """In layer 1, with any shares."""
+    return st.builds(SpanCheck, st.just(1), max_span_share=shares, min_saved_share=shares, **fields)
+
+
+WINDOWED = {"window_threshold": st.sampled_from([None, 0.0, 0.06, 0.2, 1.5]), "window_tokens": window_lengths}
+windowed_checks = checks(threshold=st.sampled_from([0.0, 0.1, 0.205, 2.0, 1e300]), **WINDOWED)
+SAMPLED = {
+    "sample_every": st.just(8),
+    "sample_threshold": st.just(0.2),
+    "window_tokens": st.sampled_from([8, 16, 32, 64]),
+}
+sampled_checks = checks(threshold=st.just(0.5), **SAMPLED)
+
+
+@given(st.one_of(span_lists, long_span_lists), windowed_checks, st.integers(0, 10), st.integers(0, 10))
+def test_a_threshold_against_the_same_token_by_token(spans, check, exact, holes):
     promised = sum(map(len, spans)) + exact + holes
     wanted = []
     for span in spans:
-        deviating = [math.isnan(value) or value > threshold for value in span]
-        for first in range(0, len(span), window_tokens) if window_threshold is not None else ():
-            window = array([span[first : first + window_tokens]]).astype(np.float64)
-            if not window.sum() <= window_threshold * len(window):
-                deviating[first : first + window_tokens] = [True] * len(window)
-        wanted += [True] * len(span) if sum(deviating) > max_span_share * len(span) else deviating
+        deviating = [math.isnan(value) or value > check.threshold for value in span]
+        for first in range(0, len(span), check.window_tokens) if check.window_threshold is not None else ():
+            window = array([span[first : first + check.window_tokens]]).astype(np.float64)
+            if not window.sum() <= check.window_threshold * len(window):
+                deviating[first : first + check.window_tokens] = [True] * len(window)
+        wanted += [True] * len(span) if sum(deviating) > check.max_span_share * len(span) else deviating
     saved = exact + wanted.count(False)
-    is_dropped = saved == 0 or saved < min_saved_share * promised
+    is_dropped = saved == 0 or saved < check.min_saved_share * promised
     choice = choose(check, array(spans), lengths(spans), exact, promised)
     assert choice.is_dropped == is_dropped
     assert choice.computed.tolist() == ([True] * len(wanted) if is_dropped else wanted)
     kept = [value for value, computed in zip(array(spans).tolist(), choice.computed, strict=True) if not computed]
     assert (choice.kept_tokens, choice.largest_kept) == (len(kept), max(kept, default=0.0))
-    assert choice.largest_kept <= threshold
+    assert choice.largest_kept <= check.threshold
 
 
 @given(spans=span_lists, share=shares)
@@ -143,23 +141,11 @@ def test_another_request_has_another_sample():
 @given(
     spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     bad=st.lists(st.sampled_from([0.25, 0.375, 0.5, 0.625, math.inf, math.nan]), max_size=6),
-    window_tokens=st.sampled_from([8, 16, 32, 64]),
-    max_span_share=shares,
-    min_saved_share=shares,
+    check=sampled_checks,
     data=st.data(),
 )
-def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
-    spans, bad, window_tokens, max_span_share, min_saved_share, data
-):
-    check = SpanCheck(
-        1,
-        0.5,
-        max_span_share=max_span_share,
-        min_saved_share=min_saved_share,
-        window_tokens=window_tokens,
-        sample_every=8,
-        sample_threshold=0.2,
-    )
+def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(spans, bad, check, data):
+    window_tokens = check.window_tokens
     compared = sample_of(spans, 8, window_tokens, 0)
     values = np.full(len(compared), 0.125, np.float32)
     for value in bad:
@@ -173,7 +159,8 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
         fails = [any(not value <= 0.5 for value in window) or sum(window) > 0.2 * len(window) for window in within]
         near = [any(fails[max(0, number - 1) : number + 2]) for number in range(windows)]
         wanted += [near[token // window_tokens] for token in range(length)]
-    if wanted.count(False) < min_saved_share * len(wanted) or wanted.count(True) > max_span_share * len(wanted):
+    least, most = check.min_saved_share * len(wanted), check.max_span_share * len(wanted)
+    if wanted.count(False) < least or wanted.count(True) > most:
         wanted = [True] * len(wanted)
     found = suspects_of(check, compared, values, spans, 0, len(wanted))
     assert found.tolist() == wanted
@@ -191,3 +178,22 @@ def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_we
         values = np.where(compared < failing * 32, 0.25, 0.125).astype(np.float32)
         found = suspects_of(check, compared, values, spans, 0, sum(spans))
         assert np.flatnonzero(found).tolist() == list(range(checked * 32))
+
+
+LEVELS = (BudgetLevel(0.01, 0.0), BudgetLevel(0.1, 0.2), BudgetLevel(0.3, 0.7))
+LEVELLED = SpanCheck(1, 0.5, sample_every=8, sample_threshold=1.0, levels=LEVELS)
+
+
+@given(lower=st.floats(0, 1), higher=st.floats(0, 1))
+def test_a_sample_that_deviates_more_is_given_no_smaller_share(lower, higher):
+    lower, higher = sorted((lower, higher))
+    shares_found = [math.inf if share is None else share for share in (share_for(LEVELLED, d) for d in (lower, higher))]
+    assert shares_found == sorted(shares_found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sample_that_is_no_number_exceeds_every_level(value):
+    plan = SimpleNamespace(execution=SimpleNamespace(check=LEVELLED), exact_tokens=0, matched_tokens=32)
+    values = np.array([0.0, value, 0.0], dtype=np.float32)
+    suspects, sample, share = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
+    assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)

@@ -17,10 +17,6 @@ ONE_ON_DEVICE = 16 * BLOCK * TOKEN_BYTES
 DOCUMENTS = [text(10 + number, 200) for number in range(4)]
 
 
-def donor(number):
-    return text(20 + number, 40) + DOCUMENTS[number] + text(30 + number, 9)
-
-
 def question_about(*numbers):
     return [token for number in numbers for token in text(40 + number, 33) + DOCUMENTS[number]] + QUESTION
 
@@ -44,16 +40,15 @@ def engine(engine, device):
 
 def serve(llm, prompt, params=GREEDY):
     output = serving.serve(llm, prompt, params)
-    worker = llm.connector_worker
-    worker.saver.drain()
-    store = worker.store
-    assert store.host.used_bytes <= store.host.byte_budget
+    llm.connector_worker.saver.drain()
+    host = llm.connector_worker.store.host
+    assert host.used_bytes <= host.byte_budget
     return output
 
 
 def keep(llm, *numbers):
     for number in numbers:
-        serve(llm, donor(number), PREFILL)
+        serve(llm, text(20 + number, 40) + DOCUMENTS[number] + text(30 + number, 9), PREFILL)
 
 
 def held(llm):
@@ -67,8 +62,10 @@ def held(llm):
     return on_device, on_host
 
 
-def assert_same(output, expected):
-    assert output.reused_tokens == expected.reused_tokens
+def assert_reused(llm, reference, *numbers):
+    """All of these documents are reused, and answered about as by the other engine."""
+    output, expected = (serve(each, question_about(*numbers)) for each in (llm, reference))
+    assert output.reused_tokens == expected.reused_tokens == 200 * len(numbers)
     serving.assert_same(output, expected, 0)
 
 
@@ -77,16 +74,12 @@ def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
     for each in (llm, reference):
         keep(each, 0, 1, 2)
     for numbers in ((0,), (2, 1), (0, 1, 2)):
-        output = serve(llm, question_about(*numbers))
-        assert output.reused_tokens == 200 * len(numbers)
-        assert_same(output, serve(reference, question_about(*numbers)))
+        assert_reused(llm, reference, *numbers)
 
 
 def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, monkeypatch):
-    llm, reference = (
-        serving.through_staging_memory(engine(contract="1.2"), monkeypatch, 200),
-        engine(device_bytes=1 << 26),
-    )
+    staged = serving.through_staging_memory(engine(contract="1.2"), monkeypatch, 200)
+    llm, reference = staged, engine(device_bytes=1 << 26)
     for each in (llm, reference):
         keep(each, 0, 1)
     readiness = llm.executor.model_runner.readiness
@@ -99,9 +92,7 @@ def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, mon
         broken.setattr(llm.connector_worker, "save_kv_layer", failing)
         (failed,) = llm.generate([question_about(0)], PREFILL)
     assert "a forward that failed" in failed.error
-    output = serve(llm, question_about(1))
-    assert output.reused_tokens == 200
-    assert_same(output, serve(reference, question_about(1)))
+    assert_reused(llm, reference, 1)
     assert not any(slot.readers for slot in llm.connector_worker.store.host._slots.values())
 
 
@@ -111,9 +102,7 @@ def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
         keep(each, 0, 1, 2)
     assert held(llm) == (2, 1)
     for numbers in ((0, 2), (0,), (1,), (2,)):  # the first plan takes documents from both tiers
-        output = serve(llm, question_about(*numbers))
-        assert output.reused_tokens == 200 * len(numbers)
-        assert_same(output, serve(reference, question_about(*numbers)))
+        assert_reused(llm, reference, *numbers)
 
 
 def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
@@ -124,7 +113,7 @@ def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     donor_id = next(iter(donors.texts))
     assert donors.catalog.tier(donor_id) is Tier.HOST
     for _ in range(2):
-        assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
+        assert_reused(llm, reference, 0)
         llm.connector_scheduler.take_events()  # hears what became of it
         assert donors.catalog.tier(donor_id) is Tier.DEVICE
         assert donors.catalog.stats().promoted == 1

@@ -1,25 +1,23 @@
 """Donors on disk: they outlive the engine, answer as before, and a failing disk costs a cold prefill only."""
 
-import os
 import random
 import shutil
 import threading
-from importlib.resources import files
 
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
+from tests.engine_wrapper.serving import assert_same, token_ids
+from tests.engine_wrapper.serving import serve_and_drain as serve
+from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
+from validation.models import shipped_model
 from validation.prompts import render
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
-MODEL = files("validation") / "assets" / "model"
 LISTS = [stock_list(random.Random(seed), rows=12) for seed in range(6)]
 FIRST = render("Answer briefly.", [each.text for each in LISTS], LISTS[1].questions[0].text)
 OTHER = render("Answer.", [stock_list(random.Random(99), rows=70).text], LISTS[0].questions[0].text)
@@ -34,18 +32,14 @@ def second(number):
 SECOND = second(0)
 
 
-@pytest.fixture(scope="module")
-def runner():
-    return ModelRunner(MODEL, "float32", "cpu")
-
-
 @pytest.fixture
-def engine(engine, runner, tmp_path):
+def engine(engine, shipped_runner, tmp_path):
+    model = {"model": shipped_model(), "runner": shipped_runner}
     places = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
     amounts = {"HOST_BYTES": 1 << 30, "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
 
     def build(**settings):
-        return engine(cache={"tokens_per_block": 32}, model=MODEL, runner=runner, **places | amounts | settings)
+        return engine(cache={"tokens_per_block": 32}, **model | places | amounts | settings)
 
     return build
 
@@ -65,16 +59,6 @@ def kept(engine):
 def restart(engine, kept):
     """Builds an engine that takes in the donor on disk, and keeps no donors of its own."""
     return lambda **settings: ready(engine(**{"MIN_DONOR_TOKENS": 4096, **settings}))
-
-
-def serve(llm, prompt, params=GREEDY):
-    """Serves a prompt, and waits until what it began in the background has ended and the scheduler has heard of it."""
-    output = serving.serve(llm, prompt, params)
-    llm.connector_worker.saver.drain()
-    if llm.connector_worker.transfers is not None:
-        llm.connector_worker.transfers.drain()
-    llm.connector_scheduler.take_events()
-    return output
 
 
 def ready(llm):
@@ -218,12 +202,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            disk_tier.os,
-            name,
-            lambda *a, _real=real, **k: touched.add(threading.current_thread().name) or _real(*a, **k),
-        )
+        watched(monkeypatch, disk_tier.os, name, lambda *_, **__: touched.add(threading.current_thread().name))
     llm = ready(engine())
     touched.clear()
     serve(llm, FIRST)

@@ -14,30 +14,12 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
-from tests.engine_wrapper.embedded.conftest import forget_prefixes
-from tests.engine_wrapper.embedded_llm import geometry_of
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.embedded_llm import evict_prefixes, geometry_of
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    INSTRUCTION,
-    NONE_KEPT,
-    NONE_SAMPLED,
-    OTHER_INSTRUCTION,
-    SHIFTED,
-    Engines,
-    assert_same,
-    cases_of,
-    logits_of,
-    serve,
-    teach,
-    text,
-    through_staging_memory,
-)
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, assert_same, logits_of, serve, serve_and_drain, teach
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
-from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
 from tests.kernels.builders import FP8, error_of
 from validation.models import PROFILE_NAME, shipped_model
 
@@ -46,10 +28,10 @@ BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 FORMS, LATENT_CHANNELS = ("qwen2", "deepseek_v3"), 512
 # Half a unit in the last of three bits of mantissa, for the donor's rounding and for that of the moved key.
 TWO_ROUNDINGS = 2 * 2**-4
-PLACES = range(len(OTHER_INSTRUCTION), len(OTHER_INSTRUCTION) + len(DOCUMENT))
+PLACES = range(len(serving.OTHER_INSTRUCTION), len(serving.OTHER_INSTRUCTION) + len(DOCUMENT))
 
 
-class Fp8Engines(Engines):
+class Fp8Engines(serving.Engines):
     """Engines whose pool is in fp8, unless `cache` names another dtype."""
 
     def __call__(self, module="engine_wrapper.connector", cache=None, **options):
@@ -63,20 +45,16 @@ def form(request, tiny_model_paths):
 
 
 @pytest.fixture
-def engine(form, tmp_path):
+def engine(form, engines_of):
     """Engines with K and V of heads, and with latent rows."""
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=form[0], runner=form[1])
-    yield engines
-    engines.shutdown()
+    return engines_of(form[0], Fp8Engines, runner=form[1])
 
 
 @pytest.fixture(params=FAMILIES)
-def any_engine(request, tiny_model_paths, tmp_path):
+def any_engine(request, tiny_model_paths, engines_of):
     """Engines of each family."""
     path = tiny_model_paths[request.param]
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
-    yield engines
-    engines.shutdown()
+    return engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
 
 
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
@@ -101,12 +79,11 @@ class Rounded(DynamicCache):
         return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
 
 
-def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path):
+def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(engines_of, tmp_path):
     """In a model of one layer: with more of them a random model's rounding grows."""
     path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
+    engines = engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
     rounded, plain = (logits_of(serve(engines(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
-    engines.shutdown()
     model = load(path).cpu()
     cache = {cache_keyword(type(model).forward): Rounded()}
     with torch.inference_mode():
@@ -123,7 +100,7 @@ def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
     llm, cold = engine(None, **options), engine.cold()
     expected = serve(cold, SHIFTED)
     first, again = serve(llm, SHIFTED), serve(llm, SHIFTED)
-    assert again.cached_tokens >= (len(SHIFTED) - 1) // BLOCK * BLOCK
+    assert again.cached_tokens >= (len(SHIFTED) - 1) // serving.BLOCK * serving.BLOCK
     for output in (first, again):
         assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
@@ -151,7 +128,7 @@ def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engi
     llm = any_engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
     moved, computed = (held_while_served(each, SHIFTED, PLACES)[0] for each in (llm, any_engine.cold()))
-    there = range(len(INSTRUCTION), len(INSTRUCTION) + len(DOCUMENT))
+    there = range(len(serving.INSTRUCTION), len(serving.INSTRUCTION) + len(DOCUMENT))
     unmoved = held_while_served(any_engine.cold(), DONOR, there)[0]
     (keys, still), (expected, same), (other, _) = map(by_place, (moved, computed, unmoved))
     assert torch.equal(still, same)
@@ -181,12 +158,11 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
+@pytest.mark.parametrize("check", [serving.NONE_KEPT, serving.NONE_SAMPLED], ids=["dense", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
-def test_what_deviates_is_computed_and_the_answer_is_cold(engine, profile, check, options):
-    llm = engine(PROFILE=profile(check=check), **options)
-    teach(llm, DONOR)
-    output, expected = serve(llm, SHIFTED), serve(engine.cold(), SHIFTED)
+def test_what_deviates_is_computed_and_the_answer_is_cold(engine, shifted, profile, check, options):
+    llm, output = shifted(PROFILE=profile(check=check), **options)
+    expected = serve(engine.cold(), SHIFTED)
     assert output.reused_tokens == 0
     assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
@@ -206,16 +182,9 @@ def answers(llm, cases):
     return right, wrong, sum(each.reused_tokens for each in found)
 
 
-@pytest.fixture(scope="module")
-def shipped_runner():
-    return ModelRunner(shipped_model(), "float32", "cpu")
-
-
 @pytest.fixture
-def shipped(shipped_runner, tmp_path):
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), runner=shipped_runner)
-    yield engines
-    engines.shutdown()
+def shipped(shipped_runner, engines_of):
+    return engines_of(str(shipped_model()), Fp8Engines, runner=shipped_runner)
 
 
 @pytest.fixture
@@ -238,7 +207,7 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
-    cases = cases_of(cold.tokenizer, family)
+    cases = serving.cases_of(cold.tokenizer, family)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
@@ -248,7 +217,7 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
 def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, cases_of(llm.tokenizer, "reordered"))
+    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered"))
     assert right == GROUPS
     assert reused > 0.2 * GROUPS * TOKENS
 
@@ -266,12 +235,11 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
 
 
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])
-def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(engine, way):
+def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(shifted, way):
     outputs = []
     for options in ({}, way):
-        llm = engine(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
-        teach(llm, DONOR)
-        outputs.append(serve(llm, SHIFTED))
+        llm, output = shifted(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
+        outputs.append(output)
         assert outputs[-1].reused_tokens == len(DOCUMENT)
         used = llm.connector_scheduler.donor_index.catalog.stats().device_blocks_used
         assert bool(used) == bool(options.get("DEVICE_BYTES"))
@@ -281,14 +249,18 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(en
 
 def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine, monkeypatch):
     reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
-    one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
-    llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
+    one = (
+        -(-len(DONOR) // serving.BLOCK)
+        * serving.BLOCK
+        * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
+    )
+    llm = serving.through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
     for each in (reference, llm):
-        teach(each, DONOR, text(7, len(DONOR)))
+        teach(each, DONOR, serving.text(7, len(DONOR)))
     catalog = llm.connector_scheduler.donor_index.catalog
     assert (catalog.stats().offloaded, catalog.stats().promoted) == (1, 0)
     for _ in range(2):
-        output = kept(llm, SHIFTED)
+        output = serve_and_drain(llm, SHIFTED)
         assert output.reused_tokens == len(DOCUMENT)
         assert_same(output, serve(reference, SHIFTED), tolerance=0.0)
     assert catalog.stats().promoted >= 1  # what a question leaves may take the only place on the device again
@@ -304,28 +276,28 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine):
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
     llm = engine(DEVICE_BYTES=budget)
     blocks = len(llm.connector_worker.store.device._arena)
-    assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // BLOCK
+    assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // serving.BLOCK
 
 
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine, tmp_path):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
     settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
     first = ready(engine(MIN_DONOR_TOKENS=100, **settings))
-    kept(first, DONOR)
-    expected = kept(first, SHIFTED)
+    serve_and_drain(first, DONOR)
+    expected = serve_and_drain(first, SHIFTED)
     assert expected.reused_tokens == len(DOCUMENT)
     first.shutdown()
     assert len(donor_files(tmp_path)) == 1
     late = settings | {"MIN_DONOR_TOKENS": 4096}
     again = ready(engine(**late))
-    assert kept(again, SHIFTED).reuse_reason == "donor_on_disk"
-    forget_prefixes(again)
-    output = kept(again, SHIFTED)
+    assert serve_and_drain(again, SHIFTED).reuse_reason == "donor_on_disk"
+    evict_prefixes(again)
+    output = serve_and_drain(again, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert_same(output, expected, tolerance=0.0)
     again.shutdown()
     other = ready(engine(cache={"dtype": "auto"}, **late))
-    assert kept(other, SHIFTED).reuse_reason == "no_donor_match"
+    assert serve_and_drain(other, SHIFTED).reuse_reason == "no_donor_match"
     other.shutdown()
     assert not donor_files(tmp_path)
 

@@ -5,10 +5,8 @@ import random
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import Engines, token_ids
+from tests.engine_wrapper.serving import Engines, serve_and_drain, token_ids
 from validation.documents import stock_list
 from validation.models import profile_of, shipped_model
 from validation.prompts import INSTRUCTIONS, render
@@ -27,37 +25,27 @@ PROMPTS = [prompt_of(number, shown) for number, shown in enumerate(SHOWN)]
 
 
 @pytest.fixture(scope="module")
-def runner():
-    return ModelRunner(shipped_model(), "float32", "cpu")
-
-
-@pytest.fixture(scope="module")
-def cold(runner, tmp_path_factory):
-    engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=runner)
+def cold(shipped_runner, tmp_path_factory):
+    engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=shipped_runner)
     yield engines.cold()
     engines.shutdown()
 
 
 @pytest.fixture
-def verified(engine, runner, tmp_path):
+def verified(engine, shipped_runner, tmp_path):
     """Engines under the shipped profile with so many generations."""
 
     def build(generations, **settings):
         shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
         ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
-        return engine(cache={"tokens_per_block": 32}, model=shipped_model(), runner=runner, PROFILE=path, **settings)
+        model = {"model": shipped_model(), "runner": shipped_runner}
+        return engine(cache={"tokens_per_block": 32}, PROFILE=path, **model, **settings)
 
     return build
 
 
 def serve(llm, prompt, **options):
-    """Serves a prompt, until its KV is kept in every tier."""
-    output = serving.serve(llm, prompt, SamplingParams(max_tokens=6), **options)
-    if llm.connector_worker is not None and llm.connector_worker.transfers is not None:
-        llm.connector_worker.saver.drain()
-        llm.connector_worker.transfers.drain()
-        llm.connector_scheduler.take_events()
-    return output
+    return serve_and_drain(llm, prompt, SamplingParams(max_tokens=6), **options)
 
 
 def generations_of(llm):

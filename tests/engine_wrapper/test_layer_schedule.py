@@ -1,7 +1,8 @@
 """Every layer computes what plans and their checks leave to compute, and nothing else."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +26,6 @@ def tokens_of(length, request_id=1):
     return tuple(1000 * request_id + position for position in range(length))
 
 
-def blocks(request_id):
-    return tuple(range(100 * request_id, 100 * request_id + 12))
-
-
 def build_schedule(slices):
     """The schedule of one forward that puts out the last row of each slice."""
     return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
@@ -37,23 +34,8 @@ def build_schedule(slices):
 def slice_of(plan, length=None):
     end = plan.prompt_length if length is None else plan.prefix_end + length
     tokens = tuple(plan.prompt_token_ids[plan.prefix_end : end].tolist())
-    return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks(plan.request_id), plan)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One request drawn at random; `deviating` are the positions whose donor KV is unlike the fresh one."""
-
-    num_computed: int
-    cuts: tuple[int, ...]
-    exact: frozenset[int]
-    head: int
-    boundary: int
-    check: SpanCheck | None
-    deviating: frozenset[int]
-    suffix: int
-    slice_length: int
-    has_plan: bool
+    blocks = tuple(range(100 * plan.request_id, 100 * plan.request_id + 12))
+    return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks, plan)
 
 
 checks = st.builds(
@@ -63,8 +45,9 @@ checks = st.builds(
     max_span_share=st.sampled_from([0.3, 1.0]),
     min_saved_share=st.sampled_from([0.0, 0.4]),
 )
+# Of a request; `deviating` are the positions whose donor KV is unlike the fresh one.
 requests = st.builds(
-    Drawn,
+    SimpleNamespace,
     num_computed=st.integers(0, 9),
     cuts=st.lists(st.integers(0, 7), max_size=6).map(tuple),
     exact=st.frozensets(st.integers(0, 2), max_size=2),
@@ -94,15 +77,6 @@ def drawn_slice(drawn, request_id, make_plan):
     return slice_ if drawn.has_plan else replace(slice_, plan=None)
 
 
-@dataclass
-class Expected:
-    """One plan's check, position by position."""
-
-    computed_above: set[int]
-    checked: list[int]
-    is_dropped: bool
-
-
 def exact_positions(plan):
     return {p for span in plan.spans if span.exact for p in range(span.target_start, span.target_end)}
 
@@ -120,6 +94,7 @@ def widened(plan, skipped, keys_per_row):
 
 
 def decide(plan, deviating, keys_per_row):
+    """What the plan's check decides, position by position."""
     check, head = plan.execution.check, plan.execution.head_tokens
     checked, computed = [], set()
     for span in plan.spans:
@@ -130,7 +105,8 @@ def decide(plan, deviating, keys_per_row):
     computed |= widened(plan, set(checked) - computed, keys_per_row)
     saved = len(exact_positions(plan)) + len(checked) - len(computed)
     is_dropped = saved == 0 or saved < check.min_saved_share * plan.matched_tokens
-    return Expected(set(checked) if is_dropped else computed, checked, is_dropped)
+    computed_above = set(checked) if is_dropped else computed
+    return SimpleNamespace(computed_above=computed_above, checked=checked, is_dropped=is_dropped)
 
 
 def expected_rows(slice_, deviating, keys_per_row, layer):

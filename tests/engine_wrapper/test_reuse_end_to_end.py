@@ -4,21 +4,8 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    OTHER_INSTRUCTION,
-    QUESTION,
-    SHIFTED,
-    assert_same,
-    logits_of,
-    serve,
-    teach,
-    text,
-    token_ids,
-)
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 NUM_LAYERS = 3
 STOCK = "semblend_trt.connector"
@@ -36,18 +23,8 @@ def taught(engine):
     return llm
 
 
-def pool_of(llm):
-    return llm.executor.pool.tensor
-
-
-def leases(llm):
-    return llm.connector_scheduler.donor_index.catalog.stats().leases
-
-
-def test_boundary_at_the_top_equals_cold(engine):
-    llm = engine(**BOUNDARY)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_boundary_at_the_top_equals_cold(engine, shifted):
+    llm, output = shifted(**BOUNDARY)
     report = llm.connector_scheduler.reuse_of(output.request_id)
     assert (report.reused_tokens, report.recomputed_tokens) == (0, len(DOCUMENT))
     assert_same(output, serve(engine.cold(), SHIFTED))
@@ -60,19 +37,19 @@ def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     output = serve(llm, prompt)
     assert (output.cached_tokens, output.reused_tokens) == (0, len(DONOR))
     assert_same(output, serve(engine.cold(), prompt))
-    assert serve(llm, prompt).cached_tokens >= len(DONOR) // BLOCK * BLOCK
+    assert serve(llm, prompt).cached_tokens >= len(DONOR) // serving.BLOCK * serving.BLOCK
 
 
 @pytest.mark.known_defect(8)
 def test_approximate_blocks_are_never_published(taught):
     first, again = serve(taught, SHIFTED), serve(taught, SHIFTED)
-    assert again.cached_tokens <= len(OTHER_INSTRUCTION)
+    assert again.cached_tokens <= len(serving.OTHER_INSTRUCTION)
     assert (again.reused_tokens, token_ids(again)) == (len(DOCUMENT), token_ids(first))
 
 
 def test_approximate_requests_donate_their_exact_part_only(taught):
     output = serve(taught, SHIFTED)
-    follow_up = text(77, 30) + SHIFTED[len(OTHER_INSTRUCTION) + len(DOCUMENT) - 10 :] + token_ids(output) * 20
+    follow_up = text(77, 30) + SHIFTED[len(serving.OTHER_INSTRUCTION) + len(DOCUMENT) - 10 :] + token_ids(output) * 20
     assert serve(taught, follow_up).reused_tokens == 0
 
 
@@ -84,8 +61,8 @@ def test_blocks_leases_and_requests_all_return(engine):
         serve(llm, prompt)
     scheduler = llm.connector_scheduler
     assert llm.block_manager.num_free_blocks == start
-    assert leases(llm) == len(scheduler._requests) == len(llm.connector_worker._followed) == 0
-    assert len(scheduler._runtime.active_plans) == 0
+    assert scheduler.donor_index.catalog.stats().leases == len(scheduler._requests) == 0
+    assert len(llm.connector_worker._followed) == len(scheduler._runtime.active_plans) == 0
 
 
 @pytest.mark.known_defect(10)
@@ -96,7 +73,10 @@ def test_fully_covered_prompt_leaves_one_token(taught):
 
 @pytest.mark.parametrize(
     ("prompt", "cached", "outcome"),
-    [(DONOR, (len(DONOR) - 1) // BLOCK * BLOCK, "exact_prefix_route"), (text(99, 300), 0, "cold_fallback")],
+    [
+        (DONOR, (len(DONOR) - 1) // serving.BLOCK * serving.BLOCK, "exact_prefix_route"),
+        (text(99, 300), 0, "cold_fallback"),
+    ],
     ids=["repeated", "unrelated"],
 )
 def test_repeats_are_left_to_the_engine_and_unrelated_prompts_fire_nothing(engine, taught, prompt, cached, outcome):
@@ -136,7 +116,7 @@ def test_batch_equals_single_runs(engine):
     for llm in (single, together):
         teach(llm, DONOR, text(54, 11) + SECOND_DOCUMENT)
     expected = [serve(single, prompt) for prompt in prompts]
-    outputs = together.generate(prompts, GREEDY)
+    outputs = together.generate(prompts, serving.GREEDY)
     assert outputs[4].reused_tokens == len(DOCUMENT) + len(SECOND_DOCUMENT)
     for output, alone in zip(outputs, expected, strict=True):
         assert_same(output, alone)
@@ -154,7 +134,7 @@ def test_spans_of_two_donors_with_holes_between(taught):
 @pytest.mark.parametrize(("settings", "chunk"), [({}, 64), (BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": 2}, 280)])
 def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
     # Behind a boundary the lowest layers run on the document as well, all of it at once.
-    prompt = OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
+    prompt = serving.OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
     outputs = []
     for budget in (4096, chunk):
         llm = engine(max_num_tokens=budget, max_batch_size=4, **settings)
@@ -166,10 +146,10 @@ def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
 
 @pytest.mark.known_defect(14)
 def test_every_layer_of_a_reused_span_is_written(taught):
-    pool_of(taught).fill_(float("nan"))
+    taught.executor.pool.tensor.fill_(float("nan"))
     output = serve(taught, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
-    assert torch.isfinite(logits_of(output)).all()
+    assert torch.isfinite(serving.logits_of(output)).all()
 
 
 @pytest.mark.known_defect(3)
@@ -182,18 +162,14 @@ def test_lost_donor_costs_a_cold_prefill(engine, taught):
     assert serve(taught, text(8, 50) + DOCUMENT + QUESTION).reuse_outcome == "cold_fallback"
 
 
-def test_impossible_boundary_is_a_standing_refusal(engine):
-    llm = engine(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
+    _, output = shifted(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
     assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
     assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
 
 
-def test_policy_off_keeps_and_finds_nothing(engine):
-    llm = engine(POLICY="off")
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
+def test_policy_off_keeps_and_finds_nothing(shifted):
+    llm, output = shifted(POLICY="off")
     assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
     assert llm.connector_scheduler.donor_index is None  # nothing was even reserved
 
@@ -235,7 +211,7 @@ def test_an_error_of_the_scheduler_reaches_no_engine_and_leaks_no_lease(taught, 
     lookup = taught.connector_scheduler._lookup
     monkeypatch.setattr(lookup.donors if step == "begin_save" else lookup.planner, step, broken)
     output = serve(taught, SHIFTED)
-    assert leases(taught) == 0
+    assert taught.connector_scheduler.donor_index.catalog.stats().leases == 0
     if step == "plan":
         assert output.reused_tokens == 0
         assert taught.connector_scheduler.outcomes.reasons()["internal_error"] == 1

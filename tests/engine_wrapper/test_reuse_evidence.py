@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.engine_wrapper.serving import (
     DONOR,
+    KEPT_BY_LEVEL,
     NONE_KEPT,
     NONE_SAMPLED,
     SHIFTED,
     SOME_KEPT,
-    Engines,
     cases_of,
     serve,
     teach,
@@ -138,6 +138,26 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     assert (output.receipt["policy"], output.receipt["profile"]) == (variables.get("POLICY", "verified"), digest)
 
 
+@pytest.mark.parametrize(
+    ("limit", "asked", "is_reused", "reason"),
+    [
+        (1e6, {"MAX_KL": 0.01}, True, None),
+        (1e-9, {"MAX_KL": 0.01}, False, "risk_above_bound"),
+        (1e6, {"MAX_KL": 0.005}, False, "no_bound"),
+        (1e6, {"MAX_KL": 0.01, "RISK": 0.01}, False, "no_bound"),
+        (1e-9, {"MAX_KL": "unbounded"}, True, None),
+    ],
+)
+def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profile, limit, asked, is_reused, reason):
+    bound = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=limit, share=0.0)])
+    llm, output = shifted(PROFILE=profile(check=KEPT_BY_LEVEL, bounds=[bound]), **asked)
+    assert (output.reused_tokens > 0, output.reuse_reason) == (is_reused, reason)
+    assert llm.connector_scheduler.outcomes.reasons().get("risk_above_bound", 0) == (reason == "risk_above_bound")
+    is_bound = asked == {"MAX_KL": 0.01}
+    assert (output.receipt["max_kl"], output.receipt["risk"]) == ((0.01, 0.05) if is_bound else (None, None))
+    assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
+
+
 def test_the_largest_deviation_kept_is_within_the_threshold(shifted, profile):
     assert 0 < report_of(*shifted(PROFILE=profile(check=SOME_KEPT))).largest_kept <= 1.0
 
@@ -167,24 +187,18 @@ def test_a_namespace_names_the_dtype_that_runs(engine, asked):
 
 def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile):
     path = profile(check=NONE_KEPT)
-    llm, digest = engine(PROFILE=path), hashlib.sha256(path.read_bytes()).hexdigest()
-    teach(llm, DONOR)
-    profile("position_fix")
-    output = serve(llm, SHIFTED)
-    assert (output.reused_tokens, report_of(llm, output).profile) == (0, digest)
-    again = engine(PROFILE=path)
-    teach(again, DONOR)
-    output = serve(again, SHIFTED)
-    assert (output.reused_tokens, report_of(again, output).profile) == (
-        200,
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
+    for reused in (0, 200):
+        llm, digest = engine(PROFILE=path), hashlib.sha256(path.read_bytes()).hexdigest()
+        teach(llm, DONOR)
+        profile("position_fix")
+        output = serve(llm, SHIFTED)
+        assert (output.reused_tokens, report_of(llm, output).profile) == (reused, digest)
 
 
 @pytest.mark.parametrize(
     "how", ["edited", "with a new digest", "without a digest", "with a check that passes anything"]
 )
-def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, how):
+def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(engines_of, tmp_path, how):
     """A stranger's file that binds to the same model: header traps are answered as cold, and nothing is unchecked."""
     path, held = tmp_path / "profile.json", ReuseProfile.read(shipped_model() / PROFILE_NAME)
     blind = {"check": held.check.model_copy(update={"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None})}
@@ -193,7 +207,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, h
     path.write_text(changed.model_dump_json())
     if how.startswith("with a"):
         changed.write(path)
-    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
+    engines = engines_of(str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
     cases = cases_of(cold.tokenizer, "header_trap", groups=4)
     for case in cases:
@@ -202,4 +216,3 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, h
         output, expected = serve(llm, case.prompt), serve(cold, case.prompt)
         assert output.outputs[0].text == expected.outputs[0].text
         assert (output.reused_tokens, output.reuse_reason) == (0, "profile_evidence")
-    engines.shutdown()

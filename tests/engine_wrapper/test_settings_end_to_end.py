@@ -5,20 +5,8 @@ from collections import deque
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.engine_wrapper.serving import (
-    BLOCK,
-    DOCUMENT,
-    DONOR,
-    GREEDY,
-    INSTRUCTION,
-    QUESTION,
-    SHIFTED,
-    assert_same,
-    serve,
-    teach,
-    text,
-    token_ids,
-)
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
@@ -43,7 +31,7 @@ def test_a_strict_prefix_boundary_promises_whole_blocks_without_a_hole(engine, s
     llm, output = shifted(STRICT_PREFIX_BOUNDARY=1)
     assert (output.reused_tokens, output.reuse_reason) == (0, "strict_prefix_boundary")
     from_start = serve(llm, DOCUMENT + text(5, 20))
-    assert from_start.reused_tokens == len(DOCUMENT) // BLOCK * BLOCK
+    assert from_start.reused_tokens == len(DOCUMENT) // serving.BLOCK * serving.BLOCK
     assert from_start.computed_tokens == len(DOCUMENT) + 20 - from_start.reused_tokens
     assert_same(output, serve(engine.cold(), SHIFTED))
 
@@ -69,7 +57,7 @@ def test_an_audit_log_that_cannot_be_written_is_counted_until_the_engine_ends(en
     (tmp_path / "file").write_text("")
     before = lost()
     llm = engine(AUDIT_PATH=tmp_path / "file" / "audit.jsonl")
-    assert len(token_ids(serve(llm, SHIFTED))) == GREEDY.max_tokens
+    assert len(token_ids(serve(llm, SHIFTED))) == serving.GREEDY.max_tokens
     llm.shutdown()
     assert lost() - before >= 3  # started, lookup, settled
 
@@ -82,7 +70,7 @@ def test_max_donors_forgets_the_least_recently_used(engine):
         teach(llm, document)
         assert llm.connector_scheduler.donor_index.catalog.stats().ready <= 2
     # The exact part of these, their head, is too short to become a donor and push another out.
-    reused = [serve(llm, INSTRUCTION + document).reused_tokens for document in reversed(documents)]
+    reused = [serve(llm, serving.INSTRUCTION + document).reused_tokens for document in reversed(documents)]
     assert reused == [len(DOCUMENT) - 1, len(DOCUMENT) - 1, 0]
 
 

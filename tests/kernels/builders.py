@@ -79,6 +79,28 @@ LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
 POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5, 0, 2, 7, 4])
 
 
+# Positions of sequences, heads, KV heads.
+ROWS = [
+    ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
+    ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
+    ([list(range(17, 40))], 3, 1),
+    ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
+    ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
+]
+# Channels, tokens of a block, heads, KV heads, dtype.
+WIDTHS = [
+    (128, 32, 7, 1, torch.bfloat16),
+    (128, 64, 4, 4, torch.float16),
+    (64, 16, 8, 1, torch.bfloat16),
+    (64, 16, 8, 1, torch.float16),
+    (64, 64, 4, 2, torch.float32),
+    (256, 32, 2, 1, torch.bfloat16),
+    (96, 32, 2, 1, torch.float32),
+    (80, 5, 4, 2, torch.float16),
+    (8, BLOCK, 4, 2, torch.bfloat16),
+]
+
+
 def nan(*shape, dtype=torch.float32, device="cpu", skipped=0):
     """NaN that begins `skipped` elements into its memory."""
     return torch.full((skipped + math.prod(shape),), math.nan, device=device).to(dtype)[skipped:].view(shape)
@@ -131,6 +153,13 @@ def paged(donor, block_size=BLOCK):
     return filled("in_one_tensor", "cpu", donor, block_size)
 
 
+def fresh_rows(kv, layer, first_position):
+    """Rows from a position on as views of wider ones, as a fused projection makes them: K's strides are not V's."""
+    k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
+    wide = [torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1) for v in values]
+    return FreshRows(k, wide[0][:, 2:] if wide else None, first_position)
+
+
 def content(kv):
     """All that the pool holds, float32 [layers * kinds, blocks, kv_heads, block_size, head_dim], on the host."""
     layers, kinds = range(kv.geometry.num_layers), range(kv.geometry.kv_factor)
@@ -172,19 +201,9 @@ class Batch:
     """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row, of
     `kv_dtype` or of `dtype`; with a `window` the KV of tokens that no row sees is NaN."""
 
-    def __init__(
-        self,
-        positions,
-        *,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        block_size=16,
-        dtype=torch.float32,
-        window=None,
-        kv_dtype=None,
-    ):
-        self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+    def __init__(self, positions, *, heads=4, block_size=16, dtype=torch.float32, window=None, kv_dtype=None, **sizes):
+        sizes = {"kv_heads": 2, "head_dim": 16} | sizes
+        self.geometry = KvGeometry(num_layers=2, block_size=block_size, **sizes)
         generator = torch.Generator().manual_seed(3)
         needed = [self.geometry.blocks_for(own[-1] + 1) for own in positions]
         blocks = torch.randperm(sum(needed) + 3, generator=generator)[3:].split(needed)
@@ -194,7 +213,7 @@ class Batch:
         rows = 0
         for own, ids in zip(positions, blocks, strict=True):
             reached = torch.arange(own[-1] + 1)
-            kv = torch.randn(len(reached), 2, 2, kv_heads, head_dim, generator=generator).to(dtype)
+            kv = torch.randn(len(reached), 2, 2, *sizes.values(), generator=generator).to(dtype)
             if window is not None:
                 seen = {token for position in own for token in range(max(0, position - window + 1), position + 1)}
                 kv[sorted(set(reached.tolist()) - seen)] = math.nan
@@ -202,7 +221,7 @@ class Batch:
             self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
             rows += len(own)
         self.pool = self.pool.to(kv_dtype or dtype)
-        self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
+        self.q = torch.randn(rows, heads, sizes["head_dim"], generator=generator).to(dtype)
 
     def on(self, device):
         sequences = [sequence.to(device) for sequence in self.sequences]

@@ -1,6 +1,4 @@
-"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN.
-
-Tolerance: both forms compute in float32, but Triton multiplies 16-bit queries on tensor cores."""
+"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN."""
 
 import pytest
 import torch
@@ -9,19 +7,8 @@ from hypothesis import strategies as st
 
 from kernels.attention_mass import attention_mass, naive, row_lse, seen_tokens
 from kernels.layout import PoolLayer
-from tests.kernels.builders import (
-    BLOCK,
-    FP8,
-    LAYOUTS,
-    TOLERANCE,
-    Batch,
-    donor_of,
-    error_of,
-    filled,
-    geometry_of,
-    rows_at,
-    seeded,
-)
+from tests.kernels import builders
+from tests.kernels.builders import BLOCK, FP8, TOLERANCE, Batch, donor_of, error_of, filled, rows_at, seeded
 
 SCALE = 0.3
 
@@ -32,7 +19,7 @@ def assert_matches_naive(device, batch, window=None, sinks=None):
     kv, plain = PoolLayer(pool, 1, batch.geometry), (batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences)
     lse = row_lse(q, kv, sequences, SCALE, window, own)
     mass = attention_mass(q, kv, sequences, SCALE, window, own)
-    tolerance = TOLERANCE[batch.q.dtype]
+    tolerance = TOLERANCE[batch.q.dtype]  # Triton multiplies 16-bit queries on tensor cores
     assert error_of(lse, naive.row_lse(*plain, SCALE, window, sinks)) <= tolerance
     expected = naive.attention_mass(*plain, SCALE, window, sinks)
     assert mass.shape == (batch.geometry.kv_heads, seen_tokens(sequences))
@@ -45,30 +32,14 @@ def assert_matches_naive(device, batch, window=None, sinks=None):
 
 @pytest.mark.parametrize("window", [None, 1, 16])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(
-    ("positions", "heads", "kv_heads"),
-    [
-        ([[0], [BLOCK - 1], [BLOCK]], 2, 2),
-        ([list(range(17, 40))], 3, 1),
-        ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
-    ],
-)
+@pytest.mark.parametrize(("positions", "heads", "kv_heads"), builders.ROWS)
 def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, window, with_sinks):
     batch = Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK, window=window)
     assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(
-    ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
-    [
-        (128, 32, 7, 1, torch.bfloat16),
-        (64, 16, 8, 1, torch.float16),
-        (96, 32, 2, 1, torch.float32),
-        (80, 5, 4, 2, torch.float16),
-        (8, BLOCK, 4, 2, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "block_size", "heads", "kv_heads", "dtype"), builders.WIDTHS)
 def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, kv_dtype):
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     assert_matches_naive(
@@ -90,9 +61,9 @@ def test_any_positions_and_any_window_match_naive(device, positions, kv_heads, b
     assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", builders.LAYOUTS)
 def test_layers_that_lie_apart_in_any_layout(device, layout):
-    donor = donor_of(geometry_of(2, 16), 11, seed=1)
+    donor = donor_of(builders.geometry_of(2, 16), 11, seed=1)
     held, plain = (filled(where, at, donor) for where, at in ((layout, device), ("in_one_tensor", "cpu")))
     q, rows = seeded(3, 4, 16, seed=2), rows_at(0, [2, 9, 10], held.block_ids.tolist())
     mass = attention_mass(q.to(device), PoolLayer(held.pool, 1, held.geometry), [rows.to(device)], SCALE)

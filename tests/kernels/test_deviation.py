@@ -1,6 +1,5 @@
 """deviation against its plain form; the rest of the pools is NaN, so a row that is wrongly read shows."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from kernels.deviation import FreshRows, Move, deviation, naive, relative, squar
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import still
+from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, TOLERANCE, donor_of, error_of, geometry_of, on, paged, rotation_of
 
 ROTATION = rotation_of()
@@ -17,14 +17,6 @@ ROTATION = rotation_of()
 
 def kv_of(seed, tokens=21, kv_heads=2, head_dim=8, dtype=torch.float32, kinds=2):
     return donor_of(geometry_of(kv_heads, head_dim, kv_factor=kinds, layers=3), tokens, seed, dtype)
-
-
-def rows(kv, layer, first_position):
-    """The rows as views of a wider tensor, as a fused projection makes them: K's strides are not V's."""
-    k, v = (kv.tensor[layer, kind].transpose(0, 1) for kind in (0, -1))
-    wide = torch.full((v.shape[0], v.shape[1] + 2, v.shape[2]), math.nan, dtype=v.dtype)
-    wide[:, 2:] = v
-    return FreshRows(k, wide[:, 2:] if kv.tensor.shape[1] == 2 else None, first_position)
 
 
 def on_device(spans, device):
@@ -73,7 +65,7 @@ def test_heads_widths_blocks_and_dtypes(kv_heads, head_dim, rotary_dim, block, d
     donor, fresh = kv_of(1, 6, kv_heads, head_dim, dtype), kv_of(2, 9, kv_heads, head_dim, dtype)
     rotation = rotation_of(rotary_dim, interleaved)
     for layer in (0, 1):
-        for each in (paged(fresh, block), rows(fresh, layer, 0)):
+        for each in (paged(fresh, block), builders.fresh_rows(fresh, layer, 0)):
             spans = [Move(donor, 1, 4, 5)]
             assert_matches_naive(device, spans, each, layer, rotation, TOLERANCE.get(dtype, 1e-2))
 
@@ -124,9 +116,9 @@ K = torch.zeros(8, 2, 8)
     [
         ((14, 0), kv_of(2), 0, r"spans\[0\].source from source_start 14 with length 8"),
         ((0, 14), kv_of(2), 0, r"fresh of spans\[0\] .* 14 with length 8 leaves 0\.\.21"),
-        ((0, 1), rows(kv_of(2), 0, 2), 0, r"fresh of spans\[0\] .* -1"),
+        ((0, 1), builders.fresh_rows(kv_of(2), 0, 2), 0, r"fresh of spans\[0\] .* -1"),
         ((0, 0), kv_of(2), 3, r"layer is 3, outside 0\.\.2"),
-        ((0, 0), rows(kv_of(2), 0, 0), -1, r"layer is -1"),
+        ((0, 0), builders.fresh_rows(kv_of(2), 0, 0), -1, r"layer is -1"),
         ((0, 0), kv_of(2, kv_heads=3), 0, r"spans\[0\].source has .* the fresh KV has"),
         ((0, 0), kv_of(2, dtype=torch.float16), 0, r"spans\[0\].source is torch.float32"),
         ((0, 0), kv_of(2, head_dim=4), 0, "fresh has head_dim 4, below the rotary_dim 8"),

@@ -26,9 +26,13 @@ deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
 """
 
 
-def test_the_kernels_work_without_triton():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+def run(code, **options):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_work_without_triton():
+    run(WITHOUT_TRITON)
 
 
 @pytest.mark.parametrize("package", ["semblend_trt", "engine_wrapper", "validation"])
@@ -37,11 +41,7 @@ def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_p
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = 7")
     places = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     code = f"import {package}; from kernels import theirs; from kernels.layout import PagedKv"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run(code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": places})
 
 
 def test_triton_serves_channels_that_lie_side_by_side_and_on_the_cpu_its_interpreter_alone(triton_device, monkeypatch):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, deviation, relative, row_squares, squares
+from kernels.deviation import deviation, relative, row_squares, squares
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
@@ -27,12 +27,6 @@ every_pool = pytest.mark.parametrize(
 )
 
 
-def fresh_rows(kv, layer, first_position):
-    """The rows from a position on, as a fused projection makes them: K's strides are not V's."""
-    k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
-    return FreshRows(k, torch.cat([values[0]] * 2, dim=1)[:, : k.shape[1]] if values else None, first_position)
-
-
 @every_pool
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(
@@ -45,7 +39,7 @@ def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_
     rotation = ROTATION if sizes.kv_factor == 2 else LATENT_ROTATION
     place = (source_start, target_start, length)
     expected = naive_deviation.deviation([Move(donor, *place)], fresh, 1, rotation)
-    spans, rows = [Move(filled(layout, device, donor), *place)], on(fresh_rows(fresh, 1, target_start), device)
+    spans, rows = [Move(filled(layout, device, donor), *place)], on(builders.fresh_rows(fresh, 1, target_start), device)
     for each in (on(fresh, device), rows, filled(layout, device, fresh)):
         assert_same(deviation(spans, each, 1, rotation), expected)
     sums = squares(spans, rows, 1, rotation)
@@ -58,7 +52,7 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
     donor = donor_of(sizes, 17, seed=3, dtype=dtype)
     held, changed = filled(layout, device, donor), ContiguousKv(donor.tensor[:, :, :, 4:13].clone())
     changed.tensor[1, 0, :, 2], changed.tensor[1, -1, :, 5] = (torch.tensor(each).to(dtype) for each in (3.0, -1.0))
-    fresh = on(fresh_rows(changed, 1, 0), device)
+    fresh = on(builders.fresh_rows(changed, 1, 0), device)
     rows, positions = torch.tensor([7, 2, 5]), torch.tensor([11, 6, 9])
     actual = row_squares(fresh, rows, held, positions, 1)
     spans = [Move(held, at, row, 1, turn=0) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
@@ -128,7 +122,7 @@ def uses_of_it(layout, device):
     donor = donor_of(GEOMETRY, 6, seed=1)
     held, near = filled(layout, device, donor), on(donor, device)
     written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(device)]
-    rows, space = fresh_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
+    rows, space = builders.fresh_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
     return [
         lambda: kv_move([Move(near, 0, 8, 6)], held, ROTATION),
         lambda: kv_move([Move(held, 0, 0, 6)], space, ROTATION),

@@ -11,7 +11,7 @@ from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
-from tests.kernels.builders import BLOCK, FP8, TOLERANCE, Batch, assert_same, geometry_of, rows_at, seeded
+from tests.kernels.builders import BLOCK, FP8, ROWS, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded
 
 SCALE = 0.3
 SMALL = TileConfig(16, 16, 4, 2)
@@ -45,35 +45,14 @@ def tiled(device, batch, config=None, piece=None, window=None, sinks=None):
 
 @pytest.mark.parametrize("window", [None, 1, BLOCK, 16])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(
-    ("positions", "heads", "kv_heads"),
-    [
-        ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
-        ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
-        ([list(range(17, 40))], 3, 1),
-        ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
-        ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
-    ],
-)
+@pytest.mark.parametrize(("positions", "heads", "kv_heads"), ROWS)
 def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, window, with_sinks):
     batch = Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK, window=window)
     assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
 
 
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (33, FP8)])
-@pytest.mark.parametrize(
-    ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
-    [
-        (128, 32, 7, 1, torch.bfloat16),
-        (128, 64, 4, 4, torch.float16),
-        (64, 16, 8, 1, torch.bfloat16),
-        (64, 64, 4, 2, torch.float32),
-        (256, 32, 2, 1, torch.bfloat16),
-        (96, 32, 2, 1, torch.float32),
-        (80, 5, 4, 2, torch.float16),
-        (8, BLOCK, 4, 2, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "block_size", "heads", "kv_heads", "dtype"), WIDTHS)
 def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, window, kv_dtype):
     """As near to naive as the queries' dtype allows: KV in fp8 is read as the numbers that it holds."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}

@@ -166,6 +166,12 @@ def nats_server(make_nats_server):
 
 
 @pytest.fixture
+def reader(nats_server, make_reader):
+    """A reader of the started server's events."""
+    return make_reader(nats_server.url)
+
+
+@pytest.fixture
 def make_reader():
     """Makes readers of a server's events; all end with the test."""
     readers = []

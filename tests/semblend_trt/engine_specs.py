@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from semblend_trt.connector.engine_spec import from_llm_args
 
 # All that a namespace is made from.
-KNOWN = {
-    "dtype": "auto",
-    "attn_backend": "TRTLLM",
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "context_parallel_size": 1,
-    "kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32),
-    "load_format": "auto",
-}
+KNOWN = {"dtype": "auto", "attn_backend": "TRTLLM", "load_format": "auto"}
+KNOWN |= {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "context")}
+KNOWN |= {"kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32)}
+
+
+def sizes(layers, kv_heads=2, **more):
+    """The fields of a model's configuration that say how large it is, and more."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    return {"num_hidden_layers": layers, "hidden_size": 64, "max_position_embeddings": 4096} | heads | more
 
 
 def engine(model="", **llm_args):

@@ -69,11 +69,8 @@ def said(caplog):
 def test_one_kind_is_said_once_a_minute_with_its_count(said):
     for now in (0, 1, 59, 61, 62, 200):
         logger.error("no descriptors: %s", "EMFILE", extra={"now": now})
-    assert said() == [
-        "no descriptors: EMFILE",
-        "no descriptors: EMFILE (and 2 more like it since it was last said)",
-        "no descriptors: EMFILE (and 1 more like it since it was last said)",
-    ]
+    again = [f" (and {count} more like it since it was last said)" for count in (2, 1)]
+    assert said() == ["no descriptors: EMFILE" + each for each in ("", *again)]
 
 
 def test_other_kinds_are_said(said):

@@ -38,10 +38,8 @@ def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm():
     assert call["function"]["arguments"] == {"city": "Rome", "days": [1, 2]}
     assert [list(call), list(call["function"])] == [["id", "function", "type"], ["arguments", "name"]]
     tools = rendered(READ["tools"], "{{ tools | tojson }}")
-    assert (
-        '{"type": "function", "function": {"name": "clock", "description": null, "parameters": null, "strict": true}}'
-        in tools
-    )
+    clock = '{"name": "clock", "description": null, "parameters": null, "strict": true}'
+    assert '{"type": "function", "function": ' + clock + "}" in tools
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ SAMPLES = {
     "enabled": ("0", False),
     "policy": ("position_fix", ReusePolicy.POSITION_FIX),
     "recompute_boundary_layer": ("3", 3),
+    "max_kl": ("0.01", 0.01),
+    "risk": ("0.1", 0.1),
     "epic_tokens": ("32", 32),
     "cacheblend_share": ("0.3", 0.3),
     "min_span_tokens": ("128", 128),
@@ -121,12 +123,40 @@ def test_field_names_alone_are_no_variables(monkeypatch):
         ("SEMBLEND_NATS_STREAM", "a.b", "SEMBLEND_NATS_STREAM: 'a.b' is no stream of letters"),
         ("SEMBLEND_NATS_TOKEN", "secret" * 1000, "SEMBLEND_NATS_TOKEN is wrong; allowed is a text of 1..4096"),
         ("SEMBLEND_POLICY", "most", "SEMBLEND_POLICY: policy 'most' is not known; use one of off, exact"),
+        *(
+            ("SEMBLEND_MAX_KL", text, f"SEMBLEND_MAX_KL: '{text}' is no number of nats above 0; use one, rounding or")
+            for text in ("0", "-1", "nan", "inf", "much")
+        ),
+        ("SEMBLEND_RISK", "0", r"SEMBLEND_RISK is '0'; allowed is 0\.001\.\.0\.999"),
     ],
 )
 def test_wrong_value_names_variable_value_and_bound(variable, value, told, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=told):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"max_kl": "unbounded", "risk": 0.1}, "SEMBLEND_RISK is 0.1, but SEMBLEND_MAX_KL is unbounded"),
+        ({"policy": "exact", "max_kl": 0.01}, "SEMBLEND_MAX_KL is set, but policy exact keeps no bound"),
+        ({"policy": "position_fix", "risk": 0.1}, "SEMBLEND_RISK is set, but policy position_fix keeps no bound"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused_in_one_sentence(given, told, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(variables_of(name)[1], str(value))
+    with pytest.raises(ConfigurationError, match=f"^{told}"):
+        load_settings()
+    monkeypatch.setenv("SEMBLEND_POLICY", "verified")
+    monkeypatch.delenv("SEMBLEND_RISK", raising=False)
+    assert load_settings().policy is ReusePolicy.VERIFIED
+
+
+@pytest.mark.parametrize(("text", "value"), [(" Rounding ", "rounding"), ("UNBOUNDED", "unbounded"), ("1e-3", 0.001)])
+def test_a_bound_is_a_number_or_a_word(text, value):
+    assert load_settings(max_kl=text).max_kl == value
 
 
 def test_wrong_override_names_the_setting():
@@ -169,7 +199,12 @@ def test_settings_cannot_be_changed():
 
 @pytest.mark.known_defect(34)
 def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_says_why(monkeypatch, caplog):
-    for name in ("SEMBLEND_MIN_SPANS", "TRTLLM_SEMBLEND_ZZZ", "SEMBLEND_DONOR_DTYPE", "TRTLLM_SEMBLEND_FUZZY_CHUNKS"):
+    for name in (
+        "SEMBLEND_MIN_SPANS",
+        "TRTLLM_SEMBLEND_ZZZZZZZZ",
+        "SEMBLEND_DONOR_DTYPE",
+        "TRTLLM_SEMBLEND_FUZZY_CHUNKS",
+    ):
         monkeypatch.setenv(name, "secret-value")
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1024")
     for _ in range(2):
@@ -179,7 +214,7 @@ def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_say
         "SEMBLEND_DONOR_DTYPE is ignored: donors are kept in the dtype of the cache",
         "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
         f"TRTLLM_SEMBLEND_FUZZY_CHUNKS is ignored: {runs}",
-        "TRTLLM_SEMBLEND_ZZZ is not read by this version",
+        "TRTLLM_SEMBLEND_ZZZZZZZZ is not read by this version",
     ]
 
 

@@ -112,10 +112,9 @@ def test_what_is_no_file_for_a_command_is_not_waited_for(make, why, tmp_path, ma
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
 def test_standard_input_is_read_where_a_pipe_may_be_given(name):
     for may_be_pipe, told in ((True, "b'of a pipe'"), (False, "it ")):
+        read = f"try: print(read_input({name!r}, may_be_pipe={may_be_pipe}))"
         code = (
-            f"from semblend_trt.files import read_input\n"
-            f"try: print(read_input({name!r}, may_be_pipe={may_be_pipe}))\n"
-            f"except OSError as error: print('it', error.strerror)"
+            f"from semblend_trt.files import read_input\n{read}\nexcept OSError as error: print('it', error.strerror)"
         )
         done = subprocess.run([sys.executable, "-c", code], input=b"of a pipe", capture_output=True, check=True)
         assert done.stdout.decode().startswith(told)

@@ -11,18 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt import namespace as module
 from semblend_trt.errors import NamespaceError
-from semblend_trt.namespace import (
-    MAX_REMEMBERED,
-    MAX_TEXT,
-    NO_SALT,
-    REVISION_OF,
-    CacheNamespace,
-    content_value,
-    salt_digest,
-    tenant_key,
-    unknown_value,
-)
+from semblend_trt.namespace import NO_SALT, CacheNamespace, content_value, salt_digest, tenant_key, unknown_value
 from tests.semblend_trt.samples import unknown_fields
 
 FIELDS = {
@@ -60,24 +51,11 @@ def rope(**changes):
 
 
 CHANGES = [
-    ("model", "Qwen/Qwen2.5-1.5B"),
-    ("model_revision", "sha256:0f3d"),
-    ("tokenizer", "other"),
-    ("tokenizer_revision", "sha256:77ab"),
-    ("kv_layout", "NHD"),
+    *((name, "other") for name, value in FIELDS.items() if value is None or isinstance(value, str)),
     ("block_size", 64),
-    ("kv_dtype", "float16"),
-    ("cache_dtype", "float8_e4m3fn"),
-    ("quantization", "awq"),
-    ("adapter", "lora-1"),
-    ("rope_config", rope(rope_theta=10_000.0)),
-    ("rope_config", rope(factor=4.0)),
-    ("rope_config", {}),
-    ("tensor_parallel", parallel(tp_size=4)),
-    ("tensor_parallel", parallel(cp_size=2)),
-    ("backend_cache_layout", "other"),
-    ("extra", {"tenant": "acme", "template": "sales"}),
-    ("extra", {}),
+    *(("rope_config", each) for each in (rope(rope_theta=10_000.0), rope(factor=4.0), {})),
+    *(("tensor_parallel", each) for each in (parallel(tp_size=4), parallel(cp_size=2))),
+    *(("extra", each) for each in ({"tenant": "acme", "template": "sales"}, {})),
 ]
 
 
@@ -148,7 +126,7 @@ def test_tenant_key_is_on_the_wire_and_not_in_the_key():
     assert namespace(extra=without).key == bound.key
 
 
-@pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (MAX_TEXT + 1), "\ud800"])
+@pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (module.MAX_TEXT + 1), "\ud800"])
 def test_bad_salts_are_refused_without_being_repeated(salt):
     for use in (lambda: namespace().for_request(salt, None), lambda: salt_digest(salt), lambda: tenant_key(salt)):
         with pytest.raises(NamespaceError) as caught:
@@ -186,7 +164,7 @@ def test_namespaces_with_an_unknown_field_never_meet(name):
 
 
 def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
-    for name, revision in REVISION_OF.items():
+    for name, revision in module.REVISION_OF.items():
         named = {namespace(**{name: other}).key for other in ("one", "two")}
         digested = {namespace(**{name: other, revision: content_value("0f")}).key for other in ("one", "two")}
         assert (len(named), len(digested)) == (2, 1)
@@ -197,8 +175,12 @@ def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
 
 
 def test_unknown_values_inside_mappings_count():
-    first = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
-    second = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
+    def made():
+        return namespace(
+            rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value())
+        )
+
+    first, second = made(), made()
     assert unknown_fields(first) == ["rope_config", "tensor_parallel"]
     assert first.key != second.key
     assert unknown_fields(namespace()) == []
@@ -231,12 +213,9 @@ def namespaces(draw):
 @given(namespaces(), st.none() | st.text(max_size=8, alphabet=string.printable))
 def test_round_trips(base, salt):
     for item in (base, base.for_request(salt, None)):
-        for read in (
-            CacheNamespace.from_dict(item.to_dict()),
-            CacheNamespace.from_dict(json.loads(json.dumps(item.to_dict()))),
-            pickle.loads(pickle.dumps(item)),
-            copy.deepcopy(item),
-        ):
+        shown = item.to_dict()
+        again = [CacheNamespace.from_dict(each) for each in (shown, json.loads(json.dumps(shown)))]
+        for read in (*again, pickle.loads(pickle.dumps(item)), copy.deepcopy(item)):
             assert read == item
             assert hash(read) == hash(item)
             assert read.key == item.key
@@ -257,26 +236,16 @@ def test_namespace_cannot_be_changed_behind_its_key():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", ""),
-        ("model", None),
-        ("model_revision", None),
-        ("kv_dtype", "x" * (MAX_TEXT + 1)),
-        ("quantization", ""),
+        *((name, "") for name in ("model", "quantization")),
+        *((name, None) for name in ("model", "model_revision", "tensor_parallel", "rope_config")),
+        ("kv_dtype", "x" * (module.MAX_TEXT + 1)),
         ("adapter", 7),
-        ("block_size", 0),
-        ("block_size", "32"),
-        ("tensor_parallel", None),
+        *(("block_size", size) for size in (0, "32")),
         ("tensor_parallel", {"tp_size": 1, "pp_size": 1}),
-        ("tensor_parallel", parallel(tp_rank=2)),
-        ("tensor_parallel", parallel(tp_rank=-1)),
-        ("tensor_parallel", parallel(tp_size=0)),
-        ("tensor_parallel", parallel(rank=0)),
-        ("rope_config", None),
-        ("rope_config", {"rope_theta": math.nan}),
-        ("rope_config", {"rope_theta": object()}),
-        ("rope_config", {1: 2}),
-        ("extra", {"tenant": {1, 2}}),
-        ("extra", "tenant"),
+        *(("tensor_parallel", parallel(tp_rank=rank)) for rank in (2, -1)),
+        *(("tensor_parallel", parallel(**each)) for each in ({"tp_size": 0}, {"rank": 0})),
+        *(("rope_config", each) for each in ({"rope_theta": math.nan}, {"rope_theta": object()}, {1: 2})),
+        *(("extra", each) for each in ({"tenant": {1, 2}}, "tenant")),
     ],
 )
 def test_bad_fields_are_refused_by_name(name, value):
@@ -303,6 +272,6 @@ def test_unsalted_namespaces_are_remembered_by_adapter_and_salted_ones_never():
     assert base.for_request(None, "lora-7") == namespace().for_request(None, "lora-7")
     assert base.for_request(None, None).key != base.for_request(None, "lora-7").key
     assert base.for_request("s3cret", None) is not base.for_request("s3cret", None)
-    keys = {base.for_request(None, f"lora-{number}").key for number in range(MAX_REMEMBERED + 2)}
-    assert len(keys) == MAX_REMEMBERED + 2
-    assert len(base._unsalted) == MAX_REMEMBERED
+    keys = {base.for_request(None, f"lora-{number}").key for number in range(module.MAX_REMEMBERED + 2)}
+    assert len(keys) == module.MAX_REMEMBERED + 2
+    assert len(base._unsalted) == module.MAX_REMEMBERED

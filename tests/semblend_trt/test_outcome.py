@@ -5,21 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from semblend_trt import outcome as module
 from semblend_trt.errors import SemBlendError
-from semblend_trt.outcome import (
-    FAULTS,
-    MAX_REPORTS,
-    OTHER_REASON,
-    REASONS,
-    TEXTS,
-    Outcome,
-    OutcomeLedger,
-    ReuseReport,
-    Scope,
-    advice,
-    counted_as,
-    filled,
-)
+from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport, Scope, advice, counted_as
 from tests.pages import Page, code_in
 
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=96)
@@ -35,14 +23,10 @@ def test_what_is_recorded_is_counted_and_remembered():
     for request_id, report in enumerate((USED, declined("low_reuse"), ReuseReport(COLD.outcome, "low_reuse"))):
         ledger.record(request_id, report)
     counts = ledger.counts()
-    assert {outcome.value: count for outcome, count in counts.items()} == {
-        "exact_prefix_route": 0,
-        "semantic_discovery_only": 0,
-        "semantic_placement": 0,
-        "backend_materialized_reuse": 1,
-        "backend_declined_reuse": 1,
-        "cold_fallback": 1,
-    }
+    never = ("exact_prefix_route", "semantic_discovery_only", "semantic_placement")
+    once = ("backend_materialized_reuse", "backend_declined_reuse", "cold_fallback")
+    counted = {outcome.value: count for outcome, count in counts.items()}
+    assert counted == dict.fromkeys(never, 0) | dict.fromkeys(once, 1)
     assert ledger.reasons() == {"low_reuse": 2}
     assert ledger.of(0) is USED
     assert ledger.of(4) is None
@@ -77,10 +61,11 @@ def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json():
     assert (report.receipt["reused_tokens"], report.receipt["largest_kept"]) == (3, 0.25)
 
 
-@pytest.mark.parametrize("largest", [None, float("nan"), float("inf")])
-def test_what_is_no_number_is_null_in_a_receipt(largest):
-    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, largest_kept=largest)
-    assert report.receipt["largest_kept"] is None
+@pytest.mark.parametrize("name", ["largest_kept", "sampled_deviation"])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_what_is_no_number_is_null_in_a_receipt(name, value):
+    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, **{name: value})
+    assert report.receipt[name] is None
 
 
 def test_forgotten_request_may_end_again_and_stays_counted():
@@ -95,10 +80,10 @@ def test_forgotten_request_may_end_again_and_stays_counted():
 
 def test_reports_and_reasons_are_bounded_and_none_is_lost():
     ledger = OutcomeLedger()
-    for request_id in range(MAX_REPORTS + 8):
+    for request_id in range(module.MAX_REPORTS + 8):
         ledger.record(request_id, declined("low_reuse" if request_id % 2 else f"reason-{request_id}"))
     assert [request_id for request_id in range(16) if ledger.of(request_id)] == list(range(8, 16))
-    assert ledger.reasons() == dict.fromkeys(("low_reuse", OTHER_REASON), MAX_REPORTS // 2 + 4)
+    assert ledger.reasons() == dict.fromkeys(("low_reuse", module.OTHER_REASON), module.MAX_REPORTS // 2 + 4)
 
 
 def test_racing_threads_record_each_request_once():
@@ -118,14 +103,14 @@ def test_racing_threads_record_each_request_once():
 
 
 def test_each_reason_is_a_label_with_whole_sentences():
-    for scope, name, text in ((each, *item) for each, texts in TEXTS.items() for item in texts.items()):
+    for scope, name, text in ((each, *item) for each, texts in module.TEXTS.items() for item in texts.items()):
         assert name.isidentifier()
         assert name == name.lower() == counted_as(name)
         assert text[0].isupper() or text.startswith("vLLM")
         assert text.endswith(".")
         assert not set(text) & set("|\n")
         assert text == advice(name, scope)
-    assert not REASONS & FAULTS
+    assert not module.REASONS & module.FAULTS
 
 
 def test_advice_comes_from_the_first_scope_that_has_the_reason():
@@ -133,13 +118,13 @@ def test_advice_comes_from_the_first_scope_that_has_the_reason():
     assert "attn_backend" in advice("attention_backend", Scope.ATTACHMENT, Scope.DECODER)
     assert advice("no_donor_match", Scope.ENGINE) == advice("no_donor_match")
     assert advice("unnamed") == ""
-    assert counted_as("unnamed") == OTHER_REASON
+    assert counted_as("unnamed") == module.OTHER_REASON
 
 
 def test_a_page_gets_the_table_of_each_scope_that_it_names():
-    made = filled("before\n<!-- reasons: plan -->old<!-- end -->\nafter\n")
+    made = module.filled("before\n<!-- reasons: plan -->old<!-- end -->\nafter\n")
     assert made.startswith("before\n")
     assert made.endswith("after\n")
     assert "old" not in made
-    assert [name for name in TEXTS[Scope.PLAN] if f"`{name}` |" not in made] == []
-    assert filled(made) == made
+    assert [name for name in module.TEXTS[Scope.PLAN] if f"`{name}` |" not in made] == []
+    assert module.filled(made) == made

@@ -1,6 +1,7 @@
 """A plan that could corrupt KV is refused, and what it says of its tokens adds up."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,16 +20,9 @@ def execution(**changes):
 
 def plan(**changes):
     """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
-    fields = {
-        "request_id": 7,
-        "kind": PlanKind.REQUEST_LOCAL,
-        "spans": (PlanSpan("d", 30, 10, 10),),
-        "prompt_token_ids": np.arange(100, 132, dtype=np.int32),
-        "num_computed_tokens": 8,
-        "matched_tokens": 16,
-        "block_size": 8,
-        "execution": execution(),
-    }
+    fields = {"request_id": 7, "kind": PlanKind.REQUEST_LOCAL, "spans": (PlanSpan("d", 30, 10, 10),)}
+    fields |= {"prompt_token_ids": np.arange(100, 132, dtype=np.int32), "execution": execution()}
+    fields |= {"num_computed_tokens": 8, "matched_tokens": 16, "block_size": 8}
     return SemanticKvPlan(**{**fields, **changes})
 
 
@@ -36,23 +30,19 @@ STOCK = execution(mode=EngineMode.STOCK)
 
 
 BROKEN = [
-    ("span_range", lambda: PlanSpan("d", 0, 0, 0)),
-    ("span_range", lambda: PlanSpan("d", -1, 0, 1)),
-    ("span_range", lambda: PlanSpan("d", 0, -1, 1)),
+    *(("span_range", partial(PlanSpan, "d", *each)) for each in ((0, 0, 0), (-1, 0, 1), (0, -1, 1))),
     ("span_range", lambda: PlanSpan("d", 0, 0, 1, generation=-1)),
     ("exact_span_approximate", lambda: PlanSpan("d", 0, 0, 1, exact=True, generation=1)),
     ("generation_unchecked", lambda: plan(spans=(PlanSpan("d", 30, 10, 10, generation=1),))),
     ("exact_span_shifted", lambda: PlanSpan("d", 0, 1, 1, exact=True)),
-    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=NUM_LAYERS + 1)),
-    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=-1)),
+    *(("boundary_outside_model", partial(execution, recompute_boundary_layer=at)) for at in (NUM_LAYERS + 1, -1)),
     ("boundary_outside_model", lambda: execution(num_layers=0)),
     ("boundary_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, recompute_boundary_layer=1)),
     ("check_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, check=SpanCheck(1, 0.1))),
     ("check_outside_model", lambda: execution(check=SpanCheck(NUM_LAYERS, 0.1))),
     ("head_tokens_negative", lambda: execution(head_tokens=-1)),
     ("head_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, head_tokens=16)),
-    ("negative_count", lambda: plan(num_computed_tokens=-1)),
-    ("negative_count", lambda: plan(matched_tokens=-1)),
+    *(("negative_count", partial(plan, **{name: -1})) for name in ("num_computed_tokens", "matched_tokens")),
     ("negative_count", lambda: plan(block_size=0)),
     ("no_token_left", lambda: plan(matched_tokens=24)),
     ("spans_overlap", lambda: plan(spans=(PlanSpan("d", 0, 10, 5), PlanSpan("e", 0, 14, 2)))),
@@ -128,13 +118,8 @@ def plans(draw):
     prompt_length = position + tail_hole + draw(st.integers(1, 10))
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else position + tail_hole - computed
     boundary = 0 if mode is EngineMode.STOCK else draw(st.integers(0, NUM_LAYERS))
-    checks = st.builds(
-        SpanCheck,
-        st.integers(0, NUM_LAYERS - 1),
-        st.floats(0, 1),
-        max_span_share=st.floats(0, 1),
-        window_threshold=st.none() | st.floats(0, 1),
-    )
+    shares = {"max_span_share": st.floats(0, 1), "window_threshold": st.none() | st.floats(0, 1)}
+    checks = st.builds(SpanCheck, st.integers(0, NUM_LAYERS - 1), st.floats(0, 1), **shares)
     block_size = draw(st.integers(1, 16))
     blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None
     return SemanticKvPlan(
@@ -169,9 +154,8 @@ def test_holes_and_spans_tile_the_promise(valid):
     spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     covered = [range(span.target_start, span.target_end) for span in spans]
     ranges = sorted([*valid.holes, *covered], key=lambda each: each.start)
-    assert [position for each in ranges for position in each] == list(
-        range(valid.num_computed_tokens, valid.prefix_end)
-    )
+    promised = range(valid.num_computed_tokens, valid.prefix_end)
+    assert [position for each in ranges for position in each] == [*promised]
 
 
 @given(plans())

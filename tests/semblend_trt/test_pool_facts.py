@@ -31,14 +31,9 @@ def test_one_tensor_in_fp8_needs_scales(dtype, is_scaled):
 @pytest.mark.parametrize(
     "pool",
     [
-        None,
-        "pool",
-        [[[[0.0]]]],
-        torch.zeros(0, LAYERS, 2, ROW),
-        torch.zeros(4, LAYERS, 2, 0),
+        *(None, "pool", [[[[0.0]]]], torch.zeros(0, LAYERS, 2, ROW), torch.zeros(4, LAYERS, 2, 0)),
         torch.zeros(4, LAYERS, 2, ROW, device="meta"),
-        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float64),
-        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float8_e5m2),
+        *(torch.zeros(4, LAYERS, 2, ROW, dtype=dtype) for dtype in (torch.float64, torch.float8_e5m2)),
         torch.zeros(1, LAYERS, 2, ROW).expand(4, LAYERS, 2, ROW),
         torch.zeros(4, 1, 2, ROW).expand(4, LAYERS, 2, ROW),
         torch.zeros(8 * ROW).as_strided((4, LAYERS, 2, ROW), (ROW, ROW, ROW, 1)),

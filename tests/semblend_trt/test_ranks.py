@@ -28,13 +28,9 @@ def test_several_ranks_get_the_same():
         own = torch.full((2,), 10.0**ranks.rank)
         added = own.clone()
         assert ranks.add_up(added) is added
-        return (
-            ranks.gather(ranks.rank),
-            ranks.broadcast(f"of {ranks.rank}"),
-            ranks.least([ranks.rank, 5 - ranks.rank]),
-            ranks.total(own).tolist(),
-            added.tolist(),
-        )
+        least = ranks.least([ranks.rank, 5 - ranks.rank])
+        gathered, told = ranks.gather(ranks.rank), ranks.broadcast(f"of {ranks.rank}")
+        return gathered, told, least, ranks.total(own).tolist(), added.tolist()
 
     assert on_ranks(3, work) == [([0, 1, 2], "of 0", [0, 3], [111.0, 111.0], [111.0, 111.0])] * 3
 

@@ -17,11 +17,13 @@ from semblend_trt import files, reuse_profile
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, ProfileError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
-from semblend_trt.plan import EngineMode
+from semblend_trt.plan import BudgetLevel, EngineMode, ReuseTerms
 from semblend_trt.reuse_profile import (
     EVIDENCE_FAMILIES,
     MAX_BYTES,
+    ProfileBound,
     ProfileCheck,
+    ProfileLevel,
     ProfileMatch,
     ProfileMatcher,
     ReuseProfile,
@@ -39,6 +41,7 @@ FIELDS = test_namespace.FIELDS | {
     "extra": {"compute_dtype": "bfloat16", "configuration": "c0ff"},
 }
 CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
+BOUNDS = [{"max_kl": 0.01, "risk": 0.05, "levels": [{"deviation": 0.1, "share": 0.2}]}]
 # Field of the namespace, another value, and what the sentence must name.
 OTHERS = [
     ("model", "Qwen/Qwen2.5-1.5B", "model Qwen/Qwen2.5-0.5B; this engine runs Qwen/Qwen2.5-1.5B"),
@@ -323,6 +326,16 @@ def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
         ({"check__layer": True}, "check.layer is True"),
         ({"head_tokens": 10**400}, "head_tokens"),
         ({"generations": False}, "generations is False"),
+        ({"bounds": BOUNDS}, "bounds need a check with a sample and 0 generations"),
+        (
+            {"check__sample_every": 8, "generations": 1, "bounds": BOUNDS},
+            "bounds need a check with a sample and 0 gene",
+        ),
+        ({"bounds": [{**BOUNDS[0], "max_kl": 0}]}, "bounds.0.max_kl is 0"),
+        ({"bounds": [{**BOUNDS[0], "risk": 1.0}]}, "bounds.0.risk is 1.0"),
+        ({"bounds": [{**BOUNDS[0], "levels": BOUNDS[0]["levels"] * 2}]}, "the deviation must rise"),
+        ({"floor": -0.1}, "floor is -0.1"),
+        ({"template": "0f"}, "template is '0f'"),
     ],
 )
 def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path, changes, told):
@@ -392,7 +405,7 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(path, capl
         for _ in range(3):
             found = match(asked, namespace(kv_dtype="float16"))
     assert (found.profile, found.refusal) == (None, "profile_mismatch")
-    (record,) = caplog.records
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "made for KV dtype bfloat16; this engine runs float16." in record.getMessage()
 
 
@@ -411,6 +424,7 @@ def test_a_check_below_all_layers_with_full_attention_is_refused(tmp_path, lowes
 
 def test_any_number_of_adapters_is_compared_and_few_are_told(path, caplog):
     asked = matcher(path)
+    caplog.clear()
     with caplog.at_level(logging.ERROR):
         for index in range(200):
             assert match(asked, namespace().for_request(None, f"adapter-{index}")).refusal == "profile_mismatch"
@@ -532,7 +546,7 @@ def test_an_edited_field_is_noticed(tmp_path, made, name):
     edited |= {"version": "9", "namespace": {**values["namespace"], "model": "m"}, "engines": [*values["engines"], "e"]}
     edited |= {"geometry": {**values["geometry"], "head_dim": 65}, "policy": "position_fix", "figures": [1]}
     edited |= {"check": {**CHECK.model_dump(mode="json"), "threshold": 0.9}, "date": "2020-01-01", "command": "c"}
-    edited |= {"versions": {"a": "b"}}
+    edited |= {"versions": {"a": "b"}, "bounds": BOUNDS, "floor": 0.1, "template": "0" * 64}
     path.write_text(json.dumps({**values, name: edited[name], **({"check": None} if name == "policy" else {})}))
     if json.loads(path.read_text()) != values:
         assert str(refusal(path)).partition(":")[0] in ("profile_evidence", "profile_unreadable")
@@ -604,3 +618,92 @@ def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(path, monk
     assert refusal(path) is None
     members.append("you")
     assert "others can write" in str(refusal(path))
+
+
+NUMBERS = st.floats(0.001, 0.9)
+LEVELS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4, unique_by=lambda level: level[0]).map(
+    lambda found: [
+        ProfileLevel(deviation=deviation, share=share)
+        for deviation, share in zip(sorted(d for d, _ in found), sorted(s for _, s in found), strict=True)
+    ]
+)
+ALL_BOUNDS = st.lists(st.builds(ProfileBound, max_kl=NUMBERS, risk=NUMBERS, levels=LEVELS), min_size=1, max_size=6)
+
+
+def bounded(bounds, **changes):
+    return profile(**{"check": SAMPLED, "bounds": bounds, **changes})
+
+
+@given(bounds=ALL_BOUNDS, asked=NUMBERS | st.just("rounding"), risk=NUMBERS, floor=st.none() | NUMBERS)
+def test_terms_are_those_of_the_loosest_bound_within_what_is_asked(bounds, asked, risk, floor):
+    made = bounded(bounds, floor=floor)
+    chosen, terms = made.bound_for(asked, risk), made.terms_for(asked, risk)
+    most = 2.0 * (floor or 0.0) if asked == "rounding" else asked
+    fitting = [each for each in bounds if each.max_kl <= most and each.risk <= risk]
+    assert (chosen in fitting) == bool(fitting)
+    assert all(each.max_kl <= chosen.max_kl for each in fitting)
+    assert (terms is None) == (chosen is None or not chosen.levels)
+    if terms is not None:
+        assert terms.check.levels == tuple(BudgetLevel(each.deviation, each.share) for each in chosen.levels)
+        assert (terms.check.layer, terms.check.sample_every) == (SAMPLED.layer, SAMPLED.sample_every)
+
+
+@given(bounds=ALL_BOUNDS, asked=NUMBERS, risk=NUMBERS, further=NUMBERS)
+def test_whoever_asks_for_more_gets_no_tighter_bound(bounds, asked, risk, further):
+    made = bounded(bounds)
+    tight, loose = made.bound_for(asked, risk), made.bound_for(max(asked, further), max(risk, further))
+    assert tight is None or (loose is not None and loose.max_kl >= tight.max_kl)
+
+
+def test_a_profile_without_bounds_has_its_own_terms_and_none_for_a_number():
+    made = profile()
+    assert made.terms_for("rounding", 0.05) == made.terms
+    assert made.terms_for(1.0, 0.05) is None
+    for each in (made, bounded([ProfileBound(**BOUNDS[0])])):
+        assert each.terms_for("unbounded", 0.05) == ReuseTerms()
+
+
+def confirmed(**changes):
+    figure = {"what": "bound_confirmed", "max_kl": 0.01, "risk": 0.05, "families": ["a"], "prompts": 100, "broken": 0}
+    return {**figure, **changes}
+
+
+@pytest.mark.parametrize(
+    ("figures", "max_kl", "is_refused"),
+    [
+        ([confirmed()], 0.01, False),
+        ([confirmed()], 0.02, False),
+        ([confirmed(broken=9)], 0.01, False),
+        # 10 of 100 are more than 5 % with a confidence of 95 %.
+        ([confirmed(broken=10)], 0.01, True),
+        ([confirmed(), confirmed(broken=10)], 0.01, True),
+        ([confirmed(broken=101)], 0.01, True),
+        ([confirmed(prompts=0)], 0.01, True),
+        ([confirmed(max_kl=0.02)], 0.01, True),
+        ([confirmed(risk=0.1)], 0.01, True),
+        ([confirmed(what="confirmed")], 0.01, True),
+        ([], 0.01, True),
+        # No bound is asked for, or none is found: there is nothing to confirm.
+        ([], "unbounded", False),
+        ([], 0.005, False),
+    ],
+)
+def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_refused):
+    path = tmp_path / "profile.json"
+    bounded([ProfileBound(**BOUNDS[0])], figures=figures).write(path)
+    told = str(refusal(path, max_kl=max_kl))
+    assert told.startswith("profile_evidence: The profile's evidence lacks a confirmation of its bound") == is_refused
+    assert refusal(path, max_kl=max_kl, profile_trial=True) is None
+    assert "states no bound" not in caplog.text
+    path.write_text(json.dumps(ReuseProfile.read(path).model_copy(update={"digest": None}).model_dump(mode="json")))
+    assert "lacks a digest" in str(refusal(path, max_kl=max_kl))
+
+
+@pytest.mark.parametrize(("policy", "warnings"), [("position_fix", 1), ("exact", 0)])
+def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy, warnings):
+    path = tmp_path / "profile.json"
+    unchecked(policy=policy).write(path)
+    asked = matcher(path)
+    assert match(asked, namespace()).profile is not None
+    match(asked, namespace())
+    assert caplog.text.count("states no bound for answers; make it again with `python -m validation cal") == warnings

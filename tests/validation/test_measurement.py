@@ -59,3 +59,26 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
     measured = Measurement(engines, cases, ServingSettings(str(shipped_model()), max_tokens=4), arms).run()
     expected = [sample.expected_exact_tokens for sample in measured.samples if sample.arm == POSITION_FIX]
     assert any(expected) == (unit == 1)
+
+
+def test_judged_arms_are_forced_along_colds_own_answer(shipped):
+    cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=2, questions=2, tokens=768))
+    server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6), judged=True)
+    cold, again, moved = (
+        {sample.case_id: sample for sample in server.samples(arm)}
+        for arm in arms_of([COLD, COLD_AGAIN, POSITION_FIX], ArmChoices(8, boundary=1))
+    )
+    plain = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6)).samples(MOVED)
+    for name, sample in moved.items():
+        assert cold[name].answer_kl < 1e-6
+        assert again[name].answer_kl < 1e-6
+        assert sample.answer_kl >= 0.0
+        assert sample.loss is not None
+        assert sample.answer_tokens == cold[name].answer_tokens
+        # An answer is another one exactly if one of its likeliest tokens is.
+        assert (sample.answer != cold[name].answer) <= (sample.token_agreement < 1.0)
+    trap = [name for name in moved if "trap" in name]
+    assert max(moved[name].answer_kl for name in trap) > 0.1
+    assert {each.case_id: each.answer for each in plain if each.case_id in trap} == {
+        name: moved[name].answer for name in trap
+    }

@@ -77,6 +77,16 @@ def test_kl_is_the_sum_over_the_reference_never_negative_and_does_not_see_a_cons
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     worked = metrics.kl_divergence(torch.tensor([0.75, 0.25]).log(), torch.tensor([0.5, 0.5]).log())
     assert worked == pytest.approx(expected)
+    both = metrics.kl_divergence(torch.stack((reference, reference)), torch.stack((other, reference)))
+    assert both == pytest.approx(divergence / 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "part", "expected"),
+    [("It is The 42.", "42", True), ("142", "42", False), ("a New York taxi", "new york", True), ("any", "the", False)],
+)
+def test_an_answer_contains_whole_normalised_words(answer, part, expected):
+    assert metrics.contains(answer, part) == expected
 
 
 def test_percentiles_lie_between_the_values_and_nothing_has_no_mean():

@@ -23,6 +23,20 @@ def test_a_wrong_answer_is_told_from_the_donors(text, match, follows):
     assert (sample.exact_match, sample.follows_donor) == (match, follows)
 
 
+@pytest.mark.parametrize(("text", "contains"), [("It holds 42.", True), ("142", False)])
+def test_an_answer_in_other_words_holds_the_reference(text, contains):
+    sample = sample_of(Arm("position_fix"), CASE, answer(text), answer(), 8)
+    assert (sample.exact_match, sample.contains_reference) == (False, contains)
+
+
+def test_a_line_says_how_far_answers_are_from_colds(make_sample):
+    cold = {str(i): make_sample(case_id=str(i)) for i in range(5)}
+    ours = [make_sample(case_id=str(i), answer_kl=i / 4, token_agreement=0.5 if i else 1.0) for i in range(5)]
+    line = line_of("prose", "verified", ours, cold)
+    assert (line.answer_kl, line.answer_kl_q95, line.changed) == (pytest.approx(0.5), pytest.approx(0.95), 0.8)
+    assert line_of("prose", "verified", list(cold.values()), cold).answer_kl is None
+
+
 def test_computed_share_counts_the_layers_below_the_check():
     """80 of 90 tokens beyond the engine's prefix are reused above the 2 lowest of 8 layers."""
     ours = answer(reuse=Reuse(cached=10, offered=85, checked=85, reused=80, recomputed=5))

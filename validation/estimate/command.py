@@ -79,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
     model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_TIMES), source)
     profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
-    if profile is not None and (lacking := profile.evidence_refusal()) is not None:
-        raise ConfigurationError(lacking)
     settings, pool = _settings(arguments), _pool(arguments, profile)
+    if profile is not None and (lacking := profile.evidence_refusal(settings.max_kl, settings.risk)) is not None:
+        raise ConfigurationError(lacking)
     encoder, serving = Encoder(arguments.tokenizer), Serving(settings, pool, profile)
     if encoder.is_shipped:
         sys.stderr.write(

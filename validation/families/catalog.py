@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from validation.families import built_in, datasets
+from validation.families import built_in, datasets, english
 from validation.families.group import Group, grown, least_tokens
 from validation.prompts import form_for
 
@@ -35,32 +35,45 @@ class Kind(str, Enum):
 @dataclass(frozen=True, slots=True)
 class Family:
     """`write` makes one group's cases. `is_text`: long references without one right answer, compared by perplexity.
-    `needs_eval_data`: the family reads a folder of evaluation sets."""
+    `needs_eval_data`: the family reads a folder of evaluation sets.
+    `marks`: whether it is for forms with our marks or for those without; None: for any."""
 
     name: str
     kind: Kind
     write: Callable[[Group], list[Case]]
     is_text: bool = False
     needs_eval_data: bool = False
+    marks: bool | None = None
 
 
+_marked, _english = partial(Family, marks=True), partial(Family, marks=False)
 FAMILIES = (
-    Family("reordered", Kind.HARMLESS, built_in.reordered),
-    Family("system_prompt", Kind.HARMLESS, built_in.system_prompt),
-    Family("cut_turns", Kind.HARMLESS, built_in.cut_turns),
+    _marked("reordered", Kind.HARMLESS, built_in.reordered),
+    _marked("system_prompt", Kind.HARMLESS, built_in.system_prompt),
+    _marked("cut_turns", Kind.HARMLESS, built_in.cut_turns),
     Family("prose", Kind.HARMLESS, built_in.prose, is_text=True),
-    Family("header_trap", Kind.TRAP, built_in.header),
-    Family("far_header_trap", Kind.TRAP, built_in.far_header),
-    Family("mid_sentence_trap", Kind.TRAP, built_in.mid_sentence),
-    Family("alias_trap", Kind.TRAP, built_in.alias),
-    Family("pronoun_trap", Kind.TRAP, built_in.pronoun),
-    Family("unit_trap", Kind.TRAP, built_in.unit),
-    Family("date_trap", Kind.TRAP, built_in.date),
-    Family("near_duplicates", Kind.TRAP, built_in.near_duplicates),
-    Family("planted", Kind.TRAP, built_in.planted),
-    Family("link", Kind.TRAP, built_in.link),
-    Family("state", Kind.TRAP, built_in.state),
-    Family("edited_field", Kind.TRAP, built_in.edited_field),
+    _marked("header_trap", Kind.TRAP, built_in.header),
+    _marked("far_header_trap", Kind.TRAP, built_in.far_header),
+    _marked("mid_sentence_trap", Kind.TRAP, built_in.mid_sentence),
+    _marked("alias_trap", Kind.TRAP, built_in.alias),
+    _marked("pronoun_trap", Kind.TRAP, built_in.pronoun),
+    _marked("unit_trap", Kind.TRAP, built_in.unit),
+    _marked("date_trap", Kind.TRAP, built_in.date),
+    _marked("near_duplicates", Kind.TRAP, built_in.near_duplicates),
+    _marked("planted", Kind.TRAP, built_in.planted),
+    _marked("link", Kind.TRAP, built_in.link),
+    _marked("state", Kind.TRAP, built_in.state),
+    _marked("edited_field", Kind.TRAP, built_in.edited_field),
+    _english("volatile", Kind.HARMLESS, english.volatile),
+    _english("instruction", Kind.HARMLESS, english.instruction),
+    _english("headings", Kind.TRAP, english.headings),
+    _english("replaced", Kind.HARMLESS, english.replaced),
+    _english("inner_edit", Kind.HARMLESS, english.inner_edit),
+    _english("dropped_turn", Kind.HARMLESS, english.dropped_turn),
+    _english("other_turn", Kind.HARMLESS, english.other_turn),
+    _english("order", Kind.HARMLESS, english.order),
+    _english("two_hop", Kind.TRAP, english.two_hop),
+    _english("needle", Kind.HARMLESS, english.needle),
     Family("unrelated", Kind.NONE, built_in.unrelated),
     Family("repeat", Kind.EXACT, built_in.repeat),
     Family("squad", Kind.HARMLESS, partial(datasets.passages, datasets.squad_texts, True), False, True),
@@ -105,7 +118,7 @@ def write_family(
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
     """`groups` groups of `questions` prompts of up to `tokens` tokens for each family, from group `first` on. Empty
-    `names`: all families whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
+    `names`: all families for the form whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
 
     names: tuple[str, ...] = ()
     groups: int = 50
@@ -117,11 +130,13 @@ class FamilyRequest:
     first: int = 0
     generations: int = 0
 
-    def family_names(self) -> tuple[str, ...]:
-        """Return the families by name. Raises ConfigurationError for an unknown one."""
+    def family_names(self, *, has_marks: bool = True) -> tuple[str, ...]:
+        """Return the families by name, for a form with or without our marks. Raises ConfigurationError for an unknown
+        one."""
         if self.names:
             return tuple(family(name).name for name in dict.fromkeys(self.names))
-        return tuple(each.name for each in FAMILIES if self.eval_data is not None or not each.needs_eval_data)
+        fitting = (each for each in FAMILIES if each.marks in (None, has_marks))
+        return tuple(each.name for each in fitting if self.eval_data is not None or not each.needs_eval_data)
 
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
@@ -133,7 +148,7 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
             f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
         )
     cases: list[Case] = []
-    for name in asked.family_names():
+    for name in asked.family_names(has_marks=form.has_marks):
         # Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
         groups = math.ceil(2.5 * asked.groups) if family(name).kind is Kind.NONE else asked.groups
         cases += write_family(

@@ -74,7 +74,7 @@ class _Query(BaseModel):
 
 
 class _Meeting(BaseModel):
-    meeting_transcripts: list[_Turn]
+    meeting_transcripts: Annotated[list[_Turn], Field(min_length=1)]
     specific_query_list: list[_Query]
     general_query_list: list[_Query] = []
 

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from aiohttp import web
 
 from semblend_trt.chats import PromptError
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
+from semblend_trt.drift import BoundedAnswer, DriftMonitor
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.router.answer_kl import least_kl, likelihood_fields, likelihoods_in
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.fleet.router.config import Shares, Tenants, key_digest, unknown_key
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
@@ -37,6 +40,7 @@ from semblend_trt.fleet.router.serving import (
 from semblend_trt.fleet.routing_policy import LeastLoaded, NoReplicaError, RoutingRequest, worker_name
 from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receipt_in
 from semblend_trt.outcome import RECEIPT
+from semblend_trt.policy import BROKEN_PROFILES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -75,21 +79,34 @@ class ReadPrompt:
 class ColdCheck:
     """How to compare an answer with a cold run: `payload` is that run's body, None where two runs may differ.
 
-    Of the sample (`is_sample`), only counters and log get the result. `strips_tokens`: only the router asked for the
-    answer's tokens."""
+    Of the sample (`is_sample`), only counters, log and the monitor of the tenant's bound get the result; the tenant
+    has this `salt`. `added`: fields of the request that only the router asked for."""
 
     payload: bytes | None
     is_sample: bool
-    strips_tokens: bool
+    added: dict[str, Any]
+    salt: str | None
 
     @classmethod
     def of(cls, body: Mapping[str, Any], caller: Caller, runs: ColdRuns) -> ColdCheck | None:
         """Return the check of a request's answer; None where the answer is not compared."""
+        if not caller.verifies and not runs.draws():
+            return None
+        added: dict[str, Any] = {}
         if not caller.verifies:
-            return cls(cold_body(body), True, False) if runs.draws() else None
-        is_whole = not body.get("stream")
-        asked = {**body, TOKENS_FIELD: True} if is_whole else body
-        return cls(cold_body(asked), False, is_whole and not body.get(TOKENS_FIELD))
+            added = likelihood_fields(body)
+        elif not body.get("stream") and not body.get(TOKENS_FIELD):
+            added = {TOKENS_FIELD: True}
+        return cls(cold_body({**body, **added}), not caller.verifies, added, caller.salt)
+
+    def stripped(self, answer: dict[str, Any], response: web.StreamResponse) -> web.Response:
+        """Return the answer without what only the router asked for."""
+        for part in (answer, *answer["choices"]):
+            for name in ("token_ids", "prompt_token_ids") if TOKENS_FIELD in self.added else ():
+                part.pop(name, None)
+            if "logprobs" in self.added and "logprobs" in part:
+                part["logprobs"] = None
+        return web.Response(body=json.dumps(answer).encode(), headers=response.headers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +181,7 @@ class Router:
         self._name = config.name or Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
         self._cold_runs = ColdRuns(audit_sample, lambda result: counters.cold_runs.labels(result).inc())
+        self._drift = DriftMonitor(lambda result: counters.bound_checks.labels(result).inc())
         self._directory, self._reader = None, None
         if nats is not None:
             self._directory = Directory(accepted=[(each.worker_id, each.dp_rank) for each in config.replicas])
@@ -252,19 +270,21 @@ class Router:
         check = ColdCheck.of(body, caller, self._cold_runs)
         if check is not None:
             observed.kept = bytearray() if check.is_sample else None
-            body = {**body, TOKENS_FIELD: True} if check.strips_tokens else body
-        # Only salts that the router derives may separate or join tenants.
-        payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
-        if self._trace is None:
+        plain = self._payload(body, caller)
+        payload = self._payload({**body, **check.added}, caller) if check is not None else plain
+        if self._trace is None and (check is None or not check.added):
             body = {}  # it is not read again, and a stream may last long
         request_id, attempt_metadata = uuid.uuid4().hex, dict[str, Any]()
         try:
-            response, worker = await self._forward(
-                request, payload, request_id, prompt, caller, observed, attempt_metadata
-            )
+            forward = partial(self._forward, request, request_id, prompt, caller, observed, attempt_metadata)
+            response, worker = await forward(payload)
+            if observed.status == 400 and check is not None and check.is_sample and check.added:
+                check = replace(check, payload=cold_body(body), added={})  # the replica may tell no likelihoods
+                response, worker = await forward(plain)
             if check is None or observed.status != 200 or observed.broken is not None:
                 return response
-            run_cold = check.payload and partial(self._run_cold, check, request.path, worker, prompt.tokens)
+            first, tokens = observed.tail, prompt.tokens
+            run_cold = check.payload and partial(self._run_cold, check, request.path, worker, tokens, first)
             return await self._compared(check, response, observed, run_cold or None)
         except RequestRefusedError as refusal:
             observed.status = refusal.status
@@ -281,12 +301,12 @@ class Router:
     async def _forward(
         self,
         request: web.Request,
-        payload: bytes,
         request_id: str,
         prompt: ReadPrompt,
         caller: Caller,
         observed: Observed,
         metadata: dict[str, Any],
+        payload: bytes,
     ) -> tuple[web.StreamResponse, Worker]:
         """Try one replica after another until one answers; add to the trace's `metadata`."""
         tried: set[Worker] = set()
@@ -328,13 +348,31 @@ class Router:
         if observed.broken == "unreachable":
             self._replicas.found_dead(choice.worker)
 
-    async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> Said:
+    def _payload(self, body: dict[str, Any], caller: Caller) -> bytes:
+        """Return what a replica is sent. For profiles whose promise is broken, it is asked for exact reuse alone."""
+        asked, broken = body.get("kv_transfer_params") or {}, self._drift.broken(caller.salt)
+        if broken and isinstance(asked, dict):
+            body = {**body, "kv_transfer_params": {**asked, BROKEN_PROFILES: broken}}
+        # Only salts that the router derives may separate or join tenants.
+        return json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
+
+    async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int, first: bytes) -> Said:
         """Return the replica's answer without reuse; a run of the sample waits until the replica is idle."""
         assert check.payload is not None
         if check.is_sample:
             await self._replicas.idle(worker, AUDIT_SECONDS)
         with self._replicas.taking(worker, tokens) as taken:
-            return said_in(await self._forwarder.ask(path, check.payload, taken))
+            cold = await self._forwarder.ask(path, check.payload, taken)
+        self._judge(check, first, cold)
+        return said_in(cold)
+
+    def _judge(self, check: ColdCheck, first: bytes, cold: bytes) -> None:
+        """Add an answer of the sample to the test of its bound."""
+        if check.is_sample and check.added:
+            with suppress(ValueError):  # no bound covers the answer, or the replica tells no likelihoods
+                bounded = BoundedAnswer.model_validate(receipt_in(first))
+                kl = least_kl(likelihoods_in(first), likelihoods_in(cold))
+                self._drift.observe(check.salt, bounded, is_over=kl > bounded.max_kl)
 
     async def _compared(
         self,
@@ -352,16 +390,15 @@ class Router:
                     self.counters.cold_runs.labels("skipped").inc()
                 elif receipt.get("reused_tokens") != 0:
                     self._cold_runs.later(said_in(bytes(answered)), run_cold)
-                return response
+                else:  # it is what a cold run answers
+                    self._judge(check, observed.tail, observed.tail)
+                return check.stripped(json.loads(observed.tail), response) if check.added else response
             if response.prepared:  # a stream has been sent
                 return response
             answer = json.loads(observed.tail)
             verified = await self._cold_runs.verdict(said_in(observed.tail), run_cold)
             answer["usage"][RECEIPT] = {**receipt, "verified": verified}
-            for part in (answer, *answer["choices"]) if check.strips_tokens else ():
-                part.pop("token_ids", None)
-                part.pop("prompt_token_ids", None)
-            return web.Response(body=json.dumps(answer).encode(), headers=response.headers)
+            return check.stripped(answer, response)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("an answer has a form that is not known, and cannot be compared with a cold run")
             return response

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
+from semblend_trt.drift import CHECK_RESULTS
 from semblend_trt.fleet.router.serving import DROPPED
 from semblend_trt.fleet.routing_policy import worker_name
 from semblend_trt.metrics import COLD_RUN_RESULTS, count_here_where_unwritable
@@ -53,6 +54,7 @@ class RouterCounters:
         self.trace_lines = self._counter("trace_lines", "Lines of telemetry, by result.", result=TRACE_RESULTS)
         compared = "Answers compared with a cold run's, by result."
         self.cold_runs = self._counter("cold_runs", compared, result=COLD_RUN_RESULTS)
+        self.bound_checks = self._counter("bound_checks", "Answers under a bound, by result.", result=CHECK_RESULTS)
         placed = "Time from a request's body to the choice of its replica."
         self.placement_seconds = self._histogram("placement_seconds", placed)
         first = "Time from a streamed request to the first byte of its answer."

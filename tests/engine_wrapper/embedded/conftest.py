@@ -1,6 +1,7 @@
 """A connector that records every call, engines to run it in, and helpers of their tests."""
 
 import random
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -12,6 +13,7 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
+from tests.engine_wrapper.embedded_llm import evict_prefixes
 
 BLOCK = 8
 LAYERS = 3
@@ -36,16 +38,10 @@ def form(contract, groups, **fields):
     return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
 
 
-def forget_prefixes(llm):
-    manager = llm.block_manager
-    while (block := manager._tree.evict()) is not None:
-        manager._free.append(block)
-
-
 def teach(llm, tokens, **options):
     llm.generate([tokens], TWO, **options)
     llm.settle()
-    forget_prefixes(llm)
+    evict_prefixes(llm)
 
 
 def teach_recorded(llm, record, tokens):
@@ -71,6 +67,17 @@ def fails_once(owner, name):
         patches.setattr(owner, name, broken)
         yield
     assert calls
+
+
+@contextmanager
+def saves_wait(llm):
+    opened = threading.Event()
+    llm.connector_worker.saver._thread.submit(opened.wait)
+    try:
+        yield
+    finally:
+        opened.set()
+        llm.connector_worker.saver.drain()
 
 
 @dataclass

@@ -20,6 +20,7 @@ from tests.semblend_trt.held_donors import whole
 from validation.embedded_engine import RANDOM_WEIGHTS, open_llm
 
 BLOCK, BLOCKS = 8, 60
+POOL = {"tokens_per_block": BLOCK, "max_tokens": BLOCK * BLOCKS}
 TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
 MOST_LIVE = 12
 QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
@@ -50,9 +51,7 @@ class Case:
         backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
         return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
 
-    @property
-    def version(self):
-        return CONTRACTS[self.contract]
+    version = property(lambda self: CONTRACTS[self.contract])
 
     @property
     def holds_saved_blocks(self):
@@ -103,22 +102,12 @@ def random_life(case, folder):
     pattern = PatternRunner.from_model(model, folder)
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
-    variables = {
-        **RANDOM_WEIGHTS,
-        "POLICY": "exact",
-        "MIN_SPAN": "32",
-        "MIN_REUSE_RATIO": "0.1",
-        "MIN_DONOR_TOKENS": "32",
-        "HOST_BYTES": str(HOST_TOKENS * token_bytes),
-        "EMBEDDER": "off",
-        "METRICS": "0",
-    }
+    least = {"MIN_SPAN": "32", "MIN_REUSE_RATIO": "0.1", "MIN_DONOR_TOKENS": "32"}
+    variables = RANDOM_WEIGHTS | least | {"EMBEDDER": "off", "METRICS": "0"}
+    variables |= {"POLICY": "exact", "HOST_BYTES": str(HOST_TOKENS * token_bytes)}
     if case.wrapper:
-        variables |= {
-            "POLICY": "position_fix",
-            "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes),
-            **disk_tier(folder, DISK_BYTES),
-        }
+        variables |= {"POLICY": "position_fix", "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes)}
+        variables |= disk_tier(folder, DISK_BYTES)
     llm = open_llm(
         folder,
         pattern,
@@ -130,12 +119,7 @@ def random_life(case, folder):
         max_batch_size=6,
         attn_backend=case.attn_backend,
         cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
-        kv_cache_config=KvCacheConfig(
-            tokens_per_block=BLOCK,
-            max_tokens=BLOCK * BLOCKS,
-            use_kv_cache_manager_v2=case.v2,
-            enable_block_reuse=case.block_reuse,
-        ),
+        kv_cache_config=KvCacheConfig(use_kv_cache_manager_v2=case.v2, enable_block_reuse=case.block_reuse, **POOL),
     )
     with llm:
         life = Life(llm, case)

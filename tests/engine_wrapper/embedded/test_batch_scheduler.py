@@ -55,38 +55,23 @@ class Engine:
         return ran
 
 
-@pytest.mark.parametrize(
-    ("shapes", "options", "steps"),
-    [
-        pytest.param([(21,)], {"rows": 10}, [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]], id="chunks end on boundaries"),
-        pytest.param([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]], id="nothing follows a chunk that is not the last"),
-        pytest.param(
-            [(11,), (6,)],
-            {"threshold": 5},
-            [[(1, 0, 4), (2, 0, 4)], [(1, 4, 4), (2, 4, 2)], [(1, 8, 3), (2, 6, 1)]],
-            id="no prompt takes more than the threshold",
-        ),
-        pytest.param(
-            [(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]], id="no chunk below a block's budget"
-        ),
-        pytest.param(
-            [(6,), (6,)], {"rows": 10, "chunked": False}, [[(1, 0, 6)], [(2, 0, 6), (1, 6, 1)]], id="prompts stay whole"
-        ),
-        pytest.param(
-            [(3,), (3,), (3,)],
-            {"batch": 2},
-            [[(1, 0, 3), (2, 0, 3)], [(1, 3, 1), (2, 3, 1)], [(3, 0, 3)]],
-            id="the largest batch",
-        ),
-        pytest.param(
-            [(8, 4), (8, 4)],
-            {"blocks": 4},
-            [[(1, 0, 8)], [(1, 8, 1)], [(1, 9, 1)], [(1, 10, 1)], [(2, 0, 8)]],
-            id="blocks must be certain",
-        ),
-    ],
-)
-def test_what_runs(shapes, options, steps):
+BY_THRESHOLD = [[(1, 0, 4), (2, 0, 4)], [(1, 4, 4), (2, 4, 2)], [(1, 8, 3), (2, 6, 1)]]
+BY_BATCH = [[(1, 0, 3), (2, 0, 3)], [(1, 3, 1), (2, 3, 1)], [(3, 0, 3)]]
+BY_BLOCKS = [[(1, 0, 8)], [(1, 8, 1)], [(1, 9, 1)], [(1, 10, 1)], [(2, 0, 8)]]
+RUNS = {
+    "chunks end on boundaries": ([(21,)], {"rows": 10}, [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]]),
+    "nothing follows a chunk that is not the last": ([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]]),
+    "no prompt takes more than the threshold": ([(11,), (6,)], {"threshold": 5}, BY_THRESHOLD),
+    "no chunk below a block's budget": ([(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]]),
+    "prompts stay whole": ([(6,), (6,)], {"rows": 10, "chunked": False}, [[(1, 0, 6)], [(2, 0, 6), (1, 6, 1)]]),
+    "the largest batch": ([(3,), (3,), (3,)], {"batch": 2}, BY_BATCH),
+    "blocks must be certain": ([(8, 4), (8, 4)], {"blocks": 4}, BY_BLOCKS),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_what_runs(kind):
+    shapes, options, steps = RUNS[kind]
     engine = Engine(*shapes, **options)
     assert [engine.step() for _ in steps] == steps
 

@@ -280,11 +280,7 @@ TestBlockManagerMachine = BlockManagerMachine.TestCase
 TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50)
 
 
-class KeepingMachine(BlockManagerMachine):
-    REPLACES = False
-
-
-TestKeepingMachine = KeepingMachine.TestCase
+TestKeepingMachine = type("KeepingMachine", (BlockManagerMachine,), {"REPLACES": False}).TestCase
 TestKeepingMachine.settings = TestBlockManagerMachine.settings
 
 

@@ -12,21 +12,9 @@ from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, _Schedule
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded.conftest import (
-    BLOCK,
-    LAYERS,
-    SIX,
-    TWO,
-    RecordingScheduler,
-    RecordingWorker,
-    answers,
-    fails_once,
-    forget_prefixes,
-    form,
-    prompt,
-    record_of,
-    teach_recorded,
-)
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, answers, form, prompt
+from tests.engine_wrapper.embedded_llm import evict_prefixes
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -64,7 +52,7 @@ class GroupedScheduler(RecordingScheduler):
         return self.request_finished(request, cache_block_ids_by_layer_group[0])
 
 
-class GroupedWorker(RecordingWorker):
+class GroupedWorker(conftest.RecordingWorker):
     def register_kv_cache_layout(self, layout):
         self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
         super().register_kv_caches(layout.pool)
@@ -75,7 +63,7 @@ class GroupedWorker(RecordingWorker):
 def make_engine(make_llm):
     def make(contract, groups, **fields):
         llm = make_llm("GroupedScheduler", "GroupedWorker", module=__name__, **form(contract, groups, **fields))
-        return llm, record_of(llm.llm_args)
+        return llm, conftest.record_of(llm.llm_args)
 
     return make
 
@@ -88,7 +76,7 @@ def test_calls_and_their_order(make_engine, contract, groups):
     assert record.names() == [registered, *waits]
     record.calls.clear()
     llm.generate([prompt(5)], TWO)
-    layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
+    layers = ["wait_for_layer_load", "save_kv_layer"] * conftest.LAYERS
     forward = ["build_connector_meta", "start_load_kv", *layers, "forward_pass_callable", "wait_for_save"]
     grouped = [] if groups is None else ["by_layer_group"]
     assert record.names() == [
@@ -140,7 +128,7 @@ def test_which_local_match_is_told(make_engine, contract, groups, told):
 def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronous, overlap):
     llm, record = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
     donor = prompt(60)
-    teach_recorded(llm, record, donor)
+    conftest.teach_recorded(llm, record, donor)
     record.asynchronous, record.polls_a_load_takes = asynchronous, 1
     prompts = [donor[:37] + prompt(20, 1), prompt(9, 2)]
     outputs = llm.generate(prompts, SIX)
@@ -190,7 +178,7 @@ def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold
 def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
     llm, record = make_engine(contract, None)
     donor = prompt(40)
-    teach_recorded(llm, record, donor)
+    conftest.teach_recorded(llm, record, donor)
     record.asynchronous, record.polls_a_load_takes = True, 3
     free = llm.block_manager.num_free_blocks
     stream = llm.generate_async(donor, TWO)
@@ -237,7 +225,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
         next(stream)
     published = llm.block_manager.num_reusable_blocks
     record.calls.clear()
-    with fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
+    with conftest.fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
         assert llm.executor.step()
     ended = [list(stream)[-1] for stream in streams[:2]]
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
@@ -265,7 +253,7 @@ def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(m
 def test_a_load_that_fails_or_a_forward_of_our_own_version_ends_the_engine(make_engine, contract, where):
     llm, _ = make_engine(contract, None)
     owner = llm.executor.model_runner if where == "forward" else llm.connector_worker
-    with fails_once(owner, where), pytest.raises(RuntimeError, match="injected"):
+    with conftest.fails_once(owner, where), pytest.raises(RuntimeError, match="injected"):
         llm.generate([prompt(9)], TWO)
     with pytest.raises(SemBlendError, match="this engine has stopped"):
         llm.generate([prompt(9)], TWO)
@@ -293,7 +281,7 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
         assert set(first) - shared <= free
     else:
         assert not (set(first) | set(second)) & free
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     assert {node.block_id for _, node in blocks._tree.walk()} == shared  # no other request gets them meanwhile
     llm.settle()
     assert blocks.num_free_blocks == blocks.num_blocks
@@ -307,7 +295,7 @@ def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
     )
     llm, _ = twins_being_saved(make_engine, contract, **changes)
     if is_pinned:
-        forget_prefixes(llm)
+        evict_prefixes(llm)
         assert llm.block_manager.num_reusable_blocks > 0
     else:
         assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
@@ -319,7 +307,7 @@ def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
 def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, contract):
     llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
     donor = prompt(40)
-    teach_recorded(llm, record, donor)
+    conftest.teach_recorded(llm, record, donor)
     (output,) = llm.generate([donor], SIX)
     assert record.count("get_num_new_matched_tokens") == (contract == "main")
     assert record.count("update_state_after_alloc") == 1

@@ -10,16 +10,8 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded.conftest import (
-    BLOCK,
-    SIX,
-    TWO,
-    RecordingScheduler,
-    RecordingWorker,
-    answers,
-    prompt,
-    teach_recorded,
-)
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 from tests.engine_wrapper.serving import token_ids
 
 
@@ -33,7 +25,7 @@ def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
 
 def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_llm):
     llm, record = make_recorded_llm()
-    teach_recorded(llm, record, prompt(30))
+    conftest.teach_recorded(llm, record, prompt(30))
     record.asynchronous, record.polls_a_load_takes = True, 4
     parked = llm.generate_async(prompt(40), TWO)
     other = prompt(12, 1)
@@ -49,7 +41,7 @@ def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_l
 
 def test_an_iteration_that_parks_everything_runs_no_forward(make_recorded_llm):
     llm, record = make_recorded_llm()
-    teach_recorded(llm, record, prompt(30))
+    conftest.teach_recorded(llm, record, prompt(30))
     record.asynchronous, record.polls_a_load_takes = True, 1
     stream = llm.generate_async(prompt(40), TWO)
     assert llm.executor.step() is False

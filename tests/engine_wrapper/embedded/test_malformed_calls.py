@@ -1,6 +1,5 @@
 """What no engine should hand over is refused and counted, and the engine goes on."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS, RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, teach
+from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, saves_wait, teach
 
 PROMPT = list(range(100))
 NAMES = "SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"
@@ -25,15 +24,8 @@ def llm(make_llm, monkeypatch):
 
 
 def bare(request_id=77, **attributes):
-    values = {
-        "request_id": request_id,
-        "prompt_len": len(PROMPT),
-        "get_tokens": lambda beam=0: PROMPT,
-        "max_new_tokens": 4,
-        "cache_salt": None,
-        "lora_task_id": None,
-    }
-    return SimpleNamespace(**(values | attributes))
+    values = {"prompt_len": len(PROMPT), "get_tokens": lambda beam=0: PROMPT, "max_new_tokens": 4}
+    return SimpleNamespace(request_id=request_id, **{"cache_salt": None, "lora_task_id": None} | values | attributes)
 
 
 def serves_on(llm):
@@ -135,14 +127,13 @@ BLOCK_IDS = st.lists(st.integers(-1, POOL_BLOCKS + 2), max_size=16) | st.just(BL
 ENTRIES = st.lists(st.builds(RequestData, IDS, st.just([]), BLOCK_IDS, NUMBERS, NUMBERS) | RUBBISH, max_size=3)
 PROMPTS = st.sampled_from([PROMPT, PROMPT[:60] + PROMPT[:40], PROMPT[::-1], [], None, ["a"], [1 << 40]])
 ASKS = st.tuples(st.just("ask"), IDS, PROMPTS, NUMBERS, NUMBERS, st.sampled_from(["mine", "mine", "other", 7]))
+GROUPS = st.lists(BLOCK_IDS, max_size=2) | RUBBISH
 CALLS = st.one_of(
     ASKS,
-    st.tuples(st.just("alloc"), IDS, BLOCK_IDS),
-    st.tuples(st.just("alloc_grouped"), IDS, st.lists(BLOCK_IDS, max_size=2) | RUBBISH),
+    st.tuples(st.sampled_from(["alloc", "end"]), IDS, BLOCK_IDS),
+    st.tuples(st.sampled_from(["alloc", "end"]), IDS, GROUPS, st.just("_by_layer_group")),
     st.tuples(st.just("run"), ENTRIES | RUBBISH, ENTRIES | RUBBISH),
     st.tuples(st.just("run_again")),
-    st.tuples(st.just("end"), IDS, BLOCK_IDS),
-    st.tuples(st.just("end_grouped"), IDS, st.lists(BLOCK_IDS, max_size=2) | RUBBISH),
     st.tuples(st.just("poll"), st.lists(IDS, max_size=2, unique=True)),
 )
 
@@ -160,11 +151,8 @@ class Engine:
         assert asynchronous is False
         assert 0 <= matched < len(PROMPT)
 
-    def alloc(self, request_id, blocks):
-        self.scheduler.update_state_after_alloc(bare(request_id), blocks)
-
-    def alloc_grouped(self, request_id, groups):
-        self.scheduler.update_state_after_alloc_by_layer_group(bare(request_id), groups)
+    def alloc(self, request_id, blocks, suffix=""):
+        getattr(self.scheduler, f"update_state_after_alloc{suffix}")(bare(request_id), blocks)
 
     def run(self, new, cached):
         self.worker.bind_connector_meta(self.scheduler.build_connector_meta(SchedulerOutput(new, cached)))
@@ -174,11 +162,8 @@ class Engine:
         self.worker.start_load_kv(None)
         self.worker.wait_for_save(None)
 
-    def end(self, request_id, blocks):
-        self.saving |= {request_id} if self.scheduler.request_finished(bare(request_id), blocks) else set()
-
-    def end_grouped(self, request_id, groups):
-        held = self.scheduler.request_finished_by_layer_group(bare(request_id), groups)
+    def end(self, request_id, blocks, suffix=""):
+        held = getattr(self.scheduler, f"request_finished{suffix}")(bare(request_id), blocks)
         self.saving |= {request_id} if held else set()
 
     def serve(self, request_id, tokens, blocks=BLOCKS, ended_with=None):
@@ -320,13 +305,11 @@ def used_again(engine, request_id):
 @pytest.mark.parametrize("is_handed_in", [False, True])
 def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_handed_in):
     engine, runtime = with_donor(llm)
-    go_on = threading.Event()
-    engine.worker.saver._thread.submit(go_on.wait)
-    engine.serve(1001, PROMPT[::-1])
-    if is_handed_in:
-        engine.poll([1001])
-    used_again(engine, 1001)
-    go_on.set()
+    with saves_wait(llm):
+        engine.serve(1001, PROMPT[::-1])
+        if is_handed_in:
+            engine.poll([1001])
+        used_again(engine, 1001)
     if is_handed_in:
         while engine.saving:
             engine.poll([])
@@ -344,11 +327,8 @@ def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm)
     engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
         engine.serve(request_id, prompt(100, request_id), blocks)
-    go_on = threading.Event()
-    engine.worker.saver._thread.submit(go_on.wait)
-    engine.poll([1001, 1002])
-    go_on.set()
-    engine.worker.saver.drain()
+    with saves_wait(engine.llm):
+        engine.poll([1001, 1002])
     engine.poll([])
     assert list(runtime.ended_saves) == [1002]
     used_again(engine, 1002)

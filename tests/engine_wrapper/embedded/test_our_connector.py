@@ -1,24 +1,12 @@
 """Our connector under every contract of the engine: it reuses, answers as cold, and holds nothing afterwards."""
 
-import threading
-from contextlib import contextmanager
-
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper.embedded.conftest import (
-    BLOCK,
-    LAYERS,
-    SIX,
-    TWO,
-    answers,
-    fails_once,
-    forget_prefixes,
-    form,
-    prompt,
-    teach,
-)
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
 from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS
+from tests.engine_wrapper.embedded_llm import evict_prefixes
 from tests.semblend_trt.held_donors import held_in
 
 POOLED = FORMS[:-1]  # those in which one tensor describes the pool
@@ -85,7 +73,7 @@ def test_ours_serves_several_layer_groups_cold(make_ours, cold):
     assert llm.executor.pending_transfers == []
 
 
-@pytest.mark.parametrize("module", ["semblend_trt.connector", "engine_wrapper.connector"])
+@pytest.mark.parametrize("module", MODULES)
 def test_ours_takes_a_short_honour(make_ours, cold, module):
     policy = "exact" if module == "semblend_trt.connector" else "boundary"
     llm = make_ours(
@@ -103,23 +91,12 @@ def test_ours_takes_a_short_honour(make_ours, cold, module):
     check_nothing_is_held(llm)
 
 
-@contextmanager
-def saves_wait(llm):
-    opened = threading.Event()
-    llm.connector_worker.saver._thread.submit(opened.wait)
-    try:
-        yield
-    finally:
-        opened.set()
-        llm.connector_worker.saver.drain()
-
-
 def donors(llm):
     return len(llm.connector_scheduler.donor_index.catalog)
 
 
 def check_answers(llm, cold, begin, reused, seed=9):
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     tokens = begin + prompt(40, seed)
     (output,) = outputs = llm.generate([tokens], SIX)
     llm.settle()
@@ -133,7 +110,7 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
     stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
     llm.executor.step()
-    with fails_once(llm.executor.model_runner, "forward"):
+    with conftest.fails_once(llm.executor.model_runner, "forward"):
         llm.executor.step()
     assert next(stream).outputs[0].finish_reason == "error"
     llm.settle()
@@ -148,7 +125,7 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(m
     llm = make_ours(contract, None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
     llm.generate([prompt(20)], TWO)
     llm.generate([prompt(15)], TWO)  # 1.2 tells 14 of its tokens, main 8
-    forget_prefixes(llm)
+    evict_prefixes(llm)
     with saves_wait(llm):
         llm.generate([prompt(100, 1)], TWO)
         *others, freed = llm.block_manager._free

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine_wrapper.embedded.request import LlmRequest, SamplingParams, candidates, largest_of, sample, token_ids_of
 from semblend_trt.errors import ConfigurationError
+from tests.engine_wrapper.watching import watched
 
 VOCABULARY = 1000
 IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
@@ -118,9 +119,7 @@ def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
 
 
 def test_the_batch_is_fetched_once(monkeypatch):
-    fetched = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
+    fetched = watched(monkeypatch, torch.Tensor, "tolist", lambda _, tensor: tensor.shape)
     assert [token for _, token in largest_of(torch.eye(4))] == [0, 1, 2, 3]
     assert len(fetched) == 1
 

@@ -46,6 +46,11 @@ async def answer_of(client, body, path="/v1/completions"):
         return response.status, await response.json()
 
 
+async def usage_of(client, prompt, **fields):
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+    return (await answer_of(client, body))[1]["usage"]
+
+
 async def running(client):
     return (await (await client.get("/health")).json())["running"]
 
@@ -183,15 +188,12 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
     llm, worker = make_worker(kv_connector_config=CONNECTOR)
 
     async def ask(client):
-        async def details(salt):
-            body = {"prompt": DOCUMENT, "max_tokens": 2, "temperature": 0, "cache_salt": salt}
-            return (await answer_of(client, body))[1]["usage"]["prompt_tokens_details"]
-
-        first = await details("a")
+        first = await usage_of(client, DOCUMENT, cache_salt="a")
         await donors_held(llm, 1)
-        return first, await details("b"), await details("a"), await (await client.get("/metrics")).text()
+        usages = [first, *[await usage_of(client, DOCUMENT, cache_salt=salt) for salt in "ba"]]
+        return [each["prompt_tokens_details"] for each in usages], await (await client.get("/metrics")).text()
 
-    first, other, same, metrics = asked(worker, ask)
+    (first, other, same), metrics = asked(worker, ask)
     assert first["computed_tokens"] == other["computed_tokens"] == len(DOCUMENT)
     assert same["cached_tokens"] + same["reused_tokens"] > len(DOCUMENT) // 2
     assert "semblend_requests_total" in metrics
@@ -203,22 +205,15 @@ def test_every_answer_has_its_receipt_and_a_cold_one_reuses_nothing(make_worker,
     llm, worker = make_worker(kv_connector_config=CONNECTOR)
 
     async def ask(client):
-        async def usage(prompt, **fields):
-            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
-            return (await answer_of(client, body))[1]["usage"]
-
-        first = await usage(DOCUMENT)
+        first = await usage_of(client, DOCUMENT)
         await donors_held(llm, 1)
-        moved = await usage("The " + DOCUMENT)
-        return first, moved, await usage("A " + DOCUMENT, kv_transfer_params={"semblend.cold": True})
+        moved = await usage_of(client, "The " + DOCUMENT)
+        return first, moved, await usage_of(client, "A " + DOCUMENT, kv_transfer_params={"semblend.cold": True})
 
     first, moved, cold = asked(worker, ask)
     receipts = [usage["semblend"] for usage in (first, moved, cold)]
-    assert [receipt["outcome"] for receipt in receipts] == [
-        "cold_fallback",
-        "backend_materialized_reuse",
-        "cold_fallback",
-    ]
+    outcomes = ["cold_fallback", "backend_materialized_reuse", "cold_fallback"]
+    assert [receipt["outcome"] for receipt in receipts] == outcomes
     assert {receipt["policy"] for receipt in receipts} == {"position_fix"}
     assert receipts[1]["reused_tokens"] == moved["prompt_tokens_details"]["reused_tokens"] > len(DOCUMENT) // 2
     assert (receipts[2]["reason"], receipts[2]["reused_tokens"]) == ("cold_run", 0)

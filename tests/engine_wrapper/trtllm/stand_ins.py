@@ -27,18 +27,9 @@ class LlmRequest:
     blocks: list[int] = field(default_factory=list)
     _is_dummy: bool = field(default=False, init=False)
     is_dummy_request = property(lambda self: self._is_dummy, lambda self, value: setattr(self, "_is_dummy", value))
-
-    @property
-    def request_id(self):
-        return self.py_request_id
-
-    @property
-    def prompt_len(self):
-        return len(self.tokens)
-
-    @property
-    def context_remaining_length(self):
-        return len(self.tokens) - self.context_current_position
+    request_id = property(lambda self: self.py_request_id)
+    prompt_len = property(lambda self: len(self.tokens))
+    context_remaining_length = property(lambda self: len(self.tokens) - self.context_current_position)
 
     def get_tokens(self, beam):
         return self.tokens
@@ -126,9 +117,7 @@ class KvCacheOfRequest:
         self.tree, self.committed, self.history, self.is_committing = tree, [], 0, True
         self.is_open = True
 
-    @property
-    def num_committed_tokens(self):
-        return len(self.committed)
+    num_committed_tokens = property(lambda self: len(self.committed))
 
     def commit(self, tokens):
         if not self.is_committing:
@@ -191,9 +180,7 @@ class AttentionMetadata:
         self.kv_cache_params = SimpleNamespace(num_cached_tokens_per_seq=[cached for _, cached, _ in sequences])
         self.seq_lens = torch.tensor([length for _, _, length in sequences], dtype=torch.int)
 
-    @property
-    def num_tokens(self):
-        return int(self.seq_lens.sum())
+    num_tokens = property(lambda self: int(self.seq_lens.sum()))
 
 
 class RMSNorm(nn.Module):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,11 @@ class Site:
     def attach(self):
         self.executor._maybe_init_kv_connector_manager()
         return self.worker.attachment
+
+    def close(self):
+        """Everything is left as it was."""
+        self.worker.close()
+        assert self.attributes() == self.before
 
     def attributes(self):
         engine = self.executor.model_engine
@@ -71,8 +77,7 @@ def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_model_pat
     assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
     assert site.attributes() != site.before
     assert sorted(site.watched) == ["load_weights", "reset_reuse_state"]
-    site.worker.close()
-    assert site.attributes() == site.before
+    site.close()
     assert not site.watched
     assert not site.runtime.publication_guard
 
@@ -85,16 +90,8 @@ def set_args(**values):
     return lambda executor, args: vars(args).update(values)
 
 
-def engine(executor):
-    return executor.model_engine
-
-
-def manager(executor):
-    return executor.kv_cache_manager
-
-
-def decoder(executor):
-    return executor.model_engine.model.model
+engine, manager = attrgetter("model_engine"), attrgetter("kv_cache_manager")
+decoder = attrgetter("model_engine.model.model")
 
 
 def attention(executor):
@@ -144,8 +141,7 @@ def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny
     assert site.runtime.publication_guard
     changed = [before != after for before, after in zip(site.before, site.attributes(), strict=True)]
     assert changed == [index == 1 for index in range(len(changed))]  # the manager alone
-    site.worker.close()
-    assert site.attributes() == site.before
+    site.close()
 
 
 class Stubborn(KVCacheManager):
@@ -198,8 +194,7 @@ def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypat
 
     assert on_ranks(2, attach) == [refusals] * 2
     for site in sites:
-        site.worker.close()
-        assert site.attributes() == site.before
+        site.close()
 
 
 def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site):

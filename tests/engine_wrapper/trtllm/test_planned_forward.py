@@ -1,6 +1,7 @@
 """Plans in TensorRT-LLM's decoder give what they give in ours, beside any other requests of the batch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, executor_of
+from tests.engine_wrapper.watching import watched
 
 LAYERS = 3
 SPANS = [(10, 30), (36, 58)]
@@ -153,10 +155,7 @@ def test_what_differs_is_named(bench, caplog, what):
 @pytest.mark.parametrize("terms", TERMS)
 def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkeypatch, terms, max_rows):
     bench.prove()
-    rows, own = [], planned_forward.PlannedRows
-    monkeypatch.setattr(
-        planned_forward, "PlannedRows", lambda each, *rest: rows.append(len(each.token_ids)) or own(each, *rest)
-    )
+    rows = watched(monkeypatch, planned_forward, "PlannedRows", lambda _, schedule, *__: len(schedule.token_ids))
     planned, cold, running = bench.request(1, 70), bench.request(2, 33), bench.request(3, 21)
     bench.executor.prefill(running)
     running.tokens.append(77)
@@ -214,8 +213,9 @@ def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench, make_plan):
     bench.prove()
     request = bench.request(1, 70)
     bench.runtime.active_plans.put(make_plan(request.tokens, SPANS))
+    metadata = SimpleNamespace(request_ids=[1], num_contexts=1, seq_lens=torch.tensor([12]))
     with pytest.raises(LayoutError, match="inputs_embeds"):
-        bench.decoder(attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64))
+        bench.decoder(attn_metadata=metadata, input_ids=None, inputs_embeds=torch.zeros(12, 64))
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
@@ -227,11 +227,6 @@ def test_a_decoder_without_the_layer_of_the_check_is_named(bench, make_plan):
     bench.forward._max_rows = 16
     with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
         bench.run(bench.slice(request, 58, plan))
-
-
-class _Metadata:
-    def __init__(self, request_ids, cached, lengths):
-        self.request_ids, self.num_contexts, self.seq_lens = request_ids, 1, torch.tensor(lengths)
 
 
 def _wrong_rotation(bench):

@@ -17,6 +17,7 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
+from tests.engine_wrapper.watching import watched
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
@@ -61,6 +62,7 @@ class Served:
     def __init__(self, llm):
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
+        self.are_faults_read = False
 
     @property
     def scheduler(self):
@@ -74,9 +76,18 @@ class Served:
 
         return get_kv_transfer_group()._worker
 
+    runtime = property(lambda self: self.scheduler._runtime)
+
     @property
-    def runtime(self):
-        return self.scheduler._runtime
+    def faults(self):
+        """What has failed in us; an engine ends with faults in those tests only that read them, or its refusal."""
+        self.are_faults_read = True
+        return self.runtime.faults
+
+    @property
+    def refusal(self):
+        self.are_faults_read = True
+        return self.runtime.refusal
 
     def ask(self, *prompts, max_tokens=8, salts=(), **options):
         """Answers of prompts that are asked together, greedily."""
@@ -353,9 +364,15 @@ def engine(profile):
 
     opened = []
 
-    def make(policy, settings=None, **options):
+    def end():
         while opened:
-            opened.pop().close()
+            served = opened.pop()
+            unread = served.scheduler is not None and not served.are_faults_read and dict(served.runtime.faults)
+            served.close()
+            assert not unread
+
+    def make(policy, settings=None, **options):
+        end()
         if policy is not None:
             extra = {**SHORT, "policy": policy, **(settings or {})}
             if policy == "verified":
@@ -365,25 +382,15 @@ def engine(profile):
         return opened[-1]
 
     yield make
-    for served in opened:
-        served.close()
+    end()
 
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Those of the request whose rows we computed last, alone."""
+    """Of all requests whose rows we computed alone; those of the last one are the last."""
     from engine_wrapper.vllm.planned_forward import PlannedForward
 
-    last = []
-    stock = PlannedForward._blocks
-
-    def told(forward):
-        found = stock(forward)
-        last[:] = found[0]
-        return found
-
-    monkeypatch.setattr(PlannedForward, "_blocks", told)
-    return last
+    return watched(monkeypatch, PlannedForward, "_blocks", lambda found, _: found[0])
 
 
 @pytest.fixture
@@ -391,16 +398,7 @@ def built(monkeypatch):
     """Of all metadata built for latent rows, how many sequences count as decodes and how many as prompts."""
     from engine_wrapper.vllm.attention import VllmRows
 
-    found = []
-    stock = VllmRows._metadata
-
-    def told(own, *asked):
-        metadata = stock(own, *asked)
-        found.append((metadata.num_decodes, metadata.num_prefills))
-        return metadata
-
-    monkeypatch.setattr(VllmRows, "_metadata", told)
-    return found
+    return watched(monkeypatch, VllmRows, "_metadata", lambda found, *_: (found.num_decodes, found.num_prefills))
 
 
 @pytest.fixture

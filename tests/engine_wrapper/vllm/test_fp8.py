@@ -19,6 +19,7 @@ from tests.engine_wrapper.serving import cases_of
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
+from tests.engine_wrapper.watching import watched
 
 FP8 = {"kv_cache_dtype": "fp8"}
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
@@ -56,21 +57,13 @@ def scaled(monkeypatch):
 
 @pytest.fixture
 def compared(monkeypatch):
-    """The deviations of all tokens that are checked."""
-    found = []
-    deviations = DeviationCheck.deviations
-
-    def told(*arguments):
-        values = deviations(*arguments)
-        found.extend(values.tolist())
-        return values
-
-    monkeypatch.setattr(DeviationCheck, "deviations", told)
-    return found
+    """The deviations of all tokens that each check compares."""
+    return watched(monkeypatch, DeviationCheck, "deviations", lambda values, *_: values.tolist())
 
 
-def assert_compared_alike(deviations):
+def assert_compared_alike(compared):
     """By the self-check's plans, over the prompt's own KV."""
+    deviations = [each for values in compared for each in values]
     assert len(deviations) > 500
     assert max(deviations) <= (0.05 if is_available() else 0.0)
 
@@ -80,7 +73,6 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     for prompt in (NEW, MOVED):
         assert same(served.ask(prompt, max_tokens=16), cold(prompt))
         assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
-    assert not served.runtime.faults
 
 
 @pytest.mark.usefixtures("scaled", "to_nearest")
@@ -90,7 +82,6 @@ def test_with_a_checkpoints_scales_too(engine, compared):
     assert_compared_alike(compared)
     assert same(served.ask(MOVED, max_tokens=16), wanted)
     assert served.offered >= len(DOCUMENT)
-    assert not served.runtime.faults
 
 
 def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
@@ -104,14 +95,14 @@ def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
     assert moved.cached >= len(DOCUMENT)
     assert moved.tokens[0] == cold(MOVED).tokens[0]
     assert max(abs(a - b) for a, b in zip(moved.logprobs[:1], cold(MOVED).logprobs, strict=False)) < 0.2
-    assert not served.runtime.faults
 
 
 def held(served, blocks, positions):
     """K and V in the pool of a request, each uint8 [layers, kv_heads, positions, head_dim]."""
     kinds = served.worker._forward._parts.pool.kinds
     both = [
-        torch.stack([each.view(torch.uint8)[blocks].transpose(0, 1).flatten(1, 2) for each in kind]) for kind in kinds
+        torch.stack([each.view(torch.uint8)[blocks[-1]].transpose(0, 1).flatten(1, 2) for each in kind])
+        for kind in kinds
     ]
     return tuple(each[:, :, positions.start : positions.stop].clone() for each in both)
 
@@ -204,7 +195,6 @@ def served_by_its_scales(engine, model):
     answer = served.ask(MOVED, max_tokens=16)
     assert same(answer, wanted)
     assert served.offered >= len(DOCUMENT)
-    assert not served.runtime.faults
     return served
 
 
@@ -225,10 +215,10 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, 
 @pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")
 def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(engine, unscaled, tmp_path, caplog):
     served = engine("position_fix", model=with_scales(unscaled, tmp_path, "attn_head"))
-    assert served.runtime.refusal == "kv_scales"
+    assert served.refusal == "kv_scales"
     assert "by which this attention backend stores none" in caplog.text
     assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
-    assert not served.runtime.faults
+    assert not served.faults
 
 
 @pytest.mark.usefixtures("scaled")
@@ -267,7 +257,6 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blo
     for now, before in zip(again, stored, strict=True):
         # As numbers: a backend may store another sign of 0.
         assert torch.equal(*(each.view(torch.float8_e4m3fn).float() for each in (now, before)))
-    assert not served.runtime.faults
 
 
 def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile, tmp_path):
@@ -293,7 +282,6 @@ def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile,
     assert sum(each.reused_tokens for each in evidence) > 0.2 * GROUPS * TOKENS
     traps = cases_of(served.llm.get_tokenizer(), "header_trap")
     assert answers(served, traps, donors=True)[1] == 0
-    assert not served.runtime.faults
 
 
 @pytest.mark.parametrize(
@@ -313,8 +301,8 @@ def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
         monkeypatch.setitem(SCALES, 5, (0.0, 1.0))
     caplog.set_level(logging.WARNING)
     served = engine(*WHOLE, kv_cache_dtype=kind)
-    assert served.runtime.refusal == reason
+    assert served.refusal == reason
     assert told in caplog.text
     if kind == "fp8_e5m2":  # vLLM itself serves nothing by a scale of 0
         assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
-    assert not served.runtime.faults
+    assert not served.faults

@@ -15,7 +15,7 @@ def assert_refused(served, caplog):
     served.settle()
     served.forget()
     assert served.ask(MOVED, max_tokens=1).cached == 0
-    assert (served.runtime.mode.value, dict(served.runtime.faults)) == ("stock", {"self_check": 1})
+    assert (served.runtime.mode.value, dict(served.faults)) == ("stock", {"self_check": 1})
     assert "(rope_unknown): keys that turn as the model's configuration says, by 2032 positions in " in caplog.text
 
 

@@ -12,22 +12,11 @@ from engine_wrapper import self_check
 from engine_wrapper.vllm import attention, planned_forward
 from kernels.layout import PagedKv
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.conftest import (
-    DOCUMENT,
-    DONOR,
-    LONG,
-    MOVED,
-    NEW,
-    checked_at,
-    cold_answers,
-    near,
-    serving,
-    some,
-    taught,
-    while_another_decodes,
-)
+from tests.engine_wrapper.vllm import conftest
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, LONG, MOVED, NEW, near, taught, while_another_decodes
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8, take_prompts_as_in_0_25
 from tests.engine_wrapper.vllm.place import LATENT, LATENT_IN_FP8, on_card
+from tests.engine_wrapper.watching import watched
 from tests.kernels.builders import token_rows
 
 ON_CARD = torch.cuda.is_available()
@@ -35,7 +24,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 # As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {0: 0.013, 1: 0.02, 2: 0.007}
 # FLASH_ATTN_MLA takes up to 512 rows as a decode.
-FAR = [*some(520), *DONOR, *some(8)]
+FAR = [*conftest.some(520), *DONOR, *conftest.some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
 TOKENS = 4 if ON_CARD else 16
@@ -83,7 +72,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(models, kv):
-    asked = cache(lambda form: cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
+    asked = cache(lambda form: conftest.cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
 
@@ -91,13 +80,12 @@ def assert_cold(served, answer, expected):
     is_fp8 = served.worker._forward._parts.pool.dtype == torch.float8_e4m3fn
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
     assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], ON_CARD * (0.1 if is_fp8 else 5e-2))
-    assert not served.runtime.faults
 
 
 def stored(served, blocks, positions):
     """What lies in the pool of a request, [layers, tokens, channels]."""
     parts = served.worker._forward._parts
-    kv = PagedKv(parts.pool, torch.tensor(blocks), parts.geometry)
+    kv = PagedKv(parts.pool, torch.tensor(blocks[-1]), parts.geometry)
     return token_rows(kv, torch.tensor(positions))[:, 0, :, 0].clone()
 
 
@@ -143,7 +131,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     beside = {"new": expected[0].tokens, "moved": expected[1].tokens}
     if kv:  # beside other rows sums of another order end at the next number of e4m3, in vLLM itself too
-        stock = serving(models(), enable_prefix_caching=False, **kv)
+        stock = conftest.serving(models(), enable_prefix_caching=False, **kv)
         beside = while_another_decodes(stock)
         stock.close()
     served = taught(engine(*WHOLE, model=models(), **kv))
@@ -159,29 +147,22 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built,
     }
     # A card's backend may count the plan's rows as a decode's.
     assert (1, 1) in built or (ON_CARD and any(sum(each) == 2 for each in built))
-    assert not served.runtime.faults
 
 
 def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_runs, built, kv, monkeypatch):
     """In the self-check, whose plans are over the engine's own KV; rows of e4m3 are read as they are stored."""
     if kv and not ON_CARD:
         monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
-    thresholds, stock = set(), attention._built
-
-    def told(builder, common):
-        thresholds.add(builder.reorder_batch_threshold)
-        return stock(builder, common)
-
-    monkeypatch.setattr(attention, "_built", told)
+    thresholds = watched(monkeypatch, attention, "_built", lambda _, builder, __: builder.reorder_batch_threshold)
     served = proven(engine, models(), **kv)
     assert served.runtime.mode.value == "wrapper"
     assert max(sum(each) if ON_CARD and not kv else each[1] for each in built) > 15
     # As prompts too: FLASH_ATTN_MLA takes those of the check for decodes.
-    assert thresholds == {served.worker._forward._parts.builder.reorder_batch_threshold, 0} > {0}
-    assert not served.runtime.faults
+    assert set(thresholds) == {served.worker._forward._parts.builder.reorder_batch_threshold, 0} > {0}
     if kv:
         monkeypatch.setattr(planned_forward, "own_rows_as_stored", None)
-        assert proven(engine, models(), **kv).runtime.refusal == "self_check"
+        refused = proven(engine, models(), **kv)
+        assert (refused.refusal, refused.faults) == ("self_check", {"self_check": 1})
 
 
 @in_own_dtype
@@ -194,7 +175,6 @@ def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_t
     served = proven(engine, models())
     assert served.runtime.mode.value == "wrapper"
     assert max(prompts for _, prompts in built) > 15
-    assert not served.runtime.faults
 
 
 @pytest.mark.every_version
@@ -210,7 +190,6 @@ def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     assert all(decodes == 0 for decodes, prompts in built if decodes + prompts > 4)
     own = served.worker._forward._parts.builder
     assert (own.vllm_config.scheduler_config.max_num_seqs, own.reorder_batch_threshold) == (4, 1)
-    assert not served.runtime.faults
 
 
 def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, blocks, kv, tmp_path):
@@ -239,7 +218,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
     # The check compares whole rows of the layer above.
     deviations = (fresh[1].float() - moved[1].float()).norm(dim=1) / moved[1].float().norm(dim=1)
     for threshold in [float(deviations.median())] if kv else [0.2, 0.9]:
-        settings = checked_at(served, tmp_path, layer=1, threshold=threshold)
+        settings = conftest.checked_at(served, tmp_path, layer=1, threshold=threshold)
         served = taught(engine("boundary", settings, model=models(), **kv))
         served.ask(MOVED, max_tokens=1)
         found, kept = served.scheduler.outcomes.of(served.last), deviations[deviations <= threshold]
@@ -248,13 +227,12 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
         # A token may lie at the threshold.
         assert found.reused_tokens == pytest.approx(len(kept), abs=2 if ON_CARD or kv else 0)
         assert found.checked_tokens == len(DOCUMENT)
-        assert not served.runtime.faults
 
 
 @in_own_dtype
 def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, cold, tmp_path):
     expected = cold(MOVED)
-    settings = checked_at(engine("position_fix", model=models()), tmp_path, layer=1, threshold=1e-6)
+    settings = conftest.checked_at(engine("position_fix", model=models()), tmp_path, layer=1, threshold=1e-6)
     served = taught(engine("boundary", settings, model=models()))
     assert_cold(served, served.ask(MOVED, max_tokens=16), expected)
     found = served.scheduler.outcomes.of(served.last)
@@ -267,7 +245,7 @@ def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, cold,
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = proven(engine, models())
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.cached, answer.tokens, served.runtime.refusal) == (0, expected.tokens, "attention_backend")
+    assert (answer.cached, answer.tokens, served.refusal) == (0, expected.tokens, "attention_backend")
 
 
 @in_own_dtype
@@ -281,14 +259,14 @@ def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong
     assert engine("position_fix", model=models()).runtime.refusal is None
     context = MLACommonPrefillMetadata.ChunkedContextMetadata
     monkeypatch.setattr(context, "prefill_tokens_with_context", None, raising=False)
-    assert engine("position_fix", model=models()).runtime.refusal == "attention_backend"
+    assert engine("position_fix", model=models()).refusal == "attention_backend"
 
 
 @in_fp8
 @pytest.mark.parametrize(("scale", "told"), [(0.0, "k_scale of 0.0"), (math.inf, "k_scale of inf")])
 def test_a_scale_that_is_none_is_refused_with_its_value(engine, models, kv, scale, told, monkeypatch, caplog):
     monkeypatch.setitem(SCALES, 1, scale)
-    assert engine("position_fix", model=models(), **kv).runtime.refusal == "kv_scales"
+    assert engine("position_fix", model=models(), **kv).refusal == "kv_scales"
     assert told in caplog.text
 
 
@@ -297,5 +275,5 @@ def test_another_fp8_than_e4m3fn_is_refused_by_name(engine, models, kv, monkeypa
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)
-    assert engine("position_fix", model=models(), **kv).runtime.refusal == "kv_cache_dtype"
+    assert engine("position_fix", model=models(), **kv).refusal == "kv_cache_dtype"
     assert "e4m3fnuz" in caplog.text

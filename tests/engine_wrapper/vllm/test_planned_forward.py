@@ -47,7 +47,7 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, c
     monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * factor)
     served = engine("position_fix")
     assert (asked(served), served.runtime.mode.value) == (cold(MOVED), "stock")
-    assert served.runtime.faults == {"self_check": 1}
+    assert served.faults == {"self_check": 1}
     assert served.scheduler.outcomes.of(served.last).reason == "self_check"
     assert served.scheduler.outcomes.reasons()["self_check"] > 0
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
@@ -71,4 +71,3 @@ def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, m
     served = engine("position_fix")
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
-    assert not served.runtime.faults

@@ -56,11 +56,11 @@ def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, mon
     assert (served.core.batch_queue is not None) == is_async
     fail(monkeypatch, served)
     answers = assert_cold(served, cold, LONG, NEW, MOVED, DONOR)
-    assert served.runtime.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
+    assert served.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
     assert [each.cached for each in answers[:2]] == [0, 0]
     assert_cold(served, cold, MOVED, NEW)
-    assert set(served.runtime.faults) == {served.runtime.refusal}
-    assert served.scheduler.outcomes.reasons()[served.runtime.refusal] >= 2
+    assert set(served.faults) == {served.refusal}
+    assert served.scheduler.outcomes.reasons()[served.refusal] >= 2
 
 
 @pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
@@ -71,7 +71,7 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold
         change.setattr(worker, call, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
         served.ask(DONOR, max_tokens=1)
         served.ask(LONG, max_tokens=1)
-    assert set(served.runtime.faults) == {call}
+    assert set(served.faults) == {call}
     answers = assert_cold(served, cold, MOVED, NEW)
     assert [each.cached for each in answers] == [0, 0]
 
@@ -96,7 +96,7 @@ def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, mon
     served = taught(engine("position_fix"))
     failures = fail_planned(monkeypatch, served)
     assert_cold(served, cold, MOVED, NEW)
-    assert (len(failures), served.runtime.faults) == (2, {"planned_forward": 1})
+    assert (len(failures), served.faults) == (2, {"planned_forward": 1})
     assert_cold(served, cold, MOVED)  # served as without us from then on
 
 
@@ -106,7 +106,7 @@ def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     fails_twice(monkeypatch, served)
     # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
     assert_cold(served, cold, DONOR, NEW, DONOR, DONOR)
-    assert served.runtime.refusal == "planned_forward"
+    assert served.refusal == "planned_forward"
     assert_cold(served, cold, DONOR, MOVED)
     served.settle()
     pool = served.core.scheduler.kv_cache_manager.block_pool
@@ -121,7 +121,7 @@ def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     for name, prompt in (("gone", MOVED), ("kept", NEW)):
         llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=16, temperature=0))
     llm_engine.step()
-    assert served.runtime.refusal == "planned_forward"
+    assert served.refusal == "planned_forward"
     llm_engine.abort_request(["gone"])
     ended = []
     while llm_engine.has_unfinished_requests():
@@ -133,7 +133,7 @@ def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
 def test_a_scheduler_of_another_kind_is_refused(engine, cold, monkeypatch):
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda scheduler: True)
     served = engine("position_fix")
-    assert served.runtime.refusal == "recovery"
+    assert served.refusal == "recovery"
     served.ask(DONOR, max_tokens=1)
     assert [each.cached for each in assert_cold(served, cold, MOVED, NEW)] == [0, 0]
 

@@ -13,17 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from benchmarks.evidence.models import published
@@ -45,7 +38,9 @@ def caches(*specs):
 
 def by_layer(*specs):
     """One group of layers that vLLM could not join, though all of them keep all tokens."""
-    joined = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layers.0": FullAttentionSpec(**SHAPE)})
+    joined = kv_cache_interface.UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"layers.0": FullAttentionSpec(**SHAPE)}
+    )
     object.__setattr__(joined, "kv_cache_specs", dict(zip("abc", specs, strict=False)))
     return caches(joined)
 
@@ -106,7 +101,7 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode):
 
 
 def test_a_cache_of_latent_rows_is_not_refused():
-    latent = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576})
+    latent = kv_cache_interface.MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576})
     in_this_version = [each for each in AttentionBackendEnum if each.name in LATENT_BACKENDS]
     for backend in (None, *in_this_version):
         assert engine_refusal_of(engine_config({"attention_config.backend": backend}), caches(latent)) is None
@@ -197,7 +192,7 @@ def test_older_and_unnumbered_versions_are_refused(monkeypatch, version):
         ("cache_groups", caches(FullAttentionSpec(**SHAPE), FullAttentionSpec(**SHAPE))),
         ("cache_groups", SimpleNamespace(kv_cache_groups=7)),
         ("sliding_window", caches(SlidingWindowSpec(**SHAPE, sliding_window=64))),
-        ("cache_spec", caches(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64))),
+        ("cache_spec", caches(kv_cache_interface.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64))),
         ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
         ("cache_spec", caches(None)),
         ("cache_spec", by_layer(FullAttentionSpec(**SHAPE), None)),
@@ -274,14 +269,11 @@ class Attention(SimpleNamespace):
     """A layer's attention, as far as it is asked about."""
 
 
+PLAIN = {"alibi_slopes": None, "logits_soft_cap": 0, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
+
+
 def attention(kind=Attention, **changes):
-    given = {
-        "alibi_slopes": None,
-        "logits_soft_cap": 0,
-        "kv_sharing_target_layer_name": None,
-        "attn_type": "decoder",
-        **changes,
-    }
+    given = PLAIN | changes
     backend = SimpleNamespace(forward_includes_kv_cache_update=given.pop("updates", False))
     return kind(impl=SimpleNamespace(**given), query_quant=given.get("query_quant"), attn_backend=backend)
 

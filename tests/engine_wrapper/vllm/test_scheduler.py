@@ -98,7 +98,6 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     assert served.ask(donor).cached > 400
     answer = served.ask(moved)
     assert (answer.cached, answer.tokens) == (0, cold)
-    assert not served.runtime.faults
 
 
 NUMBERS = {"a": 7, "b": 8}

@@ -15,6 +15,7 @@ from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 from semblend_trt.plan import PlanSpan
 from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
+from tests.engine_wrapper.watching import watched
 from tests.semblend_trt.plans import plan_of
 from tests.test_metrics_page import series
 
@@ -94,15 +95,7 @@ def test_unknown_reasons_are_counted_together():
 def test_vllm_tells_every_request_once(engine, options, monkeypatch):
     document = some(400)
     served = engine("position_fix", disable_log_stats=False, **options)
-    told = []
-    make = served.core.scheduler.make_stats
-
-    def spied(*arguments, **given):
-        stats = make(*arguments, **given)
-        told.append(stats.kv_connector_stats or {})
-        return stats
-
-    monkeypatch.setattr(served.core.scheduler, "make_stats", spied)
+    told = watched(monkeypatch, served.core.scheduler, "make_stats", lambda stats, *_, **__: stats.kv_connector_stats)
     served.ask([*some(20), *document])
     served.settle()
     assert served.ask([*some(33), *document, *some(20)]).cached > 300

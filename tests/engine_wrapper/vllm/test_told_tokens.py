@@ -6,6 +6,7 @@ from semblend_trt.outcome import VLLM_RECEIPT
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_modes, fail_planned, taught
 from tests.engine_wrapper.vllm.test_recovery import fails_twice
 from tests.engine_wrapper.vllm.test_recovery import is_lost as is_not_executed
+from tests.engine_wrapper.watching import watched
 
 
 def nothing(monkeypatch, served):
@@ -48,19 +49,14 @@ class Told:
     def __init__(self, monkeypatch, served):
         self.external = self.own = self.hits = 0
         self.cached, self.receipts = {}, {}
-        scheduler = served.core.scheduler
-        update = scheduler.update_from_output
+        watched(monkeypatch, served.core.scheduler, "update_from_output", self._read)
 
-        def spied(*arguments):
-            found = update(*arguments)
-            for outputs in found.values():
-                for each in outputs.outputs:
-                    self._take(each)
-                if (stats := outputs.scheduler_stats) is not None and (hits := stats.connector_prefix_cache_stats):
-                    self.hits += hits.hits + hits.preempted_hits
-            return found
-
-        monkeypatch.setattr(scheduler, "update_from_output", spied)
+    def _read(self, found, *_):
+        for outputs in found.values():
+            for each in outputs.outputs:
+                self._take(each)
+            if (stats := outputs.scheduler_stats) is not None and (hits := stats.connector_prefix_cache_stats):
+                self.hits += hits.hits + hits.preempted_hits
 
     def _take(self, output):
         if (stats := output.prefill_stats) is not None:
@@ -86,7 +82,7 @@ def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatc
     answers = served.ask(NEW, MOVED, DONOR[:200], max_tokens=4)
     if fault is not nothing:
         assert [each.tokens for each in answers[:2]] == [cold(NEW).tokens[:4], cold(MOVED).tokens[:4]]
-    assert set(served.runtime.faults) == FAULTS[fault]
+    assert set(served.faults) == FAULTS[fault]
     assert (told.own, told.external) == (told.total("exact_prefix"), told.total("reused"))
     assert told.hits == told.total("reused")
     for name, cached in told.cached.items():

@@ -2,6 +2,7 @@
 
 from copy import copy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,25 +10,16 @@ from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import connector, worker
 from tests.engine_wrapper.vllm.conftest import NEW
 
-
-def no_layout(*_):
-    """As for caches that no known view reads back."""
-
-
-def another_runner():
-    raise LookupError("the model runner is of a kind that is not known")
-
-
-def another_backend(*_):
-    raise LayoutError("attention_backend", "the attention backend is FLASHINFER")
+UNKNOWN = LookupError("the model runner is of a kind that is not known")
+ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER")
 
 
 @pytest.mark.parametrize(
     ("reason", "changed", "settings", "sentence"),
     [
-        ("pool_layout", ("layered_pool", no_layout), {}, "KV is not reused (pool_layout)"),
-        ("model_runner", ("find_runner", another_runner), {}, "of a kind that is not known"),
-        ("attention_backend", ("own_builder", another_backend), {}, "the attention backend is FLASHINFER"),
+        ("pool_layout", ("layered_pool", lambda *_: None), {}, "KV is not reused (pool_layout)"),
+        ("model_runner", ("find_runner", Mock(side_effect=UNKNOWN)), {}, "of a kind that is not known"),
+        ("attention_backend", ("own_builder", Mock(side_effect=ANOTHER)), {}, "the attention backend is FLASHINFER"),
         ("settings_invalid", None, {"device_bytes": 100}, "raise SEMBLEND_DEVICE_BYTES to at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -38,7 +30,7 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     if changed is not None:
         monkeypatch.setattr(worker, *changed)
     served = engine("position_fix", settings)
-    assert (served.ask(NEW, max_tokens=16), served.runtime.refusal) == (cold(NEW), reason)
+    assert (served.ask(NEW, max_tokens=16), served.refusal) == (cold(NEW), reason)
     assert served.scheduler.outcomes.reasons() == {reason: 1}
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
@@ -53,4 +45,4 @@ def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, c
     monkeypatch.setattr(connector, "VllmWorker", without_size)
     served = engine("position_fix")
     assert served.ask(NEW, max_tokens=16) == cold(NEW)
-    assert (served.runtime.refusal, served.runtime.faults["hook"]) == ("model_runner", 1)
+    assert (served.refusal, served.faults["hook"]) == ("model_runner", 1)

@@ -152,11 +152,9 @@ def place(request, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("setting", ["host_bytes", "device_bytes", "snapshot_bytes", "staging_bytes"])
 def test_a_tier_beyond_the_memory_is_told(place, setting):
-    fits, found = (
-        [each for each in doctor.machine(load_settings(**{setting: size})) if "lower" in each.text]
-        for size in (4 * GIB, 65 * GIB)
-    )
-    assert fits == []
+    fits, findings = (doctor.machine(load_settings(**{setting: size})) for size in (4 * GIB, 65 * GIB))
+    assert not any("lower" in each.text for each in fits)
+    found = [each for each in findings if "lower" in each.text]
     if place == "host" and setting == "staging_bytes":  # there is none without a card
         assert found == []
         return

@@ -38,9 +38,8 @@ def events(generation=7):
 
 
 @pytest.fixture
-def listen(nats_server, make_reader):
+def listen(nats_server, reader):
     """listen(action, payloads, *arguments): the status and output of the command that saw these messages."""
-    reader = make_reader(nats_server.url)
 
     def run(action, payloads, *arguments):
         listening = Listening(nats_server.url, action, "--limit", str(len(payloads)), *arguments)

@@ -171,17 +171,14 @@ def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Warming, "send", interrupted)
         assert warm(url, *pages) == 130
-    assert capsys.readouterr() == (
-        "1 document sent (300 tokens), 0 sent before, 0 failed\n",
-        "semblend-trt: interrupted\n",
-    )
+    told = "1 document sent (300 tokens), 0 sent before, 0 failed\n"
+    assert capsys.readouterr() == (told, "semblend-trt: interrupted\n")
     changed, other = pages[0].read_text() + PAGE[300:400], pages[0].with_name("other.json")
     for words, content, sent in (
         ([], PAGES[0], "2 documents sent (600 tokens), 1 sent before"),
         ([], PAGES[0], "0 documents sent (0 tokens), 3 sent before"),
         ([], changed, "1 document sent (400 tokens), 2 sent before"),
-        (["--salt", "a"], changed, "3 documents sent"),
-        (["--state", other], changed, "3 documents sent"),
+        *((words, changed, "3 documents sent") for words in (["--salt", "a"], ["--state", other])),
     ):
         pages[0].write_text(content)
         assert warm(url, *pages, *words) == 0
@@ -309,10 +306,8 @@ def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monke
     assert named[f"{lines}:3"] == 'the line is not JSON; give {"text": "..."}'
     for words, told in (
         (["--prefix", latin], f"{latin}, line 2: byte 0xe9 is not UTF-8; write the file in UTF-8"),
-        (["--prefix", pipe], "it is not a regular file"),
-        (["--prefix", "/dev/zero"], "it is not a regular file"),
-        (["--state", pipe], f"{pipe} is no state of this command"),
-        (["--state", "/dev/zero"], "/dev/zero is no state of this command"),
+        *((["--prefix", each], "it is not a regular file") for each in (pipe, "/dev/zero")),
+        *((["--state", each], f"{each} is no state of this command") for each in (pipe, "/dev/zero")),
     ):
         assert at_once(lambda words=words: warm(url, pages[0], *words)) == 2
         (sentence,) = capsys.readouterr().err.splitlines()

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, Gemma3TextConfig, Llama4TextConfig, MistralConfig, Qwen2Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3RotaryEmbedding,
-    apply_rotary_pos_emb_interleave,
-)
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
 from kernels.layout import KvGeometry, LayeredPool
@@ -21,7 +18,7 @@ from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.pool_facts import geometry_of
-from tests.semblend_trt.engine_specs import engine
+from tests.semblend_trt.engine_specs import engine, sizes
 
 FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
 SIZES = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
@@ -39,10 +36,7 @@ def facts_with(groups, layers=3):
         (MistralConfig(**SIZES, sliding_window=4096), [None] * 4),
         (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1), [None, 512, 512, 512]),
         (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=512), [None] * 4),
-        (
-            Gemma3TextConfig(num_hidden_layers=7, max_position_embeddings=4096, sliding_window=64),
-            [64, 64, 64, 64, 64, None, 64],
-        ),
+        (Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=64), [*[64] * 5, None, 64]),
     ],
 )
 def test_windows_are_those_of_the_configuration(config, windows):
@@ -66,11 +60,8 @@ def test_layers_that_attend_and_rotate_alike_are_one_group():
     types = ["sliding_attention", "full_attention", "full_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
     groups = layer_groups(config, [SLOW, FAST, still(4)])
-    assert groups == (
-        LayerGroup((0,), "window", 64, SLOW),
-        LayerGroup((1,), "full", None, FAST),
-        LayerGroup((2,), "full", None, still(4)),
-    )
+    kinds = ((0, "window", 64, SLOW), (1, "full", None, FAST), (2, "full", None, still(4)))
+    assert groups == tuple(LayerGroup((layer,), *kind) for layer, *kind in kinds)
     rotation = facts_with(groups[::-1]).rotation
     assert isinstance(rotation, LayerRotations)
     assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]
@@ -106,34 +97,14 @@ def facts_of(folder, config):
 
 
 OWN_CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": PUBLISHED_CODE}
-V3 = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "auto_map": OWN_CODE,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-    },
-}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 0.7}
+V3 = sizes(3, kv_heads=4, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], auto_map=OWN_CODE)
+V3 |= {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+V3 |= {"rope_theta": 10000, "rope_scaling": YARN}
 DEFAULT = {"rope_scaling": None}
 # Kimi K2's betas are equal.
-EQUAL_BETAS = {"rope_scaling": {**V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}}
+EQUAL_BETAS = {"rope_scaling": {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}}
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_k2"])
@@ -150,12 +121,12 @@ def test_a_layer_has_one_row_of_which_the_last_channels_turn(tmp_path, kind, cha
 def test_rows_turn_as_the_models_keys_do(tmp_path, changes):
     """Transformers turns neighbouring channels, and puts the first of each pair in front afterwards."""
     rotation = facts_of(tmp_path, V3 | changes).rotation
-    own = DeepseekV3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    own = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     keys = torch.randn(1, 1, 5, 8, generator=torch.Generator().manual_seed(0))
 
     def at(first):
         cos, sin = own(keys, torch.arange(first, first + 5)[None])
-        turned = apply_rotary_pos_emb_interleave(keys, keys, cos, sin)[1]
+        turned = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(keys, keys, cos, sin)[1]
         return torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
 
     latent = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(1))
@@ -165,7 +136,6 @@ def test_rows_turn_as_the_models_keys_do(tmp_path, changes):
     assert float((at(70) - at(1370)).abs().max()) > 0.5
 
 
-YARN = V3["rope_scaling"]
 NOT_LATENT = [
     ("geometry", {"kv_lora_rank": None}, "kv_lora_rank None"),
     ("geometry", {"kv_lora_rank": True}, "kv_lora_rank True"),
@@ -194,28 +164,19 @@ NOT_LATENT = [
 
 
 def test_pools_of_latent_rows(tmp_path):
-    sizes, wanted = facts_of(tmp_path, V3).sizes(1), KvGeometry(3, 1, 40, 16, kv_factor=1)
-    assert sizes == facts_of(tmp_path, V3).sizes(2)  # every rank holds all of it
+    on_one, wanted = facts_of(tmp_path, V3).sizes(1), KvGeometry(3, 1, 40, 16, kv_factor=1)
+    assert on_one == facts_of(tmp_path, V3).sizes(2)  # every rank holds all of it
     layers = tuple(torch.zeros(4, 1, 16, 40) for _ in range(3))
     for pool in (torch.zeros(4, 3, 1, 16 * 40), LayeredPool(layers)):
-        assert geometry_of(pool, sizes) == wanted
+        assert geometry_of(pool, on_one) == wanted
     for unfit in (torch.zeros(4, 3, 2, 16 * 40), LayeredPool(layers, layers), LayeredPool(layers[1:])):
-        assert geometry_of(unfit, sizes) is None
+        assert geometry_of(unfit, on_one) is None
 
 
 SCOUT_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 SCOUT_ROPE |= {"high_freq_factor": 1.0, "low_freq_factor": 1.0}
-TEXT = {
-    "model_type": "llama4_text",
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "head_dim": 32,
-    "max_position_embeddings": 65536,
-    "rope_theta": 500000.0,
-    "rope_scaling": SCOUT_ROPE,
-}
+TEXT = sizes(8, max_position_embeddings=65536, model_type="llama4_text", head_dim=32)
+TEXT |= {"rope_theta": 500000.0, "rope_scaling": SCOUT_ROPE}
 WITH_IMAGES = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]}
 PATTERN = [1, 1, 1, 0, 1, 1, 1, 0]
 
@@ -273,6 +234,7 @@ def test_the_class_of_transformers_writes_what_is_read(tmp_path):
     assert written.groups == facts_of(tmp_path, TEXT).groups
 
 
+BY_TURNS = ["chunked_attention", "full_attention"] * 4
 NOT_CHUNKED = [
     ("attention_layout", {"layer_types": ["chunked_attention"] * 8}, "do not fit no_rope_layers"),
     ("attention_layout", {"layer_types": ["full_attention"] * 8}, "do not fit no_rope_layers"),
@@ -281,11 +243,7 @@ NOT_CHUNKED = [
     ("attention_layout", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
     ("attention_layout", {"attention_chunk_size": None}, "attention_chunk_size is None"),
     ("attention_layout", {"attention_bias": True}, "attention_bias is True"),
-    (
-        "rope_per_layer",
-        {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"] * 4},
-        "no_rope_layers is [1, 0]; 8 layers need",
-    ),
+    ("rope_per_layer", {"no_rope_layers": [1, 0], "layer_types": BY_TURNS}, "no_rope_layers is [1, 0]; 8 layers need"),
     ("rope_per_layer", {"no_rope_layers": [1, 2] * 4}, "need a 1"),
     ("rope_unknown", {"rope_scaling": {**SCOUT_ROPE, "low_freq_factor": 2.0}}, "low_freq_factor 2 of RoPE is above"),
     ("rope_partial", {"partial_rotary_factor": 0.5}, "0.5"),

@@ -23,10 +23,7 @@ def test_what_is_not_known_is_taken_for_the_oldest():
 
 @pytest.mark.parametrize(
     ("ours", "base"),
-    [
-        (SemBlendKvConnectorScheduler, contract._SchedulerBase),
-        (SemBlendKvConnectorWorker, contract._WorkerBase),
-    ],
+    [(SemBlendKvConnectorScheduler, contract._SchedulerBase), (SemBlendKvConnectorWorker, contract._WorkerBase)],
 )
 def test_our_methods_take_what_the_contract_hands_them(ours, base):
     for name in base.__abstractmethods__:

@@ -8,23 +8,25 @@ import pytest
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig, LlmArgs
 from semblend_trt.config import load_settings
 from semblend_trt.connector import eligibility, worker
-from semblend_trt.connector.eligibility import (
-    decoder_refusal,
-    engine_refusal,
-    facts_or_refusal,
-)
+from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, facts_or_refusal
 from semblend_trt.connector.engine_spec import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 
+TRTLLM, FLASHINFER = {"attn_backend": "TRTLLM"}, {"attn_backend": "FLASHINFER"}
+MAINS = ("VANILLA", "FLASHINFER_STAR_ATTENTION")
+MAY_BE_ON = ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"]
+FREE = dict.fromkeys(MAY_BE_ON) | TRTLLM
+
 
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({}, None),
+        *((each, None) for each in ({}, {"model_kwargs": {}}, {"cache_transceiver_config": None} | TRTLLM)),
+        ({"pipeline_parallel_size": None, "context_parallel_size": 1}, None),
         ({"kv_cache_config": SimpleNamespace(host_cache_size=0, max_attention_window=None)}, None),
         ({"kv_cache_config": SimpleNamespace(host_cache_size=1 << 30)}, "host_offload"),
         ({"kv_cache_config": SimpleNamespace(max_attention_window=[4096])}, "attention_window"),
@@ -32,30 +34,16 @@ from tests.semblend_trt.engine_specs import engine
         ({"speculative_config": object()}, "speculative_decoding"),
         ({"enable_attention_dp": True}, "attention_dp"),
         ({"model_kwargs": {"rms_norm_eps": 0.05}}, "model_kwargs"),
-        ({"model_kwargs": {}}, None),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
         ({"context_parallel_size": 4}, "context_parallel"),
-        ({"pipeline_parallel_size": None, "context_parallel_size": 1}, None),
         ({"cache_transceiver_config": SimpleNamespace(backend="UCX")}, "disaggregated"),
-        ({"cache_transceiver_config": None, "attn_backend": "TRTLLM"}, None),
-        ({"attn_backend": "FLASHINFER"}, "attention_backend"),
-        ({"attn_backend": "FLASHINFER", "flashinfer_layout": "NHD"}, "attention_backend"),
+        *((FLASHINFER | each, "attention_backend") for each in ({}, {"flashinfer_layout": "NHD"})),
         ({"attn_backend": "flashinfer", "flashinfer_layout": "HND"}, None),
-        ({"attn_backend": "VANILLA", "contract": "main"}, "attention_backend"),
-        ({"attn_backend": "FLASHINFER_STAR_ATTENTION", "contract": "main"}, "attention_backend"),
+        *(({"attn_backend": each, "contract": "main"}, "attention_backend") for each in MAINS),
     ],
 )
 def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
     assert engine_refusal(engine(**arguments)) == reason
-
-
-FREE = {
-    "torch_compile_config": None,
-    "cuda_graph_config": None,
-    "lora_config": None,
-    "speculative_config": None,
-    "attn_backend": "TRTLLM",
-}
 
 
 @pytest.mark.parametrize(
@@ -65,21 +53,19 @@ FREE = {
         ({"attn_backend": "trtllm", "sparse_attention_config": None, "pipeline_parallel_size": 1}, None),
         ({"cuda_graph_config": {}}, "cuda_graphs"),
         ({"torch_compile_config": {}}, "compiled_prefill"),
-        ({"lora_config": {}}, "lora"),
-        ({"enable_lora": True}, "lora"),
+        *((each, "lora") for each in ({"lora_config": {}}, {"enable_lora": True})),
         ({"speculative_config": {}}, "speculative_decoding"),
         ({"sparse_attention_config": {}}, "sparse_attention"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
         ({"context_parallel_size": 2}, "context_parallel"),
-        ({"attn_backend": "FLASHINFER"}, "attention_backend"),
-        ({"attn_backend": None}, "attention_backend"),
+        *((each, "attention_backend") for each in (FLASHINFER, {"attn_backend": None})),
     ],
 )
 def test_what_stands_in_the_way_has_a_name(settings, reason):
     assert decoder_refusal(engine(**FREE | settings)) == reason
 
 
-@pytest.mark.parametrize("name", ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"])
+@pytest.mark.parametrize("name", MAY_BE_ON)
 def test_what_cannot_be_read_may_be_on(name):
     assert decoder_refusal(engine(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
 

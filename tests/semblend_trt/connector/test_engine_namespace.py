@@ -68,16 +68,11 @@ def test_a_name_binds_what_only_a_setting_tells_the_revision_of(tiny_qwen2_path,
     [
         {"block_size": 16},
         {"pool_dtype": torch.float16},
-        {"settings": {"donor_tenant": "t"}},
-        {"settings": {"donor_template": "t"}},
-        {"settings": {"adapter_id": "a"}},
-        {"settings": {"model_revision": "r"}},
-        {"settings": {"tokenizer_revision": "r"}},
+        *({"settings": {f"donor_{name}": "t"}} for name in ("tenant", "template")),
+        *({"settings": {name: "r"}} for name in ("adapter_id", "model_revision", "tokenizer_revision")),
         {"dtype": "float16"},
         {"attn_backend": "FLASHINFER"},
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"context_parallel_size": 2},
+        *({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "context")),
         {"kv_cache_config": SimpleNamespace(dtype="fp8")},
         {"quant_config": SimpleNamespace(quant_algo="FP8")},
         {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo="FP8")},
@@ -124,11 +119,8 @@ def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qw
 
     assert key_with() == base.key
     binding = [
-        {"rms_norm_eps": 0.05},
-        {"hidden_act": "gelu"},
-        {"initializer_range": 0.5},
-        {"a_field_of_the_future": {"nested": [1, {"deep": 2}]}},
-        {"a_field_of_the_future": {"nested": [1, {"deep": 3}]}},
+        *({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, {"initializer_range": 0.5}),
+        *({"a_field_of_the_future": {"nested": [1, {"deep": value}]}} for value in (2, 3)),
     ]
     assert len({key_with(**changes) for changes in binding} - {base.key}) == len(binding)
     harmless = {"eos_token_id": 7, "transformers_version": "9.9.9", "use_cache": False, "_name_or_path": "elsewhere"}

@@ -18,15 +18,9 @@ from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, m
 from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
+from tests.semblend_trt.engine_specs import sizes
 
-SMALL = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 64,
-    "max_position_embeddings": 4096,
-}
+SMALL = sizes(3, hidden_size=256, vocab_size=64)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
@@ -62,11 +56,8 @@ SUPPORTED = {
 def own_frequencies(config):
     """Those of the rotary embedding in the model's own code."""
     code = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    (rotary,) = (
-        kind
-        for name, kind in vars(code).items()
-        if name.endswith("RotaryEmbedding") and kind.__module__ == code.__name__
-    )
+    kinds = [kind for name, kind in vars(code).items() if name.endswith("RotaryEmbedding")]
+    (rotary,) = (kind for kind in kinds if kind.__module__ == code.__name__)
     return tuple(rotary(config).inv_freq.double().tolist())
 
 
@@ -304,10 +295,7 @@ OLD_REFUSED = [
     ("rope_dynamic", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("rope_longrope", {"rope_theta": 1e4, "rope_scaling": OLD_LONGROPE}),
     ("rope_multimodal", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}),
-    (
-        "rope_multimodal",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"type": "mrope"}},
-    ),
+    ("rope_multimodal", {"rope_parameters": rope("default", 1e4), "rope_scaling": {"type": "mrope"}}),
     ("rope_partial", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     ("multimodal", {"text_config": {**SIZES, **OLD["default"]}}),
     ("rope_unknown", {"rope_theta": 1e4, **new_form(OLD["default"])}),
@@ -360,22 +348,10 @@ def test_a_value_that_is_no_number_never_makes_a_rotation(kind, values):
     assert reason == "rope_unknown"
 
 
-GEMMA = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "head_dim": 32,
-    "sliding_window": 512,
-    "max_position_embeddings": 4096,
-}
+GEMMA = sizes(7, model_type="gemma3_text", head_dim=32, sliding_window=512)
 WITH_IMAGES = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-NESTED = {
-    "full_attention": {**LINEAR, "rope_theta": 5e5},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-}
+NESTED = {"full_attention": {**LINEAR, "rope_theta": 5e5}, "sliding_attention": rope("default", 2e4)}
 GEMMA_FORMS = {
     "defaults": {},
     "old": {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},

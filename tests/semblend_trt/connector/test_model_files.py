@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from semblend_trt.connector import model_files
-from semblend_trt.connector.model_files import (
-    _WEIGHTS,
-    PARAMETER_FILES,
-    TOKENIZER_FILES,
-    DigestCache,
-    FileState,
-    digest_in,
-    digest_of_files,
-    file_states,
-    weights_digest,
-)
+from semblend_trt.connector.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
 from semblend_trt.errors import ConfigurationError
 
 
@@ -35,15 +26,24 @@ def write_weights(folder, weight, name="model.safetensors"):
 @pytest.mark.parametrize(
     ("patterns", "name"),
     [
-        *((_WEIGHTS, name) for name in ("model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf")),
-        *((TOKENIZER_FILES, name) for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt")),
-        *((TOKENIZER_FILES, name) for name in ("tekken.json", "qwen.tiktoken", "chat_template.jinja")),
-        *((PARAMETER_FILES, name) for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")),
-        *((PARAMETER_FILES, name) for name in ("dtypes.json", "params.json")),
+        *(
+            (model_files._WEIGHTS, name)
+            for name in ("model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf")
+        ),
+        *(
+            (model_files.TOKENIZER_FILES, name)
+            for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt")
+        ),
+        *((model_files.TOKENIZER_FILES, name) for name in ("tekken.json", "qwen.tiktoken", "chat_template.jinja")),
+        *(
+            (model_files.PARAMETER_FILES, name)
+            for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")
+        ),
+        *((model_files.PARAMETER_FILES, name) for name in ("dtypes.json", "params.json")),
     ],
 )
 def test_every_byte_of_the_files_that_fit_counts(tmp_path, patterns, name):
-    digest = weights_digest if patterns is _WEIGHTS else lambda folder: digest_in(folder, patterns)
+    digest = weights_digest if patterns is model_files._WEIGHTS else partial(model_files.digest_in, patterns=patterns)
     seen, blob = set(), tmp_path / "blob"
     (tmp_path / name).symlink_to(blob)  # as in a snapshot of the hub
     for content in (b"a" * 9000, b"a" * 8999 + b"b"):
@@ -92,15 +92,11 @@ def test_an_index_that_cannot_be_read_is_refused(tmp_path, content):
         weights_digest(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("empty", "holds no weights"),
-        ("missing", "none cannot be read: No such"),
-        ("pipe", "cannot be read"),
-        ("loop", "cannot be read"),
-    ],
-)
+NO_WEIGHTS = {"empty": "holds no weights", "missing": "none cannot be read: No such"}
+NO_WEIGHTS |= dict.fromkeys(("pipe", "loop"), "cannot be read")
+
+
+@pytest.mark.parametrize(("kind", "told"), NO_WEIGHTS.items())
 def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path, kind, told):
     weights = tmp_path / "model.safetensors"
     if kind == "pipe":
@@ -168,10 +164,8 @@ def test_each_byte_and_the_size_count(tmp_path, size):
 
 def test_neither_chunks_nor_names_can_change_places(tmp_path):
     one, two = (written(tmp_path / name, name.encode() * CHUNK)[name] for name in "12")
-    first, second = (
-        digest_of_files(written(tmp_path / "x", b"".join(parts)))
-        for parts in ((b"a" * CHUNK, b"b" * CHUNK), (b"b" * CHUNK, b"a" * CHUNK))
-    )
+    a, b = b"a" * CHUNK, b"b" * CHUNK
+    first, second = (digest_of_files(written(tmp_path / "x", content)) for content in (a + b, b + a))
     assert first != second
     assert digest_of_files({"a": one, "b": two}) == digest_of_files({"b": two, "a": one})
     named = ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one}, {"a": one, "b": one})

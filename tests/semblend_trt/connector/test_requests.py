@@ -416,6 +416,7 @@ CHECK = SpanCheck(1, threshold=0.2)
 WITH_EXACT = (PlanSpan("exact", 10, 10, 15, exact=True), PlanSpan("donor", 0, 30, 40))
 EVIDENCE = CheckEvidence(1, 50, 50, 30, 20, 0.11, False)
 DROPPED = CheckEvidence(1, 50, 50, 0, 50, 0.0, True)
+AT_RISK = replace(DROPPED, sampled_deviation=0.5, exceeds_levels=True)
 DROPPED_BEHIND_EXACT = CheckEvidence(1, 55, 40, 15, 40, 0.0, True)
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_REUSE
 
@@ -430,6 +431,8 @@ USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_RE
         ({"plan": plan(check=CHECK), "evidence": EVIDENCE}, USED, None),
         ({"plan": plan(check=CHECK), "evidence": DROPPED}, DECLINED, "deviation"),
         ({"plan": plan(spans=WITH_EXACT, check=CHECK), "evidence": DROPPED_BEHIND_EXACT}, USED, "deviation"),
+        ({"plan": plan(check=CHECK), "evidence": AT_RISK}, DECLINED, "risk_above_bound"),
+        ({"plan": plan(check=CHECK), "evidence": replace(AT_RISK, is_dropped=False)}, USED, None),
         ({"plan": plan(check=CHECK), "evidence": DROPPED, "load_failed": True}, DECLINED, "load_failed"),
         ({"plan": plan(PlanKind.DISCOVERY_ONLY)}, Outcome.SEMANTIC_DISCOVERY_ONLY, None),
         ({"reason": "low_reuse", "runs_found": 2, "computed": 16}, DECLINED, "low_reuse"),

@@ -84,14 +84,9 @@ print(runtime_for(arguments).refusal, *seen)
 def test_neither_half_is_refused(tmp_path):
     log = tmp_path / "audit.jsonl"
     environment = {name: value for name, value in os.environ.items() if "SEMBLEND" not in name}
-    built = subprocess.run(
-        [sys.executable, "-c", BUILD, str(MODEL)],
-        cwd=ROOT,
-        env=environment | {"SEMBLEND_AUDIT_PATH": str(log)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment |= {"SEMBLEND_AUDIT_PATH": str(log)}
+    command = [sys.executable, "-c", BUILD, str(MODEL)]
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert built.stdout.split() == ["None", "True"]
     (started,) = [json.loads(line) for line in log.read_text("utf-8").splitlines() if "scheduler_initialized" in line]
     assert started.get("refusal") is None

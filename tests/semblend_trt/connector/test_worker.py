@@ -2,7 +2,7 @@
 
 import random
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -22,6 +22,7 @@ from tests.semblend_trt.held_donors import held_in, held_kv, whole
 from tests.semblend_trt.plans import plan_of
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
+ROW = KV_HEADS * BLOCK * HEAD_DIM
 
 
 @pytest.fixture
@@ -31,9 +32,8 @@ def args(tiny_qwen2_path):
 
 @pytest.fixture
 def worker(args):
-    worker = built(args)
-    yield worker
-    worker.close()
+    with closing(built(args)) as worker:
+        yield worker
 
 
 def pool(dtype=torch.float32, block=BLOCK):
@@ -60,14 +60,16 @@ def saved(worker, request_id):
     return done
 
 
+def settle(worker):
+    """What the metadata asks for has been done."""
+    worker.get_finished([], [])
+    worker.saver.drain()
+
+
 def follow(worker, request_id, blocks, written, max_tokens=100, tier=Tier.HOST, **commands):
     intent = SaveIntent(request_id, f"donor-{request_id}", max_tokens, tier)
-    step(
-        worker,
-        followed=(request_id,),
-        commands=OffloadCommands(saves=[intent], **commands),
-        progress=(RequestProgress(request_id, blocks, written, True),),
-    )
+    progress = (RequestProgress(request_id, blocks, written, True),)
+    step(worker, followed=(request_id,), commands=OffloadCommands(saves=[intent], **commands), progress=progress)
 
 
 def built(args, caches=None):
@@ -82,13 +84,7 @@ def reuse(mode=EngineMode.WRAPPER):
 
 
 @pytest.mark.known_defect(25)
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        torch.zeros(4, LAYERS + 1, 2, KV_HEADS * BLOCK * HEAD_DIM),
-        torch.zeros(4, LAYERS, 2, KV_HEADS * BLOCK * HEAD_DIM, dtype=torch.int8),
-    ],
-)
+@pytest.mark.parametrize("unknown", [torch.zeros(4, 4, 2, ROW), torch.zeros(4, LAYERS, 2, ROW, dtype=torch.int8)])
 def test_unknown_pool_is_a_refusal(args, unknown):
     worker = built(args, unknown)
     runtime = runtime_for(args)
@@ -113,10 +109,8 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
 @pytest.mark.parametrize(
     ("groups", "windows", "max_seq_len", "refusal"),
     [
-        (None, [None], None, None),
-        (None, [64], 64, None),
-        (None, [64], 65, "attention_window"),
-        (None, [64], None, "attention_window"),
+        *((None, windows, length, None) for windows, length in (([None], None), ([64], 64))),
+        *((None, [64], length, "attention_window") for length in (65, None)),
         ([(0, 2), (1,)], [64, None], 128, "attention_window"),
         ([(0, 2), (1,)], [None, None], 128, "layer_groups"),
     ],
@@ -166,8 +160,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     [
         ((3, 5), 16, 10, 10),
         ((3, 4, 4, 5), 32, 100, 16),
-        ((3, 3), 16, 100, 8),
-        ((3, 1 << 80), 16, 100, 8),
+        *((blocks, 16, 100, 8) for blocks in ((3, 3), (3, 1 << 80))),
         ((3, 4, -1 << 80), 24, 100, 16),
         ((3,), 30, 100, 0),  # one block cannot hold 30 tokens
     ],
@@ -184,9 +177,8 @@ def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests
 @pytest.fixture(params=["1.2", "main"])
 def early(tiny_qwen2_path, request):
     """A worker of an engine that gives a request's blocks to others while they are saved."""
-    worker = built(LlmArgs(model=tiny_qwen2_path, contract=request.param))
-    yield worker
-    worker.close()
+    with closing(built(LlmArgs(model=tiny_qwen2_path, contract=request.param))) as worker:
+        yield worker
 
 
 @contextmanager
@@ -230,14 +222,13 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
 )
 def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, has_layout, held):
     args = LlmArgs(model=tiny_qwen2_path, contract=contract)
-    worker = SemBlendKvConnectorWorker(args)
-    if has_layout:
-        worker.register_kv_cache_layout(cache_layout(pool(), BLOCK, None))
-    else:
-        worker.register_kv_caches(pool())
-    assert runtime_for(args).pool.holds_saved_blocks == held
-    assert (worker.saver._snapshots is None) == held
-    worker.close()
+    with closing(SemBlendKvConnectorWorker(args)) as worker:
+        if has_layout:
+            worker.register_kv_cache_layout(cache_layout(pool(), BLOCK, None))
+        else:
+            worker.register_kv_caches(pool())
+        assert runtime_for(args).pool.holds_saved_blocks == held
+        assert (worker.saver._snapshots is None) == held
 
 
 def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
@@ -337,11 +328,9 @@ def test_a_load_that_raises_leaves_no_promotion_untold(two_tiers, args):
     """The catalog keeps a promoted donor where it is, and its room on the card taken, until it hears of it."""
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
-    two_tiers.get_finished([], [])
-    two_tiers.saver.drain()
-    assert [(each.kind, each.donor_id) for each in runtime_for(args).offload_events] == [
-        (OffloadEventKind.PROMOTE_FAILED, "donor-2")
-    ]
+    settle(two_tiers)
+    (event,) = runtime_for(args).offload_events
+    assert (event.kind, event.donor_id) == (OffloadEventKind.PROMOTE_FAILED, "donor-2")
 
 
 def test_foreign_metadata_and_the_layer_hooks_do_nothing(worker):
@@ -357,10 +346,9 @@ def test_foreign_metadata_and_the_layer_hooks_do_nothing(worker):
 @pytest.fixture
 def two_tiers(args, monkeypatch):
     """A worker with an arena of three blocks."""
-    monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(3 * LAYERS * 2 * KV_HEADS * BLOCK * HEAD_DIM * 4))
-    worker = built(args)
-    yield worker
-    worker.close()
+    monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(3 * LAYERS * 2 * ROW * 4))
+    with closing(built(args)) as worker:
+        yield worker
 
 
 def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
@@ -376,8 +364,7 @@ def test_what_is_dropped_is_not_offloaded(two_tiers):
     follow(two_tiers, 1, (3, 5), 16, tier=Tier.DEVICE)
     saved(two_tiers, 1)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
-    two_tiers.get_finished([], [])
-    two_tiers.saver.drain()
+    settle(two_tiers)
     assert not held_in(two_tiers.store)
 
 
@@ -388,8 +375,7 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     follow(worker, 1, (3, 5), 16, tier=Tier.DEVICE)
     saved(worker, 1)
     step(worker, commands=OffloadCommands(offloads=["donor-1"]))
-    worker.get_finished([], [])
-    worker.saver.drain()
+    settle(worker)
     worker.get_finished([], [])
     told = runtime_for(args).saved[-1]
     assert (told.donor_id, told.tokens) == ("donor-1", 0)

@@ -5,15 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.discovery.fingerprint import (
-    GRAM_TOKENS,
-    GUARANTEED_RUN,
-    RANK_BASE,
-    WIDEST_RUN,
-    WINDOW_GRAMS,
-    as_token_array,
-    fingerprint,
-)
+from semblend_trt.discovery import fingerprint as module
+from semblend_trt.discovery.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, as_token_array, fingerprint
 from tests.semblend_trt.samples import text as random_tokens
 
 MAX_ID = 2**31 - 1
@@ -29,12 +22,12 @@ def reference_sums(tokens, length):
     for start in range(len(tokens) - length + 1):
         value = 0
         for token in tokens[start : start + length].tolist():
-            value = (value + token) * RANK_BASE & 0xFFFFFFFF
+            value = (value + token) * module.RANK_BASE & 0xFFFFFFFF
         sums.append(value)
     return sums
 
 
-def reference_positions(tokens, window=WINDOW_GRAMS):
+def reference_positions(tokens, window=module.WINDOW_GRAMS):
     """Every minimum of every window of grams, for tokens without a stretch of one repeated token."""
     ranks = reference_sums(tokens, GRAM_TOKENS)
     chosen = set()
@@ -55,13 +48,13 @@ def test_anchors_are_the_window_minima(length, vocabulary):
     assert anchors.hashes.tolist() == [halves[at] << 32 | halves[at + GRAM_TOKENS // 2] for at in anchors.positions]
 
 
-@pytest.mark.parametrize("shortest", [33, 47, 48, 63, WIDEST_RUN, 1_000])
+@pytest.mark.parametrize("shortest", [33, 47, 48, 63, module.WIDEST_RUN, 1_000])
 @pytest.mark.parametrize("length", [64, 65, 1_000, 2_110, 6_000])
 @pytest.mark.parametrize("vocabulary", [2, 32_000])
 def test_anchors_for_longer_runs_are_some_of_the_others(shortest, length, vocabulary):
     tokens = random_tokens(9, length, vocabulary)
     few = fingerprint(tokens, 1 << 20, shortest).positions.tolist()
-    assert few == reference_positions(tokens, min(shortest, WIDEST_RUN) - GRAM_TOKENS + 1)
+    assert few == reference_positions(tokens, min(shortest, module.WIDEST_RUN) - GRAM_TOKENS + 1)
     assert set(few) <= set(every_anchor(tokens).positions.tolist())
 
 

@@ -24,9 +24,9 @@ from semblend_trt.discovery.planner import (
 )
 from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import PlanKind, PlanSpan, SpanCheck
+from semblend_trt.plan import BudgetLevel, PlanKind, PlanSpan, SpanCheck
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileCheck
+from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel
 from tests.semblend_trt.discovery import planning
 from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
 from tests.semblend_trt.samples import text
@@ -144,6 +144,15 @@ def test_verified_without_a_profile_that_justifies_more_is_exact(made):
     asked, exact = (planner({"a": SHIFTED, "b": PROMPT[:600]}, policy) for policy in ("verified", "exact"))
     for computed in (0, 96, 500):
         assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
+
+
+BOUND = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=0.1, share=0.2)])
+BOUNDED = profile("verified", check=ProfileCheck(layer=2, threshold=1.0, sample_every=8), bounds=[BOUND])
+
+
+def test_the_levels_of_the_bound_for_the_settings_are_in_the_plan():
+    execution = plan_of(planner({"a": SHIFTED}, "verified", max_kl=0.02).plan(request(profile=BOUNDED))).execution
+    assert execution.check.levels == (BudgetLevel(0.1, 0.2),)
 
 
 GENERATIONS = profile("verified", check=CHECK, generations=2)
@@ -480,6 +489,7 @@ _REFUSALS = {
     "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "cacheblend").plan(request(mode=STOCK)),
     "no_profile": lambda: planner({"a": SHIFTED}, "verified").plan(request()),
     "profile_mismatch": lambda: planner({"a": SHIFTED}, "verified").plan(request(profile_refusal="profile_mismatch")),
+    "no_bound": lambda: planner({"a": SHIFTED}, "verified", max_kl=0.005).plan(request(profile=BOUNDED)),
     "profile_unreadable": lambda: planner({"a": SHIFTED}, "verified").plan(
         request(profile_refusal="profile_unreadable")
     ),

@@ -12,12 +12,13 @@ from benchmarks.evidence.models import published
 from semblend_trt.config import load_settings
 from semblend_trt.doctor import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
 FP8 = torch.float8_e4m3fn
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
 
 
 def config_folder(folder, source, **changes):
@@ -79,10 +80,7 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path, kv_dtype, scal
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
-            "sliding_window",
-        ),
+        (WINDOW, "sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),
@@ -131,14 +129,9 @@ def of(path, kv_dtype="auto"):
 def made(tiny_qwen2_path, tmp_path):
     """A profile for the tiny Qwen2 model in float32, on two ranks."""
     known = of(tiny_qwen2_path)
-    namespace = known.namespace(
-        load_settings(),
-        dtype="float32",
-        kv_cache_config=SimpleNamespace(dtype="auto"),
-        tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        context_parallel_size=1,
-    )
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "context_parallel_size": 1}
+    cache = SimpleNamespace(dtype="auto")
+    namespace = known.namespace(load_settings(), dtype="float32", kv_cache_config=cache, **sizes)
     check, figures = ProfileCheck(layer=1, threshold=0.05), evidence("verified layer 1 threshold 0.05")
     made_for = ReuseProfile.made_for(namespace, known.geometry(2), policy="verified", check=check, figures=figures)
     made_for.write(tmp_path / "profile.json")
@@ -146,7 +139,8 @@ def made(tiny_qwen2_path, tmp_path):
 
 
 def test_it_can_hold_for_its_model(made, tiny_qwen2_path):
-    allowed, holds = profile(load_settings(profile_path=made), of(tiny_qwen2_path))
+    allowed, unstated, holds = profile(load_settings(profile_path=made), of(tiny_qwen2_path))
+    assert "states no bound" in unstated.text
     assert "policy verified, computes tokens that deviate by more than 0.05 at layer 1" in allowed.text
     assert holds.status is Status.OK
     assert f"in {ReuseProfile.read(made).engines[0]}; " in holds.text
@@ -156,19 +150,19 @@ def test_it_can_hold_for_its_model(made, tiny_qwen2_path):
     ("family", "kv_dtype", "what"), [("llama", "auto", "weights"), ("qwen2", "bfloat16", "KV dtype")]
 )
 def test_it_does_not_hold_for_another(made, tiny_model_paths, family, kv_dtype, what):
-    _, refused = profile(load_settings(profile_path=made), of(tiny_model_paths[family], kv_dtype))
+    *_, refused = profile(load_settings(profile_path=made), of(tiny_model_paths[family], kv_dtype))
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_mismatch")
     assert f"made for {what}" in refused.text
     assert "engine and cache layout" not in refused.text
 
 
 def test_it_does_not_hold_for_another_adapter(made, tiny_qwen2_path):
-    _, refused = profile(load_settings(profile_path=made, adapter_id="a"), of(tiny_qwen2_path))
+    *_, refused = profile(load_settings(profile_path=made, adapter_id="a"), of(tiny_qwen2_path))
     assert refused.text == "The profile was made for adapter none; this engine runs a."
 
 
 def test_without_a_model_it_says_what_it_was_made_for(made, tiny_qwen2_path):
-    _, note = profile(load_settings(profile_path=made), None)
+    *_, note = profile(load_settings(profile_path=made), None)
     assert (note.status, tiny_qwen2_path.name in note.text) == (Status.NOTE, True)
 
 
@@ -186,8 +180,24 @@ def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made):
     ReuseProfile.read(made).model_copy(update={"policy": "position_fix", "check": None}).write(made)
     (refused,) = profile(load_settings(profile_path=made), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_evidence")
-    allowed, _ = profile(load_settings(profile_path=made, profile_trial=True), None)
+    allowed, *_ = profile(load_settings(profile_path=made, profile_trial=True), None)
     assert "policy position_fix; SEMBLEND_PROFILE_TRIAL uses it without its evidence" in allowed.text
+
+
+@pytest.mark.parametrize(
+    ("max_kl", "status", "reason", "text"),
+    [
+        (0.02, Status.OK, None, "all but 0.05 of the answers are within 0.01 nats of cold's"),
+        (0.005, Status.NOTE, "no_bound", "Raise SEMBLEND_MAX_KL"),
+        ("unbounded", Status.NOTE, None, "reused unchecked"),
+    ],
+)
+def test_it_says_which_bound_is_kept(made, max_kl, status, reason, text):
+    bound = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=0.1, share=0.0)])
+    check = ProfileCheck(layer=1, threshold=1.0, sample_every=8)
+    ReuseProfile.read(made).model_copy(update={"check": check, "bounds": [bound]}).write(made)
+    _, told, _ = profile(load_settings(profile_path=made, max_kl=max_kl, profile_trial=True), None)
+    assert (told.status, told.reason, text in told.text) == (status, reason, True)
 
 
 def test_other_policies_use_none(made):

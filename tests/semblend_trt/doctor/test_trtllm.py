@@ -26,14 +26,8 @@ NEW = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 # `_torch/pyexecutor/connectors/kv_cache_connector.py` (1.3 release candidates, main).
 FIELDS = ["request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens"]
 SCHEDULER = ["build_connector_meta", "get_num_new_matched_tokens", "request_finished", "update_state_after_alloc"]
-WORKER = [
-    "register_kv_caches",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_finished",
-]
+WORKER = ["register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer"]
+WORKER += ["wait_for_save", "get_finished"]
 GROUPS = ["update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"]
 CALLABLE = "register_forward_pass_callable"
 RELEASES = {
@@ -156,8 +150,7 @@ WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "cuda_graphs"),
-        ("cuda_graph_config: {enable_padding: true}", "cuda_graphs"),
+        *((text, "cuda_graphs") for text in ("", "cuda_graph_config: {enable_padding: true}")),
         ("cuda_graph_config: null\nlora_config: {lora_dir: [a]}", "lora"),
         ("cuda_graph_config: null\nkv_cache_config: {use_kv_cache_manager_v2: true}", "cache_manager_v2"),
         ("cuda_graph_config: null", None),

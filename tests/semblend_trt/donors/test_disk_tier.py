@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,11 +127,8 @@ def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(tier, t
     write(tier, "donor")
     change(tmp_path / FOLDER)
     before = sorted(tmp_path.rglob("*"))
-    for call in (
-        lambda: write(tier, "another"),
-        lambda: tier.read("donor", host_kv(TOKENS)),
-        lambda: list(tier.scan()),
-    ):
+    read = partial(tier.read, "donor", host_kv(TOKENS))
+    for call in (partial(write, tier, "another"), read, lambda: list(tier.scan())):
         with pytest.raises(FileNotFoundError):
             call()
     assert sorted(tmp_path.rglob("*")) == before

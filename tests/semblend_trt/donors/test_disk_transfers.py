@@ -103,8 +103,7 @@ def replace_folder(kept, monkeypatch):
     [
         (lambda kept, _: kept.link.texts.clear(), Kind.WRITE_SKIPPED),
         (lambda kept, _: kept.host.drop("donor"), Kind.WRITE_FAILED),
-        (fill_disk, Kind.WRITE_FAILED),
-        (replace_folder, Kind.WRITE_FAILED),
+        *((change, Kind.WRITE_FAILED) for change in (fill_disk, replace_folder)),
     ],
 )
 def test_a_donor_that_cannot_be_written_gets_no_file(kept, monkeypatch, change, event):

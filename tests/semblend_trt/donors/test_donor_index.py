@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,25 +16,15 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors import offload
 from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
 from semblend_trt.donors.disk_tier import file_bytes
 from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts, HeldDonors
-from semblend_trt.donors.offload import (
-    MAX_FETCHES,
-    MAX_PREFETCHES,
-    MAX_PROMOTIONS,
-    DiskLink,
-    DonorObserver,
-    OffloadCommands,
-    OffloadEvent,
-    OffloadEventKind,
-    SavedDonor,
-)
-from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
+from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
+from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.semblend_trt.discovery.planning import profile
+from tests.semblend_trt.discovery.planning import profile, request
 from tests.semblend_trt.plans import plan_of
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
@@ -42,20 +33,16 @@ TEXT = 64
 FILE_BYTES = file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, TEXT)
 
 
-class Observer(DonorObserver):
-    """Keeps what it is told of donors that come, move and go."""
+class Observer(offload.DonorObserver):
+    """Keeps the calls of these kinds, of tokens their number."""
 
-    def __init__(self):
+    def __init__(self, *kinds):
         self.told = []
+        for kind in kinds:
+            setattr(self, kind, partial(self._keep, kind))
 
-    def found(self, donor_id, namespace_key, tokens, tier):
-        self.told.append(("found", donor_id, tier))
-
-    def moved(self, donor_id, tier):
-        self.told.append(("moved", donor_id, tier))
-
-    def gone(self, donor_id):
-        self.told.append(("gone", donor_id))
+    def _keep(self, kind, *given):
+        self.told.append((kind, *(len(each) if isinstance(each, np.ndarray) else each for each in given)))
 
 
 class Donors(DonorIndex):
@@ -117,18 +104,8 @@ def keep_approximate(index, donor_id, tokens, generation, key="namespace"):
 
 def plan(index, tokens, key="namespace", profile=None):
     """What is planned for a prompt with `tokens` in its middle, and the leases."""
-    return index.plan(
-        LookupRequest(
-            request_id=9,
-            namespace_key=key,
-            tokens=np.concatenate([text(999, 40), tokens, text(998, 10)]),
-            num_computed_tokens=0,
-            block_size=16,
-            mode=EngineMode.WRAPPER,
-            publication_guard=True,
-            profile=profile,
-        )
-    )
+    prompt = np.concatenate([text(999, 40), tokens, text(998, 10)])
+    return index.plan(replace(request(prompt, profile=profile), namespace_key=key, block_size=16))
 
 
 def reused(index, tokens, key="namespace", profile=None):
@@ -222,8 +199,8 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     keep_approximate(index, "elsewhere", tokens, 1, "other")
     keep(index, "exact", tokens)
     assert moves(index).drops == ["first"]
-    assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
-    assert index.catalog.tier("elsewhere") is Tier.HOST
+    kept = [index.catalog.tier(each) for each in ("second", "first", "exact", "elsewhere")]
+    assert kept == [None, None, Tier.HOST, Tier.HOST]
     assert index.intend("again", behind_moved_kv(tokens, 1), 0, 3) is None
     assert reused(index, tokens) == 200
 
@@ -294,11 +271,7 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
 
 
 def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
-    class Told(Observer):
-        def held(self, donor_id, tokens, tier):
-            self.told.append(("held", donor_id))
-
-    observer = Told()
+    observer = Observer("held", "gone")
     index, said = index_of(observer=observer), text(1, 300)
     keep(index, "turn-1", said[:200])
     begin(index, "turn-2", said)
@@ -307,7 +280,7 @@ def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
     assert (moves(index).drops, reused(index, said)) == (["turn-2"], 200)
     observer.told.clear()
     keep(index, "turn-3", said)
-    assert observer.told == [("held", "turn-3"), ("gone", "turn-1")]
+    assert observer.told == [("held", "turn-3", 300, "host"), ("gone", "turn-1")]
     assert (moves(index).drops, reused(index, said)) == (["turn-1"], 300)
 
 
@@ -370,8 +343,8 @@ class Tiers:
     """An index with room for so many texts in memory, on the card and on disk, and what it told."""
 
     def __init__(self, host=4, device=0, disk=64, is_read=True, **overrides):
-        self.observer, self.events = Observer(), []
-        self.link = DiskLink() if disk else None
+        self.observer, self.events = Observer("found", "moved", "gone"), []
+        self.link = offload.DiskLink() if disk else None
         room = {"device_bytes": device * TEXT * TOKEN_BYTES, "disk_bytes": disk * FILE_BYTES}
         self.index = index_of(host * TEXT, self.observer, self.link, self.events.append, **room | overrides)
         if is_read:
@@ -398,10 +371,10 @@ class Tiers:
             keep(self.index, donor_id, self.text(donor_id))
         return moves(self.index)
 
-    def find(self, *donor_ids, length=TEXT):
-        """Donors whose files lay on the disk."""
-        for donor_id in donor_ids:
-            held = DonorText("namespace", self.text(donor_id, length))
+    def find(self, *donor_ids, length=TEXT, **texts):
+        """Donors whose files lay on the disk; of a text that is named by their id, unless it is given."""
+        for donor_id, tokens in ({each: self.text(each, length) for each in donor_ids} | texts).items():
+            held = tokens if isinstance(tokens, DonorText) else DonorText("namespace", tokens)
             self.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
         self.index.take_events(deque())
 
@@ -419,14 +392,13 @@ class Tiers:
 @pytest.mark.parametrize("order", [(0, 2), (2, 0), (1, 2), (2, 1)])
 def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
     tiers = Tiers()
-    for generation in order:
-        held = DonorText("namespace", text(1), generation)
-        tiers.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, f"of-{generation}", None, held))
-    tiers.index.take_events(deque())
+    tiers.find(**{f"of-{generation}": DonorText("namespace", text(1), generation) for generation in order})
     low, high = (f"of-{generation}" for generation in sorted(order))
     assert tiers.tiers(low, high) == [Tier.DISK, None]
     assert moves(tiers.index).drops == [high]
-    assert [call for call in tiers.told if call[0] == "found"] == [("found", "of-0", "disk")] * (0 in order)
+    assert [call for call in tiers.told if call[0] == "found"] == [("found", "of-0", "namespace", TEXT, "disk")] * (
+        0 in order
+    )
     assert tiers.index.generation(low) == min(order)
 
 
@@ -534,10 +506,7 @@ def test_where_room_is_short_a_continued_donor_leaves_memory_and_keeps_its_file(
 
 def test_of_files_of_one_conversation_the_longest_stays():
     tiers, said = Tiers(), text(1, 4 * TEXT)
-    for donor_id, length in (("turn-2", 2 * TEXT), ("turn-1", TEXT), ("turn-3", 4 * TEXT)):
-        held = DonorText("namespace", said[:length])
-        tiers.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
-    tiers.index.take_events(deque())
+    tiers.find(**{"turn-2": said[: 2 * TEXT], "turn-1": said[:TEXT], "turn-3": said})
     assert tiers.tiers("turn-1", "turn-2", "turn-3") == [None, None, Tier.DISK]
     assert moves(tiers.index).drops == ["turn-1", "turn-2"]
 
@@ -560,7 +529,7 @@ def test_a_donor_on_disk_is_fetched_once_and_reused_when_it_is_there():
     assert tiers.look_up("donor") == (0, OffloadCommands())
     assert plan(tiers.index, tiers.text("donor"))[0].outcome_reason == "donor_on_disk"
     tiers.hear(OffloadEventKind.FETCHED, "donor")
-    assert tiers.told == [("found", "donor", "disk"), ("moved", "donor", "host")]
+    assert tiers.told == [("found", "donor", "namespace", TEXT, "disk"), ("moved", "donor", "host")]
     assert tiers.look_up("donor")[0] == TEXT
 
 
@@ -574,18 +543,18 @@ def test_a_donor_that_cannot_be_read_back_is_gone():
 
 
 def test_the_donors_of_most_tokens_are_fetched_and_promoted_first():
-    names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
+    names = [f"donor-{number}" for number in range(offload.MAX_FETCHES + 2)]
     tiers = Tiers(host=4 * len(names), device=4 * len(names))
     tiers.find(*names, length=2 * TEXT)
     tiers.find()
     prompt = np.concatenate([tiers.text(name, 2 * TEXT)[: TEXT + 5 * at] for at, name in enumerate(names, 1)])
     plan(tiers.index, prompt)
     fetched = tiers.index.offload.take_commands().fetches
-    assert fetched == names[: -MAX_FETCHES - 1 : -1]
+    assert fetched == names[: -offload.MAX_FETCHES - 1 : -1]
     for name in fetched:
         tiers.hear(OffloadEventKind.FETCHED, name)
     plan(tiers.index, prompt)
-    assert tiers.index.offload.take_commands().promotions == names[: -MAX_PROMOTIONS - 1 : -1]
+    assert tiers.index.offload.take_commands().promotions == names[: -offload.MAX_PROMOTIONS - 1 : -1]
 
 
 def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
@@ -594,7 +563,7 @@ def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
     tiers.keep("held")
     tiers.find(*names)
     tiers.index.offload.prefetch(["unknown", "held", *names])
-    assert moves(tiers.index) == OffloadCommands(fetches=names[:MAX_PREFETCHES])
+    assert moves(tiers.index) == OffloadCommands(fetches=names[: offload.MAX_PREFETCHES])
     tiers.hear(OffloadEventKind.FETCHED, "c")
     assert tiers.look_up("c")[0] == TEXT
 
@@ -632,7 +601,7 @@ def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
     tiers.find("oldest", "older", "newest")
     assert tiers.index.catalog.resting() == {"older", "newest"}
     assert moves(tiers.index) == OffloadCommands(drops=["oldest"])
-    assert tiers.told[-2:] == [("gone", "oldest"), ("found", "newest", "disk")]
+    assert tiers.told[-2:] == [("gone", "oldest"), ("found", "newest", "namespace", TEXT, "disk")]
     tiers.find("older", length=2 * TEXT)  # its id is taken
     tiers.find("huge", length=1 << 16)
     assert moves(tiers.index) == OffloadCommands(drops=["older", "huge"])
@@ -647,10 +616,12 @@ def test_every_event_is_counted_even_of_donors_that_are_not_known():
     assert (len(tiers.index.catalog), moves(tiers.index)) == (0, OffloadCommands())
 
 
+def shared(left, right):
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
 def adds_little(tokens, to):
-    pairs = zip(tokens, to, strict=False)
-    common = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(to)))
-    return len(tokens) - common < min(64, 1 + len(tokens) // LITTLE_SHARE)
+    return len(tokens) - shared(tokens, to) < min(64, 1 + len(tokens) // LITTLE_SHARE)
 
 
 class DonorIndexMachine(RuleBasedStateMachine):
@@ -752,25 +723,17 @@ TestDonorIndexMachine.settings = hypothesis_settings(max_examples=30, stateful_s
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
-def array(tokens):
-    return np.array(tokens, dtype=np.int32)
-
-
-def shared(left, right):
-    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-
-
 @given(st.lists(st.tuples(TOKENS, st.integers(0, 1), st.sampled_from("ab")), max_size=30), TOKENS, st.data())
 def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
     order, held = DonorTexts(load_settings()), {}
     for number, (tokens, generation, namespace) in enumerate(texts):
-        order.put(namespace, generation, f"{number}", array(tokens))
+        order.put(namespace, generation, f"{number}", np.array(tokens, dtype=np.int32))
         held[f"{number}"] = (tokens, generation, namespace)
     for donor_id in data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []:
         order.gone(donor_id)
         del held[donor_id]
     assert set(order) == set(held)
-    near = list(order.near("a", array(asked)))
+    near = list(order.near("a", np.array(asked, dtype=np.int32)))
     for donor_id, generation, common, length in near:
         tokens, *rest = held[donor_id]
         assert (rest, common, length) == ([generation, "a"], shared(tokens, asked), len(tokens))

@@ -181,15 +181,18 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def test_a_chunk_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
-    rank = Rank(at_once=2)
-    rank.keep("first", Tier.HOST, 1, 4)
-
-    def fails_at_the_second(writer, source, tokens, held):
+def fail_at_the_second_chunk(monkeypatch):
+    def chunks(writer, source, tokens, held):
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", chunks)
+
+
+def test_a_chunk_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
+    rank = Rank(at_once=2)
+    rank.keep("first", Tier.HOST, 1, 4)
+    fail_at_the_second_chunk(monkeypatch)
     rank.save(1, "a", Tier.HOST, pattern(2, 8))
     rank.saver.drain()
     ((_, saved),) = rank.saver.finished()
@@ -203,12 +206,7 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     """A file that is read back could get the memory, and no stream orders what the processor writes."""
     rank.keep("a", Tier.DEVICE, 1, 8)
     taken = []
-
-    def fails_at_the_second(writer, source, tokens, held):
-        yield
-        raise MemoryError("no table")
-
-    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
+    fail_at_the_second_chunk(monkeypatch)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
     rank.saver.offload("a")
     rank.saver.drain()

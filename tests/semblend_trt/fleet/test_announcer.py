@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.donors.offload import DonorObserver, SavedDonor
+from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
 from semblend_trt.fleet.connection import is_meant
@@ -24,47 +24,27 @@ from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for
-from tests.semblend_trt.donors.test_donor_index import begin, index_of, keep, keep_approximate
+from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate
 from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 
-class Recorded(DonorObserver):
-    """Keeps the calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def held(self, donor_id, tokens, tier):
-        self.calls.append(("held", donor_id, len(tokens), tier))
-
-    def gone(self, donor_id):
-        self.calls.append(("gone", donor_id))
-
-
 def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
-    recorded = Recorded()
-    index = index_of(500, recorded)
+    observer = Observer("held", "gone")
+    index = index_of(500, observer)
     for seed, donor_id in enumerate("abc"):
         keep(index, donor_id, text(seed, 200))
     begin(index, "d", text(3, 200))
     index.saved(SavedDonor("d", 0, "disk on fire"))
     index.lost({"c"})
-    assert recorded.calls == [
-        ("held", "a", 200, "host"),
-        ("held", "b", 200, "host"),
-        ("gone", "a"),
-        ("held", "c", 200, "host"),
-        ("gone", "b"),
-        ("gone", "d"),
-        ("gone", "c"),
-    ]
+    a, b, c = (("held", donor_id, 200, "host") for donor_id in "abc")
+    assert observer.told == [a, b, ("gone", "a"), c, *(("gone", donor_id) for donor_id in "bdc")]
 
 
 def test_a_donor_built_from_approximate_kv_is_not_announced():
-    recorded = Recorded()
-    keep_approximate(index_of(500, recorded, policy="verified"), "approximate", text(1, 200), 1)
-    assert recorded.calls == [("gone", "approximate")]
+    observer = Observer("held", "gone")
+    keep_approximate(index_of(500, observer, policy="verified"), "approximate", text(1, 200), 1)
+    assert observer.told == [("gone", "approximate")]
 
 
 def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch):
@@ -89,8 +69,7 @@ def test_engines_of_a_process_share_one_publisher(nats_server):
     assert announcer._publishers == {}
 
 
-def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(nats_server, make_reader):
-    reader = make_reader(nats_server.url)
+def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(nats_server, reader):
     donors = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
     salted, plain = BASE_NAMESPACE.for_request("acme", None), BASE_NAMESPACE.for_request(None, None)
     for number in range(40):
@@ -110,18 +89,16 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     assert told["plain"].location.tier == "host"
     assert CacheNamespace.from_dict(told["salted-7"].namespace) == salted
     assert not any(b"acme" in payload for payload in reader.payloads)
-    for name, seed, namespace, salts in (
-        ("salted-7", 7, salted, ("acme", "another")),
-        ("plain", 51, plain, (None, "")),
-    ):
+    asked = ("salted-7", 7, salted, ("acme", "another")), ("plain", 51, plain, (None, ""))
+    for name, seed, namespace, salts in asked:
         sketch = Sketch.from_bytes(told[name].segments[0].provider_metadata)
         keys = (sketch_key(namespace.key, salt) for salt in salts)
         assert [overlap(sketch, prompt_fingerprints(text(seed, 100), key)) for key in keys] == [1.0, 0.0]
     donors.close()
 
 
-def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, make_reader):
-    reader, worker = make_reader(nats_server.url), make_worker(nats_server)
+def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, reader):
+    worker = make_worker(nats_server)
     other = DonorAnnouncer(worker.publisher, lambda: None)
     other.intended("other", NAMESPACE, None)
     other.held("other", text(1, 100), "host")
@@ -163,11 +140,10 @@ STREAM = (5, 0)
 
 
 @pytest.mark.parametrize(("is_sent", "is_found_on_disk"), [(True, True), (True, False), (False, False)])
-def test_embeddings_reach_readers_only_when_they_are_to(nats_server, make_reader, tmp_path, is_sent, is_found_on_disk):
+def test_embeddings_reach_readers_only_when_they_are_to(nats_server, reader, tmp_path, is_sent, is_found_on_disk):
     settings = load_settings(
         nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
     )
-    reader = make_reader(nats_server.url)
     donors, audit = announcer_for(settings), AuditEvents(tmp_path / "audit")
     neighbours = neighbours_for(settings, lambda: MODEL, audit, metrics_for(True, CollectorRegistry()), donors)
     observers = donors, neighbours
@@ -203,15 +179,10 @@ def test_embeddings_reach_readers_only_when_they_are_to(nats_server, make_reader
 @pytest.mark.parametrize(
     ("setting", "host", "expected"),
     [
-        (7, "worker-3", 7),
-        (0, "worker-3", 0),
-        (None, "worker-3", 3),
-        (None, "trtllm-decode-12.ns.svc", 12),
-        (None, "worker3", 0),
-        (None, "worker-3a", 0),
-        (None, "localhost", 0),
+        *((number, "worker-3", number) for number in (7, 0)),
+        *((None, host, number) for host, number in (("worker-3", 3), ("trtllm-decode-12.ns.svc", 12))),
+        *((None, host, 0) for host in ("worker3", "worker-3a", "localhost", "a-" + "9" * 40)),
         (None, "a-" + "9" * 16, (1 << 53) - 1),
-        (None, "a-" + "9" * 40, 0),
     ],
 )
 def test_worker_id(setting, host, expected):
@@ -228,16 +199,9 @@ def test_one_generation_a_process_that_rises():
 @pytest.mark.parametrize(
     ("request_bytes", "meant"),
     [
-        (b"", True),
-        (b"{}", True),
-        (b'{"worker_id": 3}', True),
-        (b'{"worker_id": 3, "dp_rank": 1}', True),
-        (b'{"worker_id": 4}', False),
-        (b'{"worker_id": 3, "dp_rank": 0}', False),
-        (b"[3]", False),
-        (b"\xff", False),
-        (b"[" * 1000, False),
-        (b" " * 2000, False),
+        *((each, True) for each in (b"", b"{}", b'{"worker_id": 3}', b'{"worker_id": 3, "dp_rank": 1}')),
+        *((each, False) for each in (b'{"worker_id": 4}', b'{"worker_id": 3, "dp_rank": 0}')),
+        *((each, False) for each in (b"[3]", b"\xff", b"[" * 1000, b" " * 2000)),
     ],
 )
 def test_requests_for_a_resync(request_bytes, meant):

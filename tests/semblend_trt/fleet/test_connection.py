@@ -70,14 +70,9 @@ def server(make_nats_server, account, tmp_path):
     import nkeys
 
     operator, system = Signer(nkeys.PREFIX_BYTE_OPERATOR), Signer(nkeys.PREFIX_BYTE_ACCOUNT)
-    configuration = {
-        "operator": operator.token(operator, "operator"),
-        "system_account": system.name,
-        "resolver": "MEMORY",
-        "resolver_preload": {
-            each.name: operator.token(each, "account", limits=ACCOUNT_LIMITS) for each in (account, system)
-        },
-    }
+    known = {each.name: operator.token(each, "account", limits=ACCOUNT_LIMITS) for each in (account, system)}
+    configuration = {"operator": operator.token(operator, "operator"), "system_account": system.name}
+    configuration |= {"resolver": "MEMORY", "resolver_preload": known}
     path = tmp_path / "server.conf"
     path.write_text(json.dumps(configuration))
     return make_nats_server("-c", str(path))

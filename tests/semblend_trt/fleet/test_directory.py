@@ -22,6 +22,8 @@ from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
+DOCUMENT = text(1, 1000)
+FOUND = (Holder(WORKER, 1000),)
 
 
 @pytest.fixture
@@ -60,10 +62,17 @@ def with_sketch(registered, sketch):
 
 
 def holding(*donors, worker=WORKER, **more):
-    """A worker with these donors, `(id, tokens, salt ...)`."""
+    """A worker with these donors, `(id, tokens, salt ...)`, or with the document."""
     teller = Teller(worker, **more)
-    for donor in donors:
+    for donor in donors or [("a", DOCUMENT)]:
         teller.add(*donor)
+    return teller
+
+
+def fed(directory, *donors, heartbeat=False, **more):
+    """A worker of which the directory has heard."""
+    teller = holding(*donors, **more)
+    feed(directory, teller.messages(heartbeat))
     return teller
 
 
@@ -130,52 +139,47 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
 
 def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory):
     parts = [text(seed, 1500) for seed in range(3)]
-    feed(directory, holding(("a", np.concatenate(parts[:2])), ("b", np.concatenate(parts[1:]))).messages())
+    fed(directory, ("a", np.concatenate(parts[:2])), ("b", np.concatenate(parts[1:])))
     (holder,) = directory.holders(np.concatenate(parts))
     assert holder.tokens == pytest.approx(4500, rel=0.1)
 
 
 def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory):
-    document = text(1, 1000)
-    teller = holding(("a", document))
-    feed(directory, teller.messages())
+    teller = fed(directory)
     teller.remove("a")
     feed(directory, [changed(*teller.messages(), segments=[0])])
-    assert directory.holders(document) == ()
+    assert directory.holders(DOCUMENT) == ()
     assert directory.donors_of(WORKER) == {"a": "device"}
 
 
 def test_tenants_never_meet(directory):
-    teller, document = Teller(WORKER), text(1, 1000)
+    teller = Teller(WORKER)
     for number, salt in enumerate((None, "acme", "acme ", "")):
-        teller.add(f"donor-{number}", document, salt)
+        teller.add(f"donor-{number}", DOCUMENT, salt)
     teller.remove("donor-2")
     feed(directory, teller.messages())
-    held = (Holder(WORKER, 1000),)
     for salt in (None, "acme", ""):
-        assert directory.holders(document, tenant_salt=salt) == held
+        assert directory.holders(DOCUMENT, tenant_salt=salt) == FOUND
     for salt in ("acme ", "Acme", "another"):
-        assert directory.holders(document, tenant_salt=salt) == ()
+        assert directory.holders(DOCUMENT, tenant_salt=salt) == ()
     teller.remove("donor-1")
     feed(directory, teller.messages())
-    assert directory.holders(document, tenant_salt="acme") == ()
-    assert directory.holders(document) == held
+    assert directory.holders(DOCUMENT, tenant_salt="acme") == ()
+    assert directory.holders(DOCUMENT) == FOUND
 
 
 def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory):
     """A forger who copies a tenant's namespace from the subject cannot attract that tenant's requests."""
-    document = text(1, 1000)
-    teller = holding(("a", document, "acme"))
+    teller = holding(("a", DOCUMENT, "acme"))
     reset, registered = teller.messages()
-    guess = sketch_of(document, sketch_key(BASE_NAMESPACE.for_request("acme", None).key, None)).to_bytes()
+    guess = sketch_of(DOCUMENT, sketch_key(BASE_NAMESPACE.for_request("acme", None).key, None)).to_bytes()
     feed(directory, [reset, with_sketch(registered, guess)])
     assert directory.donors_of(WORKER) == {"a": "device"}
-    assert directory.holders(document, tenant_salt="acme") == ()
+    assert directory.holders(DOCUMENT, tenant_salt="acme") == ()
 
 
 def test_bad_questions_are_refused(directory):
-    teller = holding(("a", text(1, 100)))
-    feed(directory, teller.messages())
+    fed(directory)
     with pytest.raises(ValueError, match="one dimension"):
         directory.holders([[1, 2]])
     with pytest.raises(NamespaceError, match="salt"):
@@ -204,23 +208,20 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
 
 
 def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
-    document = text(1, 1000)
-    teller = holding(("a", document))
-    feed(directory, teller.messages(heartbeat=True))
+    fed(directory, heartbeat=True)
     clock.now += 10 * HEARTBEATS_MISSED
-    assert directory.holders(document)
+    assert directory.holders(DOCUMENT)
     clock.now += 1
-    assert directory.holders(document) == ()
+    assert directory.holders(DOCUMENT) == ()
     assert directory.workers() == {}
-    feed(directory, holding(("b", document), generation=3).messages())
-    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    fed(directory, ("b", DOCUMENT), generation=3)
+    assert directory.holders(DOCUMENT) == FOUND
 
 
 @pytest.mark.parametrize("forged", ["first", "generation", "event_id", "interval", "reset", "endless_first", "donors"])
 def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged):
     """One heartbeat a second, and a forgery after each of the first ten; only heartbeats undo it."""
-    document = text(1, 1000)
-    teller = holding(("a", document))
+    teller = holding()
     reset, _ = teller.messages()
     teller.resync()
     forger = holding(("forged", text(2, 1000)), generation=int(NOW_S * 1e6))
@@ -260,14 +261,13 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
         forge(last)
     for _ in range(HEARTBEATS_MISSED + 1):  # and one whose answer to a request for a resync it carries
         beat()
-    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    assert directory.holders(DOCUMENT) == FOUND
     assert directory.holders(text(2, 1000)) == ()
     assert is_synced(directory)
 
 
 def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock):
-    live, older = holding(("a", text(1, 1000)), generation=9), Teller(WORKER, generation=8)
-    feed(directory, live.messages())
+    live, older = fed(directory, generation=9), Teller(WORKER, generation=8)
     for _ in range(3 * HEARTBEATS_MISSED):
         clock.now += 10
         feed(directory, [*older.messages(heartbeat=True), *live.messages(heartbeat=True)])
@@ -283,10 +283,10 @@ def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
 ):
     monkeypatch.setattr(module, "MAX_NAMESPACES", max_namespaces)
     monkeypatch.setattr(module, "MAX_DONORS", max_donors)
-    crowd = holding(*((f"forged-{name}", text(name, 200), salt) for name in range(4)), worker=OTHER)
-    teller = holding(("a", text(9, 1000)))
-    feed(directory, crowd.messages(heartbeat=True) + teller.messages(heartbeat=True))
-    assert directory.holders(text(9, 1000)) == ()
+    forged = ((f"forged-{name}", text(name + 10, 200), salt) for name in range(4))
+    crowd = fed(directory, *forged, heartbeat=True, worker=OTHER)
+    teller = fed(directory, heartbeat=True)
+    assert directory.holders(DOCUMENT) == ()
     assert directory.resyncs_due() == ()
     for name in range(gone):
         crowd.remove(f"forged-{name}")
@@ -294,7 +294,7 @@ def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
     assert directory.resyncs_due() == (WORKER,)
     teller.resync()
     feed(directory, teller.messages(heartbeat=True))
-    assert directory.holders(text(9, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.holders(DOCUMENT) == FOUND
     assert directory.resyncs_due() == ()
 
 
@@ -310,7 +310,7 @@ def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, cl
 
 
 def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory):
-    teller = holding(("a", text(1, 1000)))
+    teller = holding()
     messages = teller.messages()
     for sender in ("4", "03", "3.0", "", "resync"):
         assert {directory.observe(each, sender) for each in messages} == {Verdict.REFUSED}
@@ -338,15 +338,14 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
 @pytest.mark.parametrize(
     ("skew_s", "counted"),
     [
-        (-60, {"stale", "expired"}),
-        (-3600, {"stale", "expired"}),
+        *((seconds, {"stale", "expired"}) for seconds in (-60, -3600)),
         (3600, set()),
         (2 * 86_400, {"future_generation", "expired"}),
     ],
 )
 def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, clock, skew_s, counted, is_reset_lost):
     started = int((NOW_S - 30) * 1e6)
-    dead = holding(("dead", text(1, 1000)), generation=started)
+    dead = holding(("dead", DOCUMENT), generation=started)
     back = holding(("back", text(2, 1000)), generation=started + skew_s * 1_000_000)
     feed(directory, dead.messages(heartbeat=True))
     feed(directory, back.messages()[is_reset_lost:])
@@ -356,8 +355,8 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
         if directory.resyncs_due():
             back.resync()
     assert directory.donors_of(WORKER) == back.held
-    assert directory.holders(text(1, 1000)) == ()
-    assert directory.holders(text(2, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.holders(DOCUMENT) == ()
+    assert directory.holders(text(2, 1000)) == FOUND
     assert is_synced(directory)
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
 
@@ -365,8 +364,8 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
 def test_only_accepted_workers_are_followed():
     directory = Directory(accepted=[WORKER])
     for worker in (WORKER, OTHER):
-        feed(directory, holding(("a", text(1, 1000)), worker=worker).messages())
-    assert [holder.worker for holder in directory.holders(text(1, 1000))] == [WORKER]
+        feed(directory, holding(("a", DOCUMENT), worker=worker).messages())
+    assert [holder.worker for holder in directory.holders(DOCUMENT)] == [WORKER]
     assert directory.counts["unknown_worker"] == 2
 
 
@@ -374,9 +373,7 @@ def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory
     monkeypatch.setattr(module, "MAX_WORKERS", 2)
     monkeypatch.setattr(module, "MAX_DONORS", 5)
     donors = [(f"donor-{name}", text(name, 200)) for name in range(4)]
-    tellers = [holding(*donors, worker=(number, 0)) for number in range(3)]
-    for teller in tellers:
-        feed(directory, teller.messages(heartbeat=True))
+    tellers = [fed(directory, *donors, heartbeat=True, worker=(number, 0)) for number in range(3)]
     assert [len(each.donors) for each in directory.workers().values()] == [4, 1]
     assert directory.counts["too_many_donors"] == 3
     assert directory.counts["refused"] == directory.counts["too_many_workers"] == 6
@@ -395,18 +392,16 @@ GARBAGE = (
 
 
 def test_garbage_is_counted_and_changes_nothing(directory):
-    document = text(1, 1000)
-    teller = holding(("a", document))
-    feed(directory, teller.messages())
+    fed(directory)
     assert feed(directory, GARBAGE) == [None] * len(GARBAGE)
     reasons = ("malformed", "invalid", "version", "oversize")
     assert sum(directory.counts[reason] for reason in reasons) == len(GARBAGE)
     assert all(directory.counts[reason] for reason in reasons)
-    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    assert directory.holders(DOCUMENT) == FOUND
 
 
 def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory):
-    teller = holding(("a", text(1, 1000)))
+    teller = holding()
     reset, registered = teller.messages()
     namespace = json.loads(registered)["data"]["namespace"]
     foreign, deep = {"tenant_key": "semblend:tenant:v1:" + "0" * 32}, {"deep": json.loads("[" * 900 + "]" * 900)}
@@ -421,7 +416,7 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert feed(directory, [reset, registered, *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 6
     counted = {name: directory.counts[name] for name in ("bad_namespace", "no_sketch", "unknown_kind")}
     assert counted == {"bad_namespace": 3, "no_sketch": 1, "unknown_kind": 1}
-    assert directory.holders(text(1, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.holders(DOCUMENT) == FOUND
     assert is_synced(directory)
 
 

@@ -38,8 +38,7 @@ def converges(reader, worker):
 @pytest.mark.known_defect(31)
 @pytest.mark.parametrize("form", EventFormat)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
-def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream):
-    reader = make_reader(nats_server.url)
+def test_a_donors_life_is_told(nats_server, reader, make_worker, form, stream):
     worker = make_worker(nats_server, form=form, stream=stream)
     for step, donor_id in ((worker.add, "a"), (worker.move, "a"), (worker.add, "b"), (worker.remove, "a")):
         step(donor_id)
@@ -59,9 +58,8 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
 
 @pytest.mark.known_defect(31)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
-def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, make_worker, stream):
+def test_readers_converge_after_the_server_was_killed(nats_server, reader, make_worker, stream):
     rng = np.random.default_rng(5)
-    reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, stream=stream)
     for _ in range(2):
         worker.churn(rng, 60)
@@ -92,9 +90,8 @@ def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make
     assert worker.counters.resyncs["interval"] >= 1
 
 
-def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker, monkeypatch):
+def test_an_overflow_is_counted_and_made_good(nats_server, reader, make_worker, monkeypatch):
     monkeypatch.setattr(publisher, "MAX_CHANGES", 8)
-    reader = make_reader(nats_server.url)
     worker = make_worker(nats_server)
     assert worker.publisher.flush(30)
     add_at_once(worker, 40)
@@ -115,8 +112,7 @@ def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_serv
 
 
 @pytest.mark.known_defect(31)
-def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make_worker):
-    reader = make_reader(nats_server.url)
+def test_a_restarted_worker_replaces_what_it_held(nats_server, reader, make_worker):
     first = make_worker(nats_server, generation=7)
     first.add("old")
     assert converges(reader, first)
@@ -195,10 +191,9 @@ def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
 
 @pytest.mark.parametrize("lost", [1, 20])
 def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
-    nats_server, acks, worker_of_a_stream, make_reader, monkeypatch, lost
+    nats_server, acks, worker_of_a_stream, reader, monkeypatch, lost
 ):
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
-    reader = make_reader(nats_server.url)
     acks.passes, acks.keep = 20 - lost, lost
     with monkeypatch.context() as patch:
         patch.setattr(connection, "ANSWER_SECONDS", 0.5)

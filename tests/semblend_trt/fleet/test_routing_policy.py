@@ -10,13 +10,9 @@ from semblend_trt.fleet import routing_policy
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
-    Choice,
     ExactPrefix,
     Holder,
-    LeastLoaded,
-    NoReplicaError,
     Replica,
-    RoundRobin,
     RoutingRequest,
     SpanOverlap,
 )
@@ -41,7 +37,7 @@ def test_only_healthy_replicas_are_chosen(name):
     for _ in range(5):
         assert policy.choose(request(1000, session_id="s"), some).worker == WORKERS[2]
     for none in ([], [Replica(WORKERS[0], 0.0, is_healthy=False)]):
-        with pytest.raises(NoReplicaError, match=f"none of {len(none)} replicas"):
+        with pytest.raises(routing_policy.NoReplicaError, match=f"none of {len(none)} replicas"):
             policy.choose(request(), none)
 
 
@@ -53,36 +49,34 @@ def test_equal_replicas_take_turns(name):
 
 
 def test_round_robin_looks_at_nothing_else():
-    policy = RoundRobin()
+    policy = routing_policy.RoundRobin()
     chosen = [policy.choose(request(0, 900), replicas(9, 0, 5)) for _ in range(6)]
     assert [choice.worker[0] for choice in chosen] == [0, 1, 2, 0, 1, 2]
-    assert chosen[1] == Choice(WORKERS[1], 900)
+    assert chosen[1] == routing_policy.Choice(WORKERS[1], 900)
 
 
 def test_least_loaded_takes_the_smallest_load():
-    assert LeastLoaded().choose(request(1000), replicas(3, 2, 1.5, 7)).worker == WORKERS[2]
+    assert routing_policy.LeastLoaded().choose(request(1000), replicas(3, 2, 1.5, 7)).worker == WORKERS[2]
 
 
 def test_exact_prefix_follows_the_longest_beginning_that_it_sent():
     policy = ExactPrefix()
     first = policy.choose(request(), replicas(0, 1, 1, 1))
-    assert first == Choice(WORKERS[0], 0)
+    assert first == routing_policy.Choice(WORKERS[0], 0)
     busy = replicas(1e6, 0, 0, 0)
-    assert policy.choose(RoutingRequest(PROMPT[:500] + [7] * 500), busy) == Choice(WORKERS[0], 480)
+    assert policy.choose(RoutingRequest(PROMPT[:500] + [7] * 500), busy) == routing_policy.Choice(WORKERS[0], 480)
     assert policy.choose(RoutingRequest([7, *PROMPT]), busy).worker != WORKERS[0]
     assert policy.choose(RoutingRequest(PROMPT, tenant_salt="acme"), busy).worker != WORKERS[0]
 
 
-@given(
-    st.lists(st.integers(0, 1000), min_size=4, max_size=4),
-    st.lists(st.integers(0, 3000), min_size=4, max_size=4),
-    st.sampled_from([0.25, 1.0, 2.0]),
-)
+FOUR = dict.fromkeys(("min_size", "max_size"), 4)
+
+
+@given(st.lists(st.integers(0, 1000), **FOUR), st.lists(st.integers(0, 3000), **FOUR), st.sampled_from([0.25, 1, 2.0]))
 def test_span_overlap_begins_to_answer_first(held, loads, weight):
     chosen = SpanOverlap(weight).choose(request(*held), replicas(*loads))
-    waits = {
-        worker: weight * load + len(PROMPT) - reused for worker, load, reused in zip(WORKERS, loads, held, strict=True)
-    }
+    parts = zip(WORKERS, loads, held, strict=True)
+    waits = {worker: weight * load + len(PROMPT) - reused for worker, load, reused in parts}
     assert waits[chosen.worker] == min(waits.values())
     assert chosen.reused_tokens == held[chosen.worker[0]]
 

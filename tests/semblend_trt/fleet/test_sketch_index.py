@@ -5,19 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend_trt.fleet import sketch_index
 from semblend_trt.fleet.sketch import Sketch, sketch_of
-from semblend_trt.fleet.sketch_index import (
-    _LEFT,
-    _TAKEN,
-    _USES,
-    FEWEST_MATCHES,
-    SketchIndex,
-    _change,
-    _rehash,
-    _repack,
-    _search,
-    warm_up,
-)
+from semblend_trt.fleet.sketch_index import SketchIndex
 from tests.semblend_trt.samples import prompt_fingerprints
 
 KEY = bytes(range(16))
@@ -33,7 +23,7 @@ def naive_share(sketches, prompt):
         if seen:
             matches += 1
             share += 1 / int(prompt.eligible[min(seen)])
-    return min(share, 1.0) if matches >= FEWEST_MATCHES else 0.0
+    return min(share, 1.0) if matches >= sketch_index.FEWEST_MATCHES else 0.0
 
 
 donors = st.tuples(
@@ -46,9 +36,10 @@ def is_whole(index):
     """Every set that is kept is used as often as it says, and all others are free."""
     numbers, uses = np.unique(index._table[index._table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
     return (
-        np.flatnonzero(index._sets[:, _USES] > 0).tolist() == numbers.tolist()
-        and index._sets[numbers.astype(int), _USES].tolist() == uses.tolist()
-        and index._state[[_TAKEN, _LEFT]].tolist() == [uses.sum(), len(index._sets) - 2 - len(numbers)]
+        np.flatnonzero(index._sets[:, sketch_index._USES] > 0).tolist() == numbers.tolist()
+        and index._sets[numbers.astype(int), sketch_index._USES].tolist() == uses.tolist()
+        and index._state[[sketch_index._TAKEN, sketch_index._LEFT]].tolist()
+        == [uses.sum(), len(index._sets) - 2 - len(numbers)]
     )
 
 
@@ -133,9 +124,9 @@ def test_one_chance_meeting_and_entries_that_a_sketchs_level_cannot_have_say_not
 
 
 def test_nothing_is_compiled_after_the_warm_up():
-    warm_up()
+    sketch_index.warm_up()
     index, tokens = SketchIndex(), _TEXTS.reshape(-1)
     index.remove(index.add(0, Sketch.from_bytes(sketch_of(tokens, KEY).to_bytes())))
     index.search(1, prompt_fingerprints(tokens, KEY))
-    for compiled in (_change, _repack, _rehash, _search):
+    for compiled in (sketch_index._change, sketch_index._repack, sketch_index._rehash, sketch_index._search):
         assert len(compiled.signatures) == 1

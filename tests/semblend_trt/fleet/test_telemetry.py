@@ -15,17 +15,7 @@ from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
-from semblend_trt.fleet.telemetry import (
-    BlockKind,
-    BlockMaker,
-    Hasher,
-    ServedRequest,
-    TraceBlock,
-    TraceLine,
-    TraceLog,
-    kind_of,
-    usage_in,
-)
+from semblend_trt.fleet.telemetry import BlockKind, Hasher, TraceBlock, TraceLine, kind_of, usage_in
 
 short = st.text(min_size=1, max_size=20)
 blocks = st.builds(
@@ -104,7 +94,7 @@ HASHER = Hasher(b"a secret of sixteen bytes")
 @pytest.fixture(scope="module")
 def make(tokenizer):
     def maker(block_tokens=8, *, hasher=HASHER, keep_text=False):
-        return BlockMaker(PromptReader(tokenizer), hasher, block_tokens, keep_text)
+        return telemetry.BlockMaker(PromptReader(tokenizer), hasher, block_tokens, keep_text)
 
     return maker
 
@@ -132,11 +122,9 @@ def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make):
 def test_hashes_belong_to_a_tenant_and_a_key(make):
     body = {"prompt": "something"}
     other = Hasher(b"another secret of more bytes")
-    hashes = {
-        make(99, hasher=hasher).blocks(body, tenant)[0].content_hash
-        for hasher in (HASHER, other)
-        for tenant in (None, "", "acme", "globex")
-    }
+    makers = [make(99, hasher=hasher) for hasher in (HASHER, other)]
+    tenants = (None, "", "acme", "globex")
+    hashes = {maker.blocks(body, tenant)[0].content_hash for maker in makers for tenant in tenants}
     assert len(hashes) == 8
     assert make(99).blocks(body, "acme") == make(99).blocks(body, "acme")
     assert len({HASHER.of_text("a", "bc"), HASHER.of_text("ab", "c"), HASHER.of_text(None, "abc")}) == 3
@@ -146,12 +134,8 @@ def test_hashes_belong_to_a_tenant_and_a_key(make):
 
 def test_kinds_are_those_of_roles_and_rules(make):
     code = "```\ndef f():\n    return 1\n```"
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": f"What is this?\n\n{code}"},
-        {"role": "assistant", "content": "A function."},
-        {"role": "tool", "content": "1"},
-    ]
+    contents = {"system": "Be brief.", "user": f"What is this?\n\n{code}", "assistant": "A function.", "tool": "1"}
+    messages = [{"role": role, "content": content} for role, content in contents.items()]
     blocks = make(1000).blocks({"messages": messages}, None)
     kinds = ["system_prompt", "user_query", "code", "assistant_history", "tool_output"]
     assert [block.semantic_type for block in blocks] == kinds
@@ -159,7 +143,8 @@ def test_kinds_are_those_of_roles_and_rules(make):
 
 def served(number, prompt="some text", tail=b""):
     observed = Observed(0.0, status=200, seconds=0.5, tail=tail)
-    return ServedRequest(f"r{number}", number, "tiny", Caller(), {"prompt": prompt}, 100, observed, {"attempts": 1})
+    asked = Caller(), {"prompt": prompt}, 100
+    return telemetry.ServedRequest(f"r{number}", number, "tiny", *asked, observed, {"attempts": 1})
 
 
 class Log:
@@ -168,7 +153,7 @@ class Log:
     def __init__(self, tokenizer, path, **fields):
         self.counters = RouterCounters()
         config = TelemetryConfig(path=path, **fields)
-        self.log = TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
+        self.log = telemetry.TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
 
     def write(self, *requests):
         """Notes the requests and closes the log."""
@@ -274,12 +259,8 @@ def test_a_place_that_cannot_be_written_is_refused(tokenizer, tmp_path):
     [
         (b'{"usage": {"prompt_tokens": 3}}', {"prompt_tokens": 3}),
         (b'ta: {"cut": 1}\n\ndata: {"usage": null}\n\ndata: {"usage": {"a": 1}}\n\ndata: [DONE]\n\n', {"a": 1}),
-        (b'data: {"usage": 5}\n\n', {}),
-        (b'{"usage": {"prompt', {}),
-        (b"[1]", {}),
-        (b"[" * 100_000, {}),
-        (b"", {}),
-        (b"\xff\xfe", {}),
+        *((each, {}) for each in (b'data: {"usage": 5}\n\n', b'{"usage": {"prompt')),
+        *((each, {}) for each in (b"[1]", b"[" * 100_000, b"", b"\xff\xfe")),
     ],
 )
 def test_usage_is_taken_where_it_stands(tail, usage):

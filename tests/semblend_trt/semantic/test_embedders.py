@@ -11,14 +11,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedders import (
-    BATCH_WINDOWS,
-    SPECIAL_TOKENS,
-    WINDOW_TOKENS,
-    SentenceEmbedder,
-    embedder_for,
-    windows_of,
-)
+from semblend_trt.semantic import embedders
+from semblend_trt.semantic.embedders import BATCH_WINDOWS, SPECIAL_TOKENS, WINDOW_TOKENS, embedder_for, windows_of
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=40)
 PLAIN = [EmbedderKind.STATIC, EmbedderKind.JACCARD]
@@ -41,10 +35,8 @@ def test_vectors_have_unit_length_and_no_order(kind, words, seed):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_shared_document_is_near_and_another_is_not(kind):
     rng = np.random.default_rng(0)
-    document, other, instruction = (
-        " ".join(f"w{number}x{number * 7 % 97}" for number in rng.integers(0, 50_000, count))
-        for count in (800, 800, 100)
-    )
+    numbers = (rng.integers(0, 50_000, count) for count in (800, 800, 100))
+    document, other, instruction = (" ".join(f"w{each}x{each * 7 % 97}" for each in some) for some in numbers)
     donor, request, stranger = embedder_for(kind).embed([document, instruction + " " + document, other])
     assert donor @ request > 0.8
     assert abs(donor @ stranger) < 0.2
@@ -129,7 +121,7 @@ def test_one_endless_word_is_cut(tokenizer):
     assert all(len(window) <= 2 * (WINDOW_TOKENS - SPECIAL_TOKENS) for window in windows)
 
 
-class Lengths(SentenceEmbedder):
+class Lengths(embedders.SentenceEmbedder):
     """A window's vector is its length and how often it has the letter a."""
 
     def __init__(self, cutter):

@@ -14,11 +14,8 @@ from semblend_trt.semantic.sentence_model import GRAPH_FILE, export, graph_of, s
 MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
-SENTENCES = [
-    "A man is eating food.",
-    "Someone eats a piece of bread.",
-    "The central bank raised interest rates on Tuesday.",
-]
+SENTENCES = ["A man is eating food.", "Someone eats a piece of bread."]
+SENTENCES += ["The central bank raised interest rates on Tuesday."]
 LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3 % 11} engines." for day in range(120))
 
 

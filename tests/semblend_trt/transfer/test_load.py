@@ -131,13 +131,8 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     half = plan(PlanSpan("half", 0, 0, 4), request_id=7, blocks=(12,))
     save(store.host, "half", kv(5, 4).half())
     failed = loader(store, pool, READERS[reader]()).load([missing, MIXED, outside, homeless, longer, half])
-    assert [(plan.request_id, type(error)) for plan, error in failed] == [
-        (2, DonorUnavailableError),
-        (3, ValueError),
-        (4, PlanError),
-        (5, DonorUnavailableError),
-        (7, ValueError),
-    ]
+    errors = [DonorUnavailableError, ValueError, PlanError, DonorUnavailableError, ValueError]
+    assert [(plan.request_id, type(error)) for plan, error in failed] == [*zip((2, 3, 4, 5, 7), errors, strict=True)]
     loader(store, alone).load([MIXED])
     torch.testing.assert_close(pool, alone, atol=0, rtol=0, equal_nan=True)
 
@@ -207,8 +202,7 @@ def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
         (1, 12, [1, 2, 3, 4, 5, 6, 7]),
         (1, 36, [2, 3, 4, 5, 6, 7]),
         (2, 48, [3, 5, 6, 7]),
-        (9, 36, [3, 6, 7]),
-        (9, 12 * 12, [3, 6, 7]),
+        *((9, room, [3, 6, 7]) for room in (36, 12 * 12)),
     ],
 )
 def test_layers_come_in_groups_of_some_bytes_twice_as_many_below_and_the_last_alone(
@@ -300,10 +294,8 @@ def _placed_and_cold(path, shift):
     moved = plan(span, prompt=target_start + 55, block_size=16, blocks=tuple(blocks.tolist()))
     pool = torch.full((blocks.numel(), facts.num_layers, facts.kv_factor, geometry.row_elements), math.nan)
     place(moved, {"donor": donor_kv}, pool, geometry, facts.rotation)
-    # placed has shape [layers, kv_factor, kv_heads, tokens, head_dim]
-    placed = (
-        pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, target_start:][:, :, :, :50]
-    )
+    whole = pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    placed = whole[:, :, :, target_start : target_start + 50]
     assert not bool(placed.isnan().any())
     return placed, cold_kv[:, :, :, target_start : target_start + 50]
 

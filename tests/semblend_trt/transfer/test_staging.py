@@ -2,7 +2,7 @@
 
 import math
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 
 import pytest
 import torch
@@ -139,17 +139,13 @@ def test_batches_keep_order_turn_and_every_token(capacity):
     divided = list(batches(moves, capacity))
     assert all(sum(move.length for move in batch) == capacity for batch in divided[:-1])
     assert 1 <= sum(move.length for move in divided[-1]) <= capacity
-    tokens = [
-        (move.source_start + offset, move.target_start + offset, move.shift)
-        for batch in divided
-        for move in batch
-        for offset in range(move.length)
-    ]
-    assert tokens == [
-        (move.source_start + offset, move.target_start + offset, move.shift)
-        for move in moves
-        for offset in range(move.length)
-    ]
+
+    def tokens(some):
+        return [
+            (each.source_start + at, each.target_start + at, each.shift) for each in some for at in range(each.length)
+        ]
+
+    assert tokens(chain(*divided)) == tokens(moves)
 
 
 def test_slots_share_the_budget_and_take_turns():

@@ -8,6 +8,7 @@ import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import log
 
 import aiohttp
 import pytest
@@ -31,6 +32,8 @@ class StandIn:
     # What a cold run says, if it is not the same; "" fails it.
     cold_text: str | None = None
     receipt: dict | None = None
+    # The probability that it gives its first token, where it tells likelihoods; a cold run gives 0.5.
+    likelihood: float | None = None
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,6 +78,12 @@ class StandIn:
         answer = {"choices": [{"text": text}], "usage": usage}
         if body.get("return_token_ids"):
             answer["choices"][0] |= {"token_ids": list(text.encode()), "prompt_token_ids": [7]}
+        if body.get("logprobs"):
+            if self.likelihood is None:
+                return web.json_response({"error": {"message": "logprobs"}}, status=400)
+            first = 0.5 if is_cold else self.likelihood
+            row = {"token_id:1": log(first), "token_id:2": log(1 - first)}
+            answer["choices"][0]["logprobs"] = {"tokens": ["token_id:1"], "top_logprobs": [row]}
         if not body.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -143,13 +152,8 @@ async def _running(tokenizer, replicas=2, **fields):
         for stand_in in stand_ins:
             server = await servers.enter_async_context(TestServer(stand_in.app()))
             stand_in.url = str(server.make_url(""))
-        table = {
-            "model": "tiny",
-            "replicas": [{"url": each.url, "worker_id": each.number} for each in stand_ins],
-            "secret_env": "SECRET",
-            "health_seconds": 3600,
-            "show_worker": True,
-        }
+        table = {"model": "tiny", "secret_env": "SECRET", "health_seconds": 3600, "show_worker": True}
+        table["replicas"] = [{"url": each.url, "worker_id": each.number} for each in stand_ins]
         config = RouterConfig.model_validate(table | fields)
         running = Router(config, {"SECRET": SECRET}, tokenizer, None, config.audit_sample or 0.0)
         async with (

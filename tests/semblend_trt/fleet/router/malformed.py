@@ -60,9 +60,8 @@ def _spoiled(rng, data):
     start = rng.randrange(len(data))
     end = min(len(data), start + rng.choice((1, 1, 2, 8, 64)))
     noise, flipped = rng.randbytes(end - start), bytes([data[start] ^ 1 << rng.randrange(8)])
-    middle = rng.choice(
-        (data[:0], noise, noise + data[start:end], data[start:end] * 2, flipped + data[start + 1 : end])
-    )
+    part = data[start:end]
+    middle = rng.choice((data[:0], noise, noise + part, part * 2, flipped + part[1:]))
     return data[:start] if rng.random() < 0.2 else data[:start] + middle + data[end:]
 
 
@@ -73,11 +72,8 @@ def malformed(seed):
     bad_fields = [_request(json.dumps(_GOOD | each).encode()) for each in fields]
     bodies = [*map(_request, _NO_JSON), *(_request(b"{}")[:cut] for cut in (1, 10, 30, 60))]
     while True:
-        yield (
-            drawn.choice(drawn.choice((bad_fields, bodies, _REQUESTS)))
-            if drawn.random() < 0.5
-            else _spoiled(drawn, good)
-        )
+        is_bad = drawn.random() < 0.5
+        yield drawn.choice(drawn.choice((bad_fields, bodies, _REQUESTS))) if is_bad else _spoiled(drawn, good)
 
 
 async def answered(address, request):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt.drift import CHECK_RESULTS
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.router.cold_runs import MAX_WAITING, VERIFY_HEADER, ColdRuns, cold_body, compared, said_in
 from semblend_trt.metrics import COLD_RUN_RESULTS
@@ -38,11 +39,9 @@ def test_every_choice_is_compared_as_text_where_tokens_are_not_told():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"temperature": 0}, True),
-        ({}, False),
-        ({"temperature": 1.0, "seed": 0}, True),
+        *((each, False) for each in ({}, {"temperature": 0.7, "top_k": 2})),
+        *((each, True) for each in ({"temperature": 0}, {"temperature": 1.0, "seed": 0})),
         ({"temperature": 0.7, "top_k": 1}, True),
-        ({"temperature": 0.7, "top_k": 2}, False),
     ],
 )
 def test_what_is_sampled_without_a_seed_cannot_be_repeated(fields, expected):
@@ -223,3 +222,65 @@ async def test_the_sample_is_compared_behind_whole_and_streamed_answers(parts):
     await _ends()
     assert len(replica.bodies) == 5  # where nothing was reused there is nothing to compare
     assert results(parts) == {"equal": 1, "differs": 1}
+
+
+JUDGED = ASKED | {"max_tokens": 1}
+BOUNDED = {"profile": "a" * 64, "max_kl": 0.01, "risk": 0.2, "sampled_tokens": 9, "reused_tokens": 3}
+
+
+def checks(parts):
+    found = {each: parts.count("semblend_router_bound_checks_total", result=each) for each in CHECK_RESULTS}
+    return {result: count for result, count in found.items() if count}
+
+
+async def _judged(parts, times=1):
+    """Asks, and waits for each comparison."""
+    for _ in range(times):
+        before = sum(results(parts).values())
+        status, answer, _ = await parts.ask(**JUDGED)
+        assert (status, answer["choices"][0].get("logprobs")) == (200, None)
+        while sum(results(parts).values()) == before:
+            await asyncio.sleep(0)
+
+
+@router(replicas=1, audit_sample=1.0)
+async def test_spot_checks_break_the_promise_and_exact_reuse_alone_is_asked_for_under_that_profile(parts):
+    replica = parts.replicas[0]
+    replica.receipt, replica.likelihood = BOUNDED, 0.52
+    await _judged(parts, 3)
+    assert checks(parts) == {"within": 3}
+    replica.likelihood = 0.9
+    while "broken" not in checks(parts):
+        await _judged(parts)
+        assert sum(checks(parts).values()) < 40
+    await parts.ask(**JUDGED, kv_transfer_params={"mine": 1})
+    asked = {"mine": 1, "semblend.broken_profiles": [BOUNDED["profile"]]}
+    assert replica.bodies[-1]["kv_transfer_params"] == asked
+    assert "semblend.broken_profiles" not in str(replica.bodies[:6])
+
+
+@router(replicas=1, audit_sample=1.0)
+async def test_an_answer_that_was_computed_whole_keeps_its_bound_without_a_cold_run(parts):
+    replica = parts.replicas[0]
+    replica.receipt, replica.likelihood = BOUNDED | {"reused_tokens": 0}, 0.9
+    await parts.ask(**JUDGED)
+    assert (checks(parts), len(replica.bodies)) == ({"within": 1}, 1)
+
+
+@router(replicas=1, audit_sample=1.0)
+async def test_an_answer_without_a_bound_is_compared_and_tests_none(parts):
+    replica = parts.replicas[0]
+    replica.receipt, replica.likelihood = BOUNDED | {"max_kl": None}, 0.9
+    await _judged(parts)
+    assert (checks(parts), results(parts)) == ({}, {"equal": 1})
+
+
+@router(replicas=1, audit_sample=1.0)
+async def test_a_replica_that_tells_no_likelihoods_is_asked_again_and_its_answer_is_compared(parts):
+    replica = parts.replicas[0]
+    replica.receipt = BOUNDED
+    status, _, _ = await parts.ask(**JUDGED | {"max_tokens": 0})
+    assert (status, len(replica.bodies)) == (400, 2)  # the client's own fault
+    await _judged(parts)
+    assert ["logprobs" in body for body in replica.bodies] == [True, False, True, False, False]
+    assert (checks(parts), results(parts)) == ({}, {"equal": 1})

@@ -119,8 +119,7 @@ def test_the_load_weight_decides_between_a_queue_and_its_text(tmp_path, text, ch
     [
         ("nats_url", 'nats_url = "' + 1000 * "hidden" + '"\n' + LEAST),
         ("replicas.0.url", LEAST.replace("http://", "ftp://user:hidden@")),
-        ("keys.0.sha256", LEAST + "[[keys]]\nsha256 = 'sk-hidden'\ntenants = ['a']"),
-        ("keys.0.env", LEAST + "[[keys]]\nenv = 'sk-hidden'\ntenants = ['a']"),
+        *((f"keys.0.{each}", f"{LEAST}[[keys]]\n{each} = 'sk-hidden'\ntenants = ['a']") for each in ("sha256", "env")),
         ("secret_env", "secret_env = '0-hidden'\n" + LEAST),
     ],
 )
@@ -163,12 +162,8 @@ def tenants(environment=ENVIRONMENT, *, with_keys=True):
         KeyConfig(sha256=hashlib.sha256(b"acme-key").hexdigest().upper(), tenants=["acme"]),
         KeyConfig(env="SHARED", tenants=["acme", "globex"]),
     ]
-    config = RouterConfig(
-        model="m",
-        secret_env="SECRET",
-        replicas=[{"url": "http://127.0.0.1:1", "worker_id": 1}],
-        keys=keys if with_keys else [],
-    )
+    replicas = [{"url": "http://127.0.0.1:1", "worker_id": 1}]
+    config = RouterConfig(model="m", secret_env="SECRET", replicas=replicas, keys=keys if with_keys else [])
     return Tenants(config, environment)
 
 
@@ -214,21 +209,18 @@ def test_without_keys_callers_are_not_distinguished():
     assert keyless.caller(headers("whatever", session="s")) == Caller(session="s")
     with pytest.raises(RequestRefusedError, match="missing or unknown"):
         tenants().caller(CIMultiDict({"Authorization": "Basic acme-key"}))
-    for given, words in (
-        ({"x-tenant-id": "acme"}, "this router knows no tenants"),
-        ({VERIFY_HEADER: "cold"}, "a second run"),
-    ):
+    refusals = {("x-tenant-id", "acme"): "this router knows no tenants", (VERIFY_HEADER, "cold"): "a second run"}
+    for given, words in refusals.items():
         with pytest.raises(RequestRefusedError, match=words) as refused:
-            keyless.caller(CIMultiDict(given))
+            keyless.caller(CIMultiDict([given]))
         assert refused.value.status == 403
 
 
 def test_a_share_is_of_requests_and_of_bytes_and_is_given_back():
     shares = Shares(2, 100)
     with shares.taking("acme", 60):
-        with pytest.raises(
-            RequestRefusedError, match="60 bytes of requests, and with this one more than the 100 allowed"
-        ):
+        told = "60 bytes of requests, and with this one more than the 100 allowed"
+        with pytest.raises(RequestRefusedError, match=told):
             shares.taking("acme", 41).__enter__()
         with shares.taking("acme", 40), shares.taking("globex", 100):
             with pytest.raises(RequestRefusedError, match="2 requests are under way for this caller") as refused:

@@ -70,10 +70,8 @@ def prompts(seed):
     orders = (lists, lists[::-1], lists[2:] + lists[:2])
     instructions = ("Answer briefly.", "Look up what is asked for.", "Use the documents.")
     questions = [lists[at].questions[row] for at, row in ((1, 0), (4, 7), (2, 3))]
-    return [
-        (render(instruction, [each.text for each in order], question.text), question.answer)
-        for instruction, order, question in zip(instructions, orders, questions, strict=True)
-    ]
+    parts = zip(instructions, ([each.text for each in order] for order in orders), questions, strict=True)
+    return [(render(instruction, texts, question.text), question.answer) for instruction, texts, question in parts]
 
 
 def wait_for(holds):

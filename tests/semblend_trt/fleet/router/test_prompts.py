@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -81,11 +82,8 @@ class Watched:
 @pytest.mark.parametrize("size", [22, 23])
 def test_what_cannot_fit_is_not_read(size):
     reader, text = PromptReader(Watched(), max_tokens=2), "a" * size
-    for read in (
-        lambda: reader.completion({"prompt": text}),
-        lambda: reader.chat({"messages": [{"role": "user", "content": text}]}),
-        lambda: reader.completion({"prompt": [1] * (size - 20)}),
-    ):
+    chat = partial(reader.chat, {"messages": [{"role": "user", "content": text}]})
+    for read in (chat, *(partial(reader.completion, {"prompt": each}) for each in (text, [1] * (size - 20)))):
         if size == 22:
             assert read()
         else:

@@ -14,14 +14,7 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from semblend_trt.fleet.router.serving import (
-    Connections,
-    RequestRefusedError,
-    ServerBounds,
-    json_object,
-    listening,
-    refusing,
-)
+from semblend_trt.fleet.router import serving
 from tests.semblend_trt.fleet.router.conftest import run_within, within
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
@@ -36,13 +29,13 @@ class Served:
 
     def __init__(self, bounds):
         self.bounds, self.dropped, self.left, self.opened = bounds, [], asyncio.Event(), AsyncExitStack()
-        self.connections, self.address = Connections(bounds, self.dropped.append), ""
+        self.connections, self.address = serving.Connections(bounds, self.dropped.append), ""
 
     async def answer(self, request):
-        return web.json_response({"size": (await json_object(request, self.bounds))[1]})
+        return web.json_response({"size": (await serving.json_object(request, self.bounds))[1]})
 
     async def stay(self, request):
-        await json_object(request, self.bounds)
+        await serving.json_object(request, self.bounds)
         response = web.StreamResponse()
         await response.prepare(request)
         try:
@@ -64,11 +57,11 @@ class Served:
 
 @asynccontextmanager
 async def running(**bounds):
-    served = Served(ServerBounds(**bounds))
-    app = web.Application(middlewares=[refusing()])
+    served = Served(serving.ServerBounds(**bounds))
+    app = web.Application(middlewares=[serving.refusing()])
     app.router.add_post("/", served.answer)
     app.router.add_post("/stay", served.stay)
-    async with listening(app, "127.0.0.1", 0, served.connections) as served.address, served.opened:
+    async with serving.listening(app, "127.0.0.1", 0, served.connections) as served.address, served.opened:
         yield served
 
 
@@ -226,10 +219,10 @@ def test_a_refused_request_is_freed_at_once():
     async def refuse(_):
         body = Body()
         bodies.append(weakref.ref(body))
-        raise RequestRefusedError(400, "bad_json", f"{len(body)} fields")
+        raise serving.RequestRefusedError(400, "bad_json", f"{len(body)} fields")
 
     async def test():
-        assert (await refusing()(None, refuse)).status == 400
+        assert (await serving.refusing()(None, refuse)).status == 400
 
     gc.collect()
     gc.disable()
