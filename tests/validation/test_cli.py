@@ -128,6 +128,7 @@ def test_a_judge_and_a_second_model_score_the_answers(run, tiny_model_paths, tmp
     [
         ("--model /nowhere/at/all", "/nowhere/at/all"),
         ("--prompts missing.jsonl", "missing.jsonl cannot be read"),
+        ("--log missing.jsonl", "--log missing.jsonl cannot be read"),
         ("--min-rouge1 2", "--min-rouge1 is 2.0; the score lies between 0 and 1"),
         ("--min-speedup nan", "--min-speedup is nan"),
         ("--min-speedup fast", "--min-speedup: invalid float value"),
@@ -181,6 +182,18 @@ def test_prompts_that_cannot_be_served_are_refused(command, tmp_path, capsys, te
     error = capsys.readouterr().err
     assert sentence in error
     assert ("the model's context holds 1024" in error) == ("long" in text)
+
+
+def test_quality_reports_each_family_of_the_users_own_cases(tiny_model_paths, tmp_path):
+    """A case with a wrong answer of its donors makes its family a trap."""
+    cases = [{**CASES[0], "family": "mine"}, {**CASES[1], "family": "misled", "donor_answer": "18"}]
+    path, output = written(tmp_path / "own.jsonl", cases), tmp_path / "quality.json"
+    model = ["--model", str(tiny_model_paths["qwen2"]), "--device", "cpu", "--max-tokens", "4"]
+    main(["quality", *model, "--prompts", str(path), "--arms", "cold,position_fix", "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert report["kinds"] == {"mine": "harmless", "misled": "trap"}
+    reused = {each["workload"]: each["reused_tokens"] for each in report["samples"] if each["arm"] == "position_fix"}
+    assert min(reused["mine"], reused["misled"]) > 0
 
 
 def test_names_of_cases_are_shown_and_do_nothing(command, tmp_path, capsys):
