@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -117,24 +116,16 @@ class _CaseServer:
 
 class BatchServer(_CaseServer):
     """Serve cases in batches under any arm: donors of many groups first, then their prompts together.
-    With `likelihoods`, it serves a prompt again if the answer was not the scored one.
     With `judged`, every arm is forced along cold's own greedy answer, and its tokens are the likeliest there.
     A prompt with a reference is then served again for the reference's loss, and for the text of a changed answer."""
 
     def __init__(
-        self,
-        engines: Engines,
-        cases: Sequence[Case],
-        settings: ServingSettings,
-        *,
-        likelihoods: bool = False,
-        judged: bool = False,
+        self, engines: Engines, cases: Sequence[Case], settings: ServingSettings, *, judged: bool = False
     ) -> None:
         super().__init__(engines, cases, settings)
-        self._likelihoods, self._judged = likelihoods, judged
+        self._judged = judged
         self._colds: dict[str, _ColdAnswer] = {}
         self._cold: dict[str, Answer] = {}
-        self._scored: dict[str, tuple[int, ...]] = {}
         self._kept: _KeptEngine | None = None
 
     def tokens_of(self, case: Case) -> TokenisedCase:
@@ -213,10 +204,7 @@ class BatchServer(_CaseServer):
                 continue
             # Without one right answer, the reference is scored.
             forced = [None if case.known_answer else self._tokens[case.id].forced for case in cases]
-            answers = self._asked(server, cases, forced)
-            if self._likelihoods:
-                answers = self._with_likelihoods(server, cases, answers)
-            yield from zip((case.id for case in cases), answers, strict=True)
+            yield from zip((case.id for case in cases), self._asked(server, cases, forced), strict=True)
 
     def _asked(
         self, server: ArmServer, cases: Sequence[Case], forced: Sequence[tuple[int, ...] | None]
@@ -242,31 +230,6 @@ class BatchServer(_CaseServer):
         for (index, forced), answer in zip(asked, answers, strict=True):
             changes = {"text": answer.text} if forced is None else {"loss": answer.loss}
             found[index] = replace(found[index], **changes)
-        return found
-
-    def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
-        for case, answer in zip(cases, answers, strict=True):
-            # Cold is asked first; every arm's likelihood is that of the same tokens.
-            if case.id not in self._scored:
-                is_right = case.reference is not None and metrics.exact_match(answer.text, case.reference)
-                self._scored[case.id] = answer.tokens if is_right else self._tokens[case.id].forced or answer.tokens
-        scored = [self._scored[case.id] for case in cases]
-        # A text's own tokens were forced already; an answer that begins with the scored one has its logits.
-        missed = [
-            index
-            for index, (answer, target) in enumerate(zip(answers, scored, strict=True))
-            if answer.loss is None and answer.tokens[: len(target)] != target
-        ]
-        forced = list[Answer]()
-        if missed:
-            forced = self._asked(server, [cases[index] for index in missed], [scored[index] for index in missed])
-        again = {index: answer.loss for index, answer in zip(missed, forced, strict=True)}
-        found = []
-        for index, answer in enumerate(answers):
-            nats = again.get(index, answer.loss)
-            nats = metrics.loss(answer.logits, scored[index]) if nats is None else nats
-            tokens = len(scored[index]) if cases[index].known_answer else 1
-            found.append(replace(answer, likelihood=math.exp(-nats * tokens)))
         return found
 
     def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models, scoreboard, smollm2
+<<<<<<< HEAD
 from validation.arms import (
     BOUNDARY,
     COLD,
@@ -28,6 +29,9 @@ from validation.arms import (
     is_reusing,
     names_of,
 )
+=======
+from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
+>>>>>>> hb
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean

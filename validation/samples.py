@@ -68,7 +68,7 @@ class Reuse:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A greedy answer, or the likeliest token at each position of a forced answer, from `logits` [tokens, vocabulary].
-    `loss`: mean negative log-likelihood of a forced answer, nats a token. `likelihood`, `answer_kl`: see Sample."""
+    `loss`: mean negative log-likelihood of a forced answer, nats a token. `answer_kl`: see Sample."""
 
     request_id: int
     prompt_tokens: int
@@ -78,7 +78,6 @@ class Answer:
     loss: float | None
     ttft_s: float | None
     reuse: Reuse
-    likelihood: float | None = None
     answer_kl: float | None = None
 
     def with_first_row(self) -> Answer:
@@ -105,8 +104,6 @@ class Sample:
     `follows_donor`: the answer is the wrong one of the donors' text. `*_cold`: against cold's answer.
     `loss` (nats a token) and `perplexity`: of the reference, in a timed run without one of cold's answer.
     `perplexity_ratio`: over cold's. `first_token_kl`: nats from cold's distribution. `speedup`: cold's TTFT over ours.
-    `likelihood`, 0 to 1, if asked for: probability of the right answer in the tokens in which cold gave it.
-    If many texts are right, it is that of the reference by token (geometric mean).
     `answer_kl`, if asked for: mean KL in nats from cold's distribution over the tokens of cold's own answer.
     `contains_reference`: the answer holds the words of the one right answer."""
 
@@ -152,7 +149,6 @@ class Sample:
     scored_perplexity: float | None = None
     judge_score: float | None = None
     judge_error: str | None = None
-    likelihood: float | None = None
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     answer_kl: float | None = None
@@ -221,7 +217,6 @@ def sample_of(
         perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
-        likelihood=ours.likelihood,
         generation=reuse.generation,
         spans=reuse.spans,
         answer_kl=ours.answer_kl,
