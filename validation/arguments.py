@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
+from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
+from validation.cases import read_cases
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
+from validation.log_cases import log_cases
 from validation.measurement import ServingSettings
 from validation.models import AUTO, KV_DTYPES, shipped_model
-from validation.prompts import FORMS
+from validation.prompts import FORM_NAMES
+
+if TYPE_CHECKING:
+    from validation.cases import Case
 
 PROGRAM = "python -m validation"
 # The highest seed that every generator of random numbers takes, together with the seeds that follow it.
 HIGHEST = 2**32 - 1
 
+_MODEL = f"model folder, hub id, or {smollm2.OPTION} for {smollm2.NAME} (default: the shipped model)"
+_PROMPTS = (
+    'cases of your own, one a line: {"id", "family", "group", "donors": [text or messages, ...], "prompt": text or '
+    'messages, "reference", "donor_answer"}; only "prompt" must be there, and a donor_answer makes a trap'
+)
+_LOG = "request bodies of OpenAI's API, one a line: donors of a request are earlier ones that share text with it"
+
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": {"type": named, "metavar": "PATH_OR_ID", "help": "model folder or hub id (default: the shipped model)"},
+    "--model": {"type": named, "metavar": "PATH_OR_ID", "help": _MODEL},
     "--engine": {
         "choices": (EMBEDDED, TRTLLM, VLLM),
         "default": EMBEDDED,
@@ -37,7 +50,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},
-    "--prompts": {"type": Path, "metavar": "FILE.jsonl"},
+    "--prompts": {"type": Path, "metavar": "FILE.jsonl", "help": _PROMPTS},
+    "--log": {"type": Path, "metavar": "FILE.jsonl", "help": _LOG},
     "--arms": {
         "type": named,
         "metavar": "NAMES",
@@ -64,7 +78,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--tokens": {"type": int, "default": 1_536, "help": "longest prompt, in tokens"},
     "--seed": {"type": int, "default": 0, "help": "seed of prompts and bootstrap"},
     "--eval-data": {"type": Path, "metavar": "DIR", "help": "folder of evaluation sets"},
-    "--form": {"choices": tuple(FORMS), "help": "prompt form (default: what the tokenizer knows)"},
+    "--form": {"choices": FORM_NAMES, "help": "prompt form (default: what the tokenizer knows)"},
     "--batch": {"type": int, "default": 32, "help": "groups that are served together"},
     "--output": {"type": Path, "metavar": "FILE"},
     "--record": {"type": Path, "metavar": "FOLDER", "help": "write result rows to a file in FOLDER/MACHINE"},
@@ -129,3 +143,11 @@ def family_request(options: argparse.Namespace) -> FamilyRequest:
     asked = FamilyRequest(names, **{name: getattr(options, name) for name in same})
     asked.family_names()
     return asked
+
+
+def own_cases(options: argparse.Namespace, tokenizer: Any) -> list[Case]:
+    """Return the cases of --prompts, then those of --log; none without either. Raises ConfigurationError."""
+    cases = [] if options.prompts is None else read_cases(options.prompts, tokenizer)
+    if options.log is not None:
+        cases += log_cases(options.log, str(options.model or shipped_model()), options.min_match_length)
+    return cases

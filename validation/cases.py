@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.request import SamplingParams
+from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import prompts
@@ -66,38 +68,70 @@ MIN_CASES = 4
 Form = TypeVar("Form", bound=BaseModel)
 
 
+# Text as it is, or the messages of a chat.
+_Said = _Text | Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    id: _Text
-    donors: list[_Text]
-    prompt: _Text
+    prompt: _Said
+    id: _Text | None = None
+    family: _Text = WORKLOAD
+    group: _Text | None = None
+    donors: list[_Said] = []
     reference: _Text | None = None
+    donor_answer: _Text | None = None
 
 
-def read_cases(path: Path) -> list[Case]:
-    """Read a `_Line` from each line that is not empty. Raises ConfigurationError naming file and line."""
+def read_cases(path: Path, tokenizer: Any = None) -> list[Case]:
+    """Read a `_Line` from each line that is not empty; the chat template of `tokenizer` renders messages.
+
+    An id is the line's number by default, and a group its first case's id. Raises ConfigurationError naming file and
+    line, also for cases of one group whose donors or families differ."""
     cases: dict[str, Case] = {}
+    firsts: dict[str, Case] = {}
     for number, line in enumerate(content_of(path).split(b"\n"), start=1):
         if not line.strip():
             continue
-        fields = parsed(_Line, line, f"{path}, line {number}")
-        if fields.id in cases:
-            raise ConfigurationError(f"{path}, line {number}: the id {fields.id!r} is used twice; ids must differ.")
-        cases[fields.id] = Case(
-            id=fields.id,
-            workload=WORKLOAD,
+        where = f"{path}, line {number}"
+        fields = parsed(_Line, line, where)
+        name = fields.id or str(number)
+        if name in cases:
+            raise ConfigurationError(f"{where}: the id {name!r} is used twice; ids must differ.")
+        first = firsts.get(fields.group or name)
+        case = cases[name] = Case(
+            id=name,
+            workload=fields.family,
             size="any",
-            donors=tuple(fields.donors),
-            prompt=fields.prompt,
+            donors=tuple(_text_of(each, tokenizer, where) for each in fields.donors),
+            prompt=_text_of(fields.prompt, tokenizer, where),
             reference=fields.reference,
             known_answer=fields.reference is not None,
             expects=Expectation.ANY,
-            group=fields.id,
+            group=name if first is None else first.group,
+            donor_answer=fields.donor_answer,
         )
+        first = firsts.setdefault(fields.group or name, case)
+        if (case.donors, case.workload) != (first.donors, first.workload):
+            raise ConfigurationError(
+                f"{where}: the group {fields.group or name!r} has other donors or another family in the case "
+                f"{first.id!r}; cases of a group share both."
+            )
     if not cases:
         raise ConfigurationError(f"{path} holds no case; write one JSON object a line.")
     return list(cases.values())
+
+
+def _text_of(said: str | list[dict[str, Any]], tokenizer: Any, where: str) -> str:
+    if isinstance(said, str):
+        return said
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError(f"{where}: the model has no chat template for messages; write text instead.")
+    try:
+        return render_chat({"messages": said}, tokenizer)[0]
+    except ChatError as error:
+        raise ConfigurationError(f"{where}: the messages cannot be rendered: {error}.") from error
 
 
 def content_of(path: Path) -> bytes:
@@ -162,14 +196,18 @@ def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 class Tokeniser:
-    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it knows one."""
+    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it or its template knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
         """`max_tokens`: the longest answer; the model's context must hold prompt and answer."""
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens
-        end = self._tokenizer.get_vocab().get(prompts.END_MARK)
+        form = prompts.PLAIN
+        with suppress(ConfigurationError):  # a template that cannot be used has written no prompt
+            form = prompts.form_for(self._tokenizer)
+        self._head = form.head
+        end = self._tokenizer.get_vocab().get(prompts.END_MARK, form.end_id)
         self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
 
     def tokenise(self, case: Case) -> TokenisedCase:
@@ -179,8 +217,13 @@ class Tokeniser:
         """Tokenise in order. Raises ConfigurationError for a prompt or donor that is empty or exceeds the context."""
         # All at once, so that fast tokenizers use every core; once each, as cases of a group share their donors.
         texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
-        ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}
-        found = []
+        ids = dict[str, list[int]]()
+        for is_chat in (False, True):
+            # A template writes the special tokens itself.
+            chosen = [text for text in texts if is_chat is bool(self._head and text.startswith(self._head))]
+            found = self._tokenizer(chosen, add_special_tokens=not is_chat)["input_ids"] if chosen else []
+            ids |= zip(chosen, found, strict=True)
+        tokenised = []
         for case in cases:
             forced = self._tokenizer.encode(case.reference or "", add_special_tokens=False)[:MAX_FORCED_TOKENS]
             tokens = TokenisedCase(tuple(ids[donor] for donor in case.donors), ids[case.prompt], tuple(forced) or None)
@@ -188,8 +231,8 @@ class Tokeniser:
             self._check(case, "prompt", tokens.prompt, room)
             for number, donor in enumerate(tokens.donors, start=1):
                 self._check(case, f"donor {number}", donor, 1)
-            found.append(tokens)
-        return found
+            tokenised.append(tokens)
+        return tokenised
 
     def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
         """Return how to answer: greedily up to the longest answer, or `forced` token by token; with logits."""

@@ -16,10 +16,10 @@ import torch
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
-from validation import arguments, judge, models, scoreboard
+from validation import arguments, judge, models, scoreboard, smollm2
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
-from validation.cases import MAX_FORCED_TOKENS, read_cases
+from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, VLLM
 from validation.exactness import plain_difference, stock_difference
@@ -64,12 +64,8 @@ gates:
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
   wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm or
   --kv-dtype fp8 against the engine's own, in any type, and no more than those differ among themselves.
-  A gate without a sample to read (with --prompts) is shown as such and does not fail.
+  A gate without a sample to read (with --prompts or --log) is shown as such and does not fail.
 """
-_PROMPTS = (
-    'cases instead of the built-in ones, one a line: {"id": str, "donors": [str, ...], "prompt": str, "reference": str '
-    "or null}"
-)
 _ENGINE = (
     "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the other, "
     "on a device that it chooses itself"
@@ -133,6 +129,8 @@ def _status(given: Sequence[str]) -> int:
         options = parse(given if parse is parse_validation else given[1:])
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)
+    if getattr(options, "model", None) == smollm2.OPTION:
+        options.model = str(smollm2.smollm2_folder())
     return 0 if run(options, command) else 1
 
 
@@ -142,7 +140,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     what = parser.add_argument_group("what is run")
     arguments.add(what, "--model")
     arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=_ENGINE)
-    arguments.add(what, "--prompts", help=_PROMPTS)
+    arguments.add(what, "--prompts", "--log")
     arguments.add(what, "--arms", told_default="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
     what.add_argument("--policy", type=named, metavar="ARM", help=which)
@@ -185,7 +183,6 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
     asked_judge = None if options.judge_command is None else Judge.parse(options.judge_command)
-    own_cases = None if options.prompts is None else read_cases(options.prompts)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
     page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
@@ -198,7 +195,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     device, dtype = models.place_of(engines, options.dtype)
     scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
-    cases = own_cases or write_timed(engines, options.seed, context, options.full)
+    cases = arguments.own_cases(options, engines.tokenizer) or write_timed(engines, options.seed, context, options.full)
     choices = models.choices_of(engines, options.boundary, profile)
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
@@ -206,7 +203,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     measured, exactness = _measure(engines, options.engine, measurement, settings)
     samples = _scores(measured.samples, cases, scorer, asked_judge)
     report = Report(
-        model=settings.model,
+        model=smollm2.shown_name(settings.model),
         policy=policy,
         samples=samples,
         audit=measured.audit,

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
-from validation import arguments, models, scoreboard
+from validation import arguments, models, scoreboard, smollm2
 from validation.arms import BOUNDARY, COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
+    from validation.cases import Case
+
 FILE_STEM = "quality"
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again (the noise floor) and under other arms, and compares
@@ -46,7 +48,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(parser, *arguments.MODEL, "--profile")
     arms = f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
     arguments.add(parser, "--arms", told_default=arms)
-    arguments.add(parser, "--boundary", *arguments.FAMILIES)
+    arguments.add(parser, "--boundary", "--prompts", "--log", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
     arguments.add(parser, "--record", "--machine")
     parser.add_argument("--name", help="what is served, in the names of result rows and of their file")
@@ -66,7 +68,8 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     choices = models.choices_of(engines, options.boundary, profile)
     default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
     arms = arms_of(default if options.arms is None else names_of(options.arms), choices)
-    cases = write_cases(engines, asked)
+    own = arguments.own_cases(options, engines.tokenizer)
+    cases = own or write_cases(engines, asked)
     server = BatchServer(engines, cases, settings)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
@@ -77,9 +80,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
             seconds[arm.name] = time.perf_counter() - began
     device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
-        model=settings.model,
+        model=smollm2.shown_name(settings.model),
         samples=samples,
-        kinds={case.workload: family(case.workload).kind.value for case in cases},
+        kinds=_kinds_of_own(own) if own else {case.workload: family(case.workload).kind.value for case in cases},
         settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
         measured=Measured.now(command, device, options.machine),
         seconds=seconds,
@@ -90,6 +93,12 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if options.record is not None:
         write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
     return _show(report, options.output)
+
+
+def _kinds_of_own(cases: Sequence[Case]) -> dict[str, str]:
+    """Return each family's kind: one with a donors' answer is a trap."""
+    traps = {case.workload for case in cases if case.donor_answer is not None}
+    return {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in cases}
 
 
 def _show(report: QualityReport, output: Path) -> bool:

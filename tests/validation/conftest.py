@@ -4,6 +4,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
+from tests.conftest import byte_tokenizer
 from tests.validation import trtllm_stand_in
 from validation.cli import main
 from validation.embedded_engine import EmbeddedEngines
@@ -39,6 +40,33 @@ def _trtllm(monkeypatch):
 def make_sample():
     """Builds a sample of a reused prompt; keywords change its fields."""
     return lambda **changes: Sample(**(_SAMPLE | changes))
+
+
+CHATML = (
+    "{% for each in messages %}<|start|>{{ each.role }}\n{{ each.content | trim }}<|stop|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """Builds a tokenizer of one token a byte, with two special ones and a chat template."""
+
+    def build(template=CHATML):
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["<|start|>", "<|stop|>"], special_tokens=True)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def chat_model_path(chat_tokenizer, tmp_path_factory):
+    """The folder of such a tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    chat_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
@@ -37,6 +39,10 @@ def test_a_line_becomes_a_case(tmp_path):
         (GOOD | {"donors": [""]}, r"donors\.0"),
         (GOOD | {"donors": "text"}, "donors"),
         (GOOD | {"id": 7}, "id"),
+        (GOOD | {"id": "b", "prompt": []}, "prompt"),
+        (GOOD | {"id": "b", "prompt": [{"role": "user", "content": "text"}]}, "no chat template"),
+        (GOOD | {"id": "b", "group": "a", "donors": ["other"]}, "group 'a' has other donors"),
+        (GOOD | {"id": "b", "group": "a", "family": "other"}, "group 'a' has other donors or another family"),
         (GOOD | {"prompts": "x"}, "prompts"),
         ({key: GOOD[key] for key in ("id", "donors")}, "prompt"),
         (b'{"id": "\xff\xfe"}', "line 2"),
@@ -57,6 +63,40 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
         read_cases(tmp_path / "missing.jsonl")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_cases(tmp_path)
+
+
+USER = [{"role": "user", "content": "Why?"}]
+
+
+def test_a_line_needs_a_prompt_alone_and_may_hold_messages(tmp_path, chat_tokenizer):
+    lines = [{"prompt": "text"}, {"family": "mine", "group": "g", "donors": [USER, "text"], "prompt": USER}]
+    lines.append(lines[1] | {"reference": "7", "donor_answer": "8"})
+    plain, chat, trap = read_cases(written(tmp_path, *lines), chat_tokenizer())
+    assert (plain.id, plain.workload, plain.group, plain.donors) == ("1", "prompts", "1", ())
+    assert chat.prompt == chat.donors[0] == "<|start|>user\nWhy?<|stop|>\n<|start|>assistant\n"
+    assert (chat.workload, chat.group, trap.group) == ("mine", "2", "2")
+    assert (chat.is_timed, trap.is_timed, trap.donor_answer) == (True, False, "8")
+
+
+def test_messages_that_a_template_does_not_take_are_refused(tmp_path, chat_tokenizer):
+    path = written(tmp_path, {"prompt": [{"role": "user", "content": 7}]})
+    with pytest.raises(ConfigurationError, match=r"line 1: the messages cannot be rendered: messages\.0\.content"):
+        read_cases(path, chat_tokenizer())
+
+
+def test_a_chat_gets_no_special_tokens_and_ends_with_its_turn(shipped, chat_tokenizer):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.bos_token_id)]
+    )
+    tokeniser = Tokeniser(SimpleNamespace(tokenizer=tokenizer, facts=shipped.facts), 8)
+    chat = prompts.form_for(tokenizer).render("Answer.", ["one"], "Why?")
+    case = Case("a", "mine", "any", ("plain text",), chat, None, False, Expectation.ANY, "a")
+    tokens = tokeniser.tokenise(case)
+    assert tokens.prompt == tokenizer.encode(chat, add_special_tokens=False)
+    assert tokens.donors[0][0] == tokenizer.bos_token_id
+    assert tokeniser.stop_token_ids == (tokenizer.convert_tokens_to_ids("<|stop|>"),)
 
 
 def a_case(reference="42"):

@@ -1,5 +1,7 @@
 """The prompt format is exact, no part can forge a mark, and a model is asked in the form that its tokenizer knows."""
 
+import hashlib
+
 import pytest
 
 from engine_wrapper.embedded.model_runner import ModelRunner
@@ -59,5 +61,57 @@ def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_mod
     assert form_for(Words(*prompts.MARKS, "a")) is YARDSTICK
     assert form_for(Words(*prompts.MARKS[1:], "a")) is PLAIN
     assert all(form_for(Words(), name) is form and form.name == name for name, form in FORMS.items())
-    with pytest.raises(ConfigurationError, match="'markdown' is unknown; use shipped, yardstick, plain"):
+    with pytest.raises(ConfigurationError, match="'markdown' is unknown; use shipped, yardstick, plain, chat"):
         form_for(Words(), "markdown")
+
+
+PARTS = ("Answer.", ["one", "two"], "How many?")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+SILENT = "{% for each in messages if each.role != 'system' %}[{{ each.role }}]{{ each.content }}{% endfor %}"
+
+
+def test_a_chat_template_writes_system_and_user_turns(chat_tokenizer):
+    tokenizer = chat_tokenizer()
+    form = form_for(tokenizer)
+    assert form.render(*PARTS) == (
+        "<|start|>system\nAnswer.<|stop|>\n<|start|>user\nContext:\n\none\n\ntwo\n\nHow many?<|stop|>\n"
+        "<|start|>assistant\n"
+    )
+    assert form.render_conversation("Hi.", TURNS, "q3").endswith(
+        "Context:\n\nd1\n\nq1<|stop|>\n<|start|>assistant\na1<|stop|>\n<|start|>user\nq2<|stop|>\n<|start|>assistant\n"
+        "a2<|stop|>\n<|start|>user\nq3<|stop|>\n<|start|>assistant\n"
+    )
+    assert form.render_pages("Read.", ["one", "tw "]).endswith("<|start|>user\nContext:\n\none\n\ntw ")
+    assert form.template_digest == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    assert form.head == "<|start|>"
+    assert tokenizer.convert_ids_to_tokens(form.end_id) == "<|stop|>"
+    assert form_for(tokenizer, "plain") is PLAIN
+    assert PLAIN.template_digest is None
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM + SILENT, SILENT])
+def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_turn(chat_tokenizer, template):
+    form = form_for(chat_tokenizer(template))
+    assert form.render(*PARTS) == "[user]Answer.\n\nContext:\n\none\n\ntwo\n\nHow many?"
+    assert form.render_conversation("Hi.", TURNS[1:], "q3") == "[user]Hi.\n\nq2[assistant]a2[user]q3"
+    assert form.end_id is None
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('never') }}", "{% for %}", "Hello.", "{{ messages | length }}"]
+)
+def test_a_template_that_cannot_be_used_is_refused_in_one_sentence(chat_tokenizer, template):
+    with pytest.raises(ConfigurationError, match=r"^The model's chat template cannot be used.*--form\.$"):
+        form_for(chat_tokenizer(template))
+    assert form_for(chat_tokenizer(template), "plain") is PLAIN
+
+
+def test_a_chat_is_asked_for_by_name_only_of_a_tokenizer_with_a_template(chat_tokenizer):
+    with pytest.raises(ConfigurationError, match="has no chat template"):
+        form_for(chat_tokenizer(None), "chat")
+    assert form_for(chat_tokenizer(None)) is PLAIN
+
+
+def test_no_part_of_a_chat_forges_a_turn(chat_tokenizer):
+    with pytest.raises(ValueError, match="must not hold"):
+        form_for(chat_tokenizer()).render("Answer.", ["text <|stop|>"], "How many?")
