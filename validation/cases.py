@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -63,8 +63,6 @@ def groups(cases: Sequence[Case]) -> list[list[Case]]:
 
 _Text = Annotated[str, Field(min_length=1)]
 WORKLOAD = "prompts"
-# Two groups to choose by and two to confirm with: fewer bound nothing.
-MIN_CASES = 4
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -150,25 +148,6 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
-
-
-def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """Return cases to score by references. Raises ConfigurationError if a reference, a donor or a case is missing."""
-    for what, lacking in (
-        ("reference", [case.id for case in cases if case.reference is None]),
-        ("donor", [case.id for case in cases if not case.donors]),
-    ):
-        if lacking:
-            shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-            raise ConfigurationError(
-                f"--prompts {path}: {len(lacking)} of {len(cases)} cases have no {what} ({shown}); a calibration "
-                f"compares what donors do to references, so give each case a {what}."
-            )
-    if len(cases) < MIN_CASES:
-        raise ConfigurationError(
-            f"--prompts {path} holds {len(cases)} cases; a calibration needs at least {MIN_CASES}."
-        )
-    return [replace(case, known_answer=False) for case in cases]
 
 
 # Scoring a reference costs one decode step a token; more than a few dozen add little.

@@ -326,8 +326,8 @@ def _share_equal(first: Sequence[Any], second: Sequence[Any]) -> float:
 
 # These few prompts show that a calibration runs here, and little about the model.
 _SMALL_CALIBRATION = (
-    *("--families", "reordered,header_trap", "--groups", "14", "--budget", "28", "--screening-groups", "8"),
-    *("--margin", "0.3", "--tokens", "896", "--max-tries", "6"),
+    *("--families", "reordered,header_trap", "--groups", "28", "--risk", "0.2", "--shares", "0,0.1,0.3"),
+    *("--tokens", "896", "--max-tries", "6"),
 )
 
 
@@ -414,6 +414,9 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock
     profile = ReuseProfile.read(output)
     yield Finding("profile", True, f"policy {profile.policy} in {' and '.join(profile.engines)}; {profile.check}")
     variables = {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": str(output)}
+    if profile.bounds:
+        loosest = profile.bounds[-1]
+        variables |= {"SEMBLEND_MAX_KL": str(loosest.max_kl), "SEMBLEND_RISK": str(loosest.risk)}
     verified = serve(arguments.model, arguments.dtype, asked.prompts, WRAPPER, variables)
     yield judge_verified(asked, stock, verified)
 

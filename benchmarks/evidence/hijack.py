@@ -20,7 +20,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.trials import PLANTED, Planter, write_plants
+from validation.calibration.planter import PLANTED, Planter, write_plants
 from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest

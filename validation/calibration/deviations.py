@@ -71,14 +71,6 @@ class PromptDeviations:
         means: npt.NDArray[np.float64] = sums / np.diff(starts, append=is_first.size)
         return means
 
-    def sample_means(self, layer: int, every: int, window: int) -> npt.NDArray[np.float64]:
-        """Return the mean deviation of what a sample of one token in `every` compares, by window, float64 [windows]."""
-        compared = sample_of(self.lengths, every, window, seed=0)
-        own = windows_of(self.lengths, window)[compared]
-        sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
-        means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
-        return means
-
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
         """Return which tokens keep the donor's KV, bool [checked tokens]: after span heads, what passes `check`."""
         return self.kept_and_compared(check, head_tokens)[0]

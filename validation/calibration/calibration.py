@@ -1,0 +1,199 @@
+"""Calibration: chooses a model's check, finds the bounds that hold after it, and confirms them on new prompts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, ReuseProfile
+from validation.calibration.bound import LEAST, MAX_KLS, bounds_of, broken_of, correlation, missing_groups, what_if
+from validation.calibration.search import SAMPLE_EVERY, candidates
+from validation.families.catalog import Kind, family
+from validation.metrics import CONFIDENCE
+from validation.results import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from semblend_trt.reuse_profile import ProfileBound
+    from validation.calibration.bound import Broken, Observation
+    from validation.calibration.observer import Observer
+    from validation.calibration.prepared import Prepared
+    from validation.calibration.search import Candidate
+    from validation.cases import Case
+
+# Added to a calibration's seed for the prompts that confirm.
+FRESH = 1_000
+# Deeper layers see more, and all below a check runs on what it compares.
+_DEEPEST_CHECK = 3
+
+
+@dataclass(slots=True)
+class Calibration:
+    """One run over `prepared`, which `tell`s what it finds. `shares` of a plan are tried, ascending from 0."""
+
+    prepared: Prepared
+    shares: tuple[float, ...]
+    risk: float
+    max_tries: int
+    command: str
+    tell: Callable[[str], None]
+    figures: list[Any] = field(default_factory=list, init=False)
+
+    def run(self) -> ReuseProfile:
+        """Return the profile; without bounds it allows exact spans only. Raises SemBlendError."""
+        rule = {"risk": self.risk, "confidence": CONFIDENCE, "shares": list(self.shares)}
+        self.figures += [{"what": "rule", **rule}, {"what": "prompts", **self.prepared.prompts}]
+        base = self._base()
+        if base is None:
+            return self._profile()
+        seed, half = self.prepared.prompts["seed"], self._half
+        fit = [*self.prepared.cases(seed, 0, half, base), *self.prepared.own(0)]
+        test = [*self.prepared.cases(seed, half, half, base), *self.prepared.own(1, 2)]
+        observer = self.prepared.observer([*fit, *test])
+        floor = self._floor(observer.rounding(fit))
+        observed = observer.observations(base, [*fit, *test], self.shares, "calibrate")
+        names = dict.fromkeys(case.workload for case in test)
+        bounds = self._bounds(observed, names, {case.group for case in fit}, floor)
+        fresh = [*self.prepared.cases(seed + FRESH, 0, half, base), *self.prepared.own(3)]
+        trial = base.model_copy(update={"bounds": bounds, "floor": floor})
+        bounds = self._confirmed(self.prepared.observer(fresh), trial, fresh)
+        return self._profile(base.check, base.head_tokens, bounds, floor) if bounds else self._profile()
+
+    def _profile(
+        self,
+        check: ProfileCheck | None = None,
+        head_tokens: int = 0,
+        bounds: Sequence[ProfileBound] = (),
+        floor: float | None = None,
+    ) -> ReuseProfile:
+        return ReuseProfile.made_for(
+            self.prepared.namespace,
+            self.prepared.geometry,
+            policy="exact" if check is None else "verified",
+            check=check,
+            head_tokens=head_tokens,
+            bounds=list(bounds),
+            floor=floor,
+            template=self.prepared.form.template_digest,
+            figures=list(self.figures),
+            versions=versions(),
+            command=self.command,
+        )
+
+    @property
+    def _half(self) -> int:
+        return int(self.prepared.prompts["groups"]) // 2
+
+    def _base(self) -> ReuseProfile | None:
+        """Return the profile with the check whose levels are to be found; None where no check holds.
+
+        Models that read stock lists have traps, which a dense check rules out. For others the check's layer is the one
+        whose deviations say most of what unchecked reuse does."""
+        fit = [*self.prepared.cases(self.prepared.prompts["seed"], 0, self._half), *self.prepared.own(0)]
+        observer = self.prepared.observer(fit)
+        if self.prepared.form.has_marks:
+            return self._dense(observer, fit)
+        facts, by_layer = self.prepared.engines.facts, dict[int, float]()
+        for layer in range(facts.lowest_check_layer, min(_DEEPEST_CHECK, facts.num_layers - 1) + 1):
+            observed = observer.observations(self._profile(_sampled_check(layer)), fit, (0.0,), f"layer {layer}")
+            by_layer[layer] = correlation([each.deviation for each in observed], [each.kl[0] for each in observed])
+            self.tell(f"layer {layer}: deviation and KL have a correlation of {by_layer[layer]:.3f} (logarithms)")
+        if not by_layer:
+            self.tell(f"no layer from {facts.lowest_check_layer} to {_DEEPEST_CHECK} can be checked")
+            return None
+        self.figures.append({"what": "layers", "correlation": {str(layer): each for layer, each in by_layer.items()}})
+        return self._profile(_sampled_check(max(by_layer, key=by_layer.__getitem__)))
+
+    def _dense(self, observer: Observer, fit: Sequence[Case]) -> ReuseProfile | None:
+        """Return the profile with the cheapest dense check that holds, after a sample; None if none holds."""
+        collect, facts = self.prepared.collector.collect, self.prepared.engines.facts
+        found = [each for each in collect(fit, self.prepared.tokeniser.tokenise) if each is not None]
+        names = {name for name in self.prepared.names if family(name).kind is Kind.TRAP}
+        harmless, traps = ([each for each in found if (each.family in names) is is_trap] for is_trap in (False, True))
+        # A candidate is most likely to fail a trap, and nothing more is served then.
+        parts = [[case for case in fit if (case.workload in names) is is_trap] for is_trap in (True, False)]
+        for candidate in candidates(harmless, traps, facts.num_layers, facts.lowest_check_layer)[: self.max_tries]:
+            if self._holds(candidate, observer, parts):
+                return self._profile(candidate.sampled(harmless), candidate.head_tokens)
+        return None
+
+    def _holds(self, candidate: Candidate, observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
+        """Return whether no family has more groups over the loosest bound than the risk."""
+        profile, inferior = self._profile(candidate.check, candidate.head_tokens), None
+        for part in parts:
+            broken = broken_of(observer.served(profile, part, None, candidate.name), MAX_KLS[-1])
+            inferior = inferior or next(
+                (name for name, each in broken.items() if each.misses > self.risk * each.groups), None
+            )
+            if inferior is not None:
+                break
+        told = {"candidate": candidate.name, "computed_share": candidate.computed_share}
+        self.figures.append({"what": "tried", **told, "holds": inferior is None, "inferior_family": inferior})
+        share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
+        self.tell(f"{candidate.name}, {share}: {'holds' if inferior is None else f'fails at {inferior}'}")
+        return inferior is None
+
+    def _floor(self, distances: Sequence[float]) -> float:
+        """Return the mean KL of two cold runs, in nats."""
+        floor = max(LEAST / 2.0, math.fsum(distances) / len(distances))
+        over = sum(each > 2.0 * floor for each in distances) / len(distances)
+        self.figures.append({"what": "rounding", "prompts": len(distances), "floor": floor, "over_twice": over})
+        self.tell(f"rounding floor: {floor:.2g} nats; {over:.1%} of cold's own answers differ by more than twice that")
+        return floor
+
+    def _bounds(
+        self, observed: Sequence[Observation], names: Iterable[str], of_fit: set[str], floor: float
+    ) -> list[ProfileBound]:
+        """Return the bounds that hold for the families of these names, by the groups that are not `of_fit`."""
+        fit, test = ([each for each in observed if (each.group in of_fit) is is_fit] for is_fit in (True, False))
+        tested = Counter(dict.fromkeys(names, 0))
+        tested.update(name for name, _ in {(each.family, each.group) for each in test})
+        for name, missing in missing_groups(tested, self.risk).items():
+            few = f"{tested[name]} groups with moved text are too few for a risk of {self.risk:g}"
+            self.tell(f"{name}: {few}; {missing} are missing")
+        for name in filter(tested.__getitem__, tested):
+            kl = [each.kl[0] for each in test if each.family == name]
+            told = {"prompts": len(kl), "groups": tested[name], "unchecked_kl": math.fsum(kl) / len(kl)}
+            self.figures.append({"what": "observed", "family": name, **told})
+        kept = []
+        for bound in bounds_of(fit, test, self.shares, (2.0 * floor, *MAX_KLS), self.risk):
+            shares = {name: each.share for name, each in what_if(test, self.shares, bound.levels, bound.max_kl).items()}
+            # Where no prompt was reused, nothing was tested.
+            is_shown = min(shares.values(), default=1.0) < 1.0
+            said = (
+                ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) if is_shown else "nothing is shown"
+            )
+            self.tell(f"{bound.max_kl:.2g} nats, computed shares: {said}")
+            kept += [bound] if is_shown else []
+        return kept
+
+    def _confirmed(self, observer: Observer, profile: ReuseProfile, fresh: Sequence[Case]) -> list[ProfileBound]:
+        """Return the profile's bounds that new prompts do not refute."""
+        kept = []
+        for bound in profile.bounds:
+            title = f"{bound.max_kl:.2g} nats"
+            broken = broken_of(observer.served(profile, fresh, bound, f"confirm {title}"), bound.max_kl)
+            is_refuted = any(each.lower > bound.risk for each in broken.values())
+            self.tell(f"{title}: over it were {shown(broken)}" + ("; it is left out" if is_refuted else ""))
+            if is_refuted or not broken:
+                continue
+            kept.append(bound)
+            what = {"what": "bound_confirmed", "max_kl": bound.max_kl, "risk": bound.risk}
+            for name, each in broken.items():
+                told = {"prompts": each.groups, "broken": each.misses, "computed_share": each.share}
+                self.figures.append(what | {"families": [name], **told})
+        return kept
+
+
+def shown(broken: Mapping[str, Broken]) -> str:
+    """Return in words how many groups of each family are over a bound."""
+    return ", ".join(f"{name} {each.misses} of {each.groups}" for name, each in broken.items()) or "no moved text"
+
+
+def _sampled_check(layer: int) -> ProfileCheck:
+    """Return a check whose levels alone decide."""
+    sample = ProfileCheck(layer=layer, threshold=MAX_THRESHOLD, sample_threshold=MAX_THRESHOLD)
+    return sample.model_copy(update={"sample_every": SAMPLE_EVERY})
