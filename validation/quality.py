@@ -17,21 +17,7 @@ from matplotlib.figure import Figure
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models, scoreboard, smollm2
-<<<<<<< HEAD
-from validation.arms import (
-    BOUNDARY,
-    COLD,
-    COLD_AGAIN,
-    COLD_OTHERWISE,
-    POSITION_FIX,
-    VERIFIED,
-    arms_of,
-    is_reusing,
-    names_of,
-)
-=======
 from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
->>>>>>> hb
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
@@ -50,8 +36,6 @@ if TYPE_CHECKING:
     from validation.cases import Case
 
 FILE_STEM = "quality"
-# Cold's other runs: what they differ by is rounding.
-FLOOR_ARMS = (COLD_AGAIN, COLD_OTHERWISE)
 _MARKED = {each.name for each in FAMILIES if each.marks}
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again in other batches and chunks (the rounding floor) and
@@ -219,7 +203,7 @@ class QualityReport:
             "lines": lines,
             "kind_lines": kind_lines,
             "rounding_floor": self.floor(),
-            "noise_floor": [line for line in kind_lines if line["arm"] == COLD_AGAIN],
+            "noise_floor": [line for line in kind_lines if line["arm"] in FLOOR_ARMS],
             "settings": self.settings,
             **asdict(self.measured),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -360,11 +344,11 @@ def points_of(path: Path) -> list[Point]:
 
 
 def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
-    """Return the range of exact match around cold's: as wide as the second cold run's difference, or the margin."""
+    """Return the range of exact match around cold's: as wide as the other cold runs' difference, or the margin."""
     scores = {point.arm: point.exact_match for point in points}
     if (cold := scores.get(COLD)) is None:
         return None
-    spread = max(MARGIN, abs(cold - scores.get(COLD_AGAIN, cold)))
+    spread = max(MARGIN, *(abs(cold - scores.get(arm, cold)) for arm in FLOOR_ARMS))
     return cold - spread, cold + spread
 
 
