@@ -190,8 +190,8 @@ class ReuseProfile(_Part):
     The first `head_tokens` tokens of every run are always computed. KV computed after checked KV becomes a donor of the
     next generation, up to `generations`; such a donor is always checked. `engines` are engines with their cache
     layouts, as a namespace names them. `bounds` say how much of a plan is computed for a stated distance from cold;
-    `floor` is the mean KL of two cold runs, in nats, by rounding alone. `template`: SHA-256 of the chat template that
-    they were measured with. `digest` is that of all other fields, as `write` made it."""
+    `floor` is the KL of two cold runs, in nats, that few answers exceed by rounding alone. `template`: SHA-256 of the
+    chat template that they were measured with. `digest` is that of all other fields, as `write` made it."""
 
     schema_version: Literal[2] = 2
     version: str
