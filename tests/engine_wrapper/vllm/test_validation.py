@@ -13,7 +13,7 @@ from validation.engines import EngineSettings
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import VllmEngines
 
-SHORT = ["--groups", "8", "--budget", "8", "--margin", "0.5", "--tokens", "512", "--max-tokens", "8"]
+SHORT = ["--groups", "8", "--tokens", "512", "--max-tokens", "8"]
 FIRST = "Stock list of Depot Oslo.\n" + "\n".join(f"item number {i}: {i * 37 % 91}" for i in range(20))
 SECOND = "Stock list of Barn Riga.\n" + "\n".join(f"thing number {i}: {i * 53 % 97}" for i in range(20))
 CASES = [
