@@ -4,14 +4,13 @@ If Triton is installed (the extra `gpu`), its kernels serve pools on a CUDA devi
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.device import triton_serves
-from kernels.layout import LayeredPool, PoolLayer, SequenceRows, check_rows
-from kernels.sparse_prefill import gathered
+from kernels.layout import LayeredPool, PoolLayer, SequenceRows
+from kernels.sparse_prefill import check_queries, gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +36,7 @@ def row_lse(
     """Return the logarithm of each row's sum of exp(score), float32 [rows, heads]; a sink's score is one of them.
 
     Arguments and errors are those of `attention_mass`."""
-    _check(q, kv, sequences, scale, window, sinks)
+    check_queries(q, kv, sequences, scale, window, sinks)
     if sequences and _triton_serves(kv):
         from kernels.attention_mass import triton_mass
 
@@ -67,7 +66,7 @@ def attention_mass(
     added to `into` if that is given, as over the layers of a model. The sum over all is rows times heads, without
     sinks. Sums are taken in a fixed order, so equal inputs give equal bits. Raises ValueError, naming the tensor and
     its bound."""
-    _check(q, kv, sequences, scale, window, sinks)
+    check_queries(q, kv, sequences, scale, window, sinks)
     shape = kv.geometry.kv_heads, seen_tokens(sequences)
     if into is None:
         into = torch.zeros(shape, device=q.device)
@@ -88,31 +87,6 @@ def attention_mass(
 
         return triton_mass.attention_mass(q, kv, sequences, scale, window, lse, into)
     return attention_mass_by_torch(q, kv, sequences, scale, window, lse, into)
-
-
-def _check(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    heads = kv.geometry.kv_heads
-    if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % heads:
-        raise ValueError(
-            f"q has shape {list(q.shape)}; [rows, a multiple of {heads} heads, {kv.geometry.head_dim}] is needed"
-        )
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it must be finite and above 0")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
-    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
-        raise ValueError(
-            f"sinks is {sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}; floats of shape [{q.shape[1]}] on "
-            f"{q.device} are needed"
-        )
-    check_rows({"q": q}, q.shape[1], kv, sequences)
 
 
 def _triton_serves(kv: PoolLayer) -> bool:

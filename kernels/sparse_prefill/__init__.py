@@ -69,6 +69,25 @@ def sparse_prefill(
     `sinks`: logits of any float dtype, [heads], in the softmax's denominator only (Transformers, `modeling_gpt_oss.py`,
     eager_attention_forward). K and V in float8_e4m3fn are read as numbers of q's dtype: their scale is 1. Returns
     [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound."""
+    if kv.geometry.kv_factor != 2:
+        raise ValueError(f"KvGeometry.kv_factor is {kv.geometry.kv_factor}; rows attend to K and V, 2")
+    check_queries(q, kv, sequences, scale, window, sinks)
+    if sequences and _triton_serves(kv):
+        from kernels.sparse_prefill import triton_attention
+
+        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks)
+    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks)
+
+
+def check_queries(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Raise ValueError, naming the tensor and its bound, unless the arguments of `sparse_prefill` fit one another."""
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
         raise ValueError(
@@ -77,8 +96,6 @@ def sparse_prefill(
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
-    if geometry.kv_factor != 2:
-        raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows attend to K and V, 2")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
@@ -87,11 +104,6 @@ def sparse_prefill(
             f"{q.device} are needed"
         )
     check_rows({"q": q}, q.shape[1], kv, sequences)
-    if sequences and _triton_serves(kv):
-        from kernels.sparse_prefill import triton_attention
-
-        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks)
-    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks)
 
 
 def _triton_serves(kv: PoolLayer) -> bool:
