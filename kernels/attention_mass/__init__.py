@@ -37,11 +37,7 @@ def row_lse(
 
     Arguments and errors are those of `attention_mass`."""
     check_queries(q, kv, sequences, scale, window, sinks)
-    if sequences and _triton_serves(kv):
-        from kernels.attention_mass import triton_mass
-
-        return triton_mass.row_lse(q, kv, sequences, scale, window, sinks)
-    return row_lse_by_torch(q, kv, sequences, scale, window, sinks)
+    return _row_lse(q, kv, sequences, scale, window, sinks)
 
 
 def attention_mass(
@@ -76,7 +72,7 @@ def attention_mass(
             f"{list(shape)} on {q.device} is needed"
         )
     if lse is None:
-        lse = row_lse(q, kv, sequences, scale, window, sinks)
+        lse = _row_lse(q, kv, sequences, scale, window, sinks)
     elif lse.shape != q.shape[:2] or lse.dtype != torch.float32 or lse.device != q.device:
         raise ValueError(
             f"lse is {lse.dtype} of shape {list(lse.shape)} on {lse.device}; float32 of shape {list(q.shape[:2])} on "
@@ -87,6 +83,22 @@ def attention_mass(
 
         return triton_mass.attention_mass(q, kv, sequences, scale, window, lse, into)
     return attention_mass_by_torch(q, kv, sequences, scale, window, lse, into)
+
+
+def _row_lse(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do as `row_lse`; the arguments were checked."""
+    if sequences and _triton_serves(kv):
+        from kernels.attention_mass import triton_mass
+
+        return triton_mass.row_lse(q, kv, sequences, scale, window, sinks)
+    return row_lse_by_torch(q, kv, sequences, scale, window, sinks)
 
 
 def _triton_serves(kv: PoolLayer) -> bool:
