@@ -49,8 +49,6 @@ _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 _UNCHECKED: dict[str, Any] = dict.fromkeys(
     ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
 )
-
-
 _MISSING = object()
 # An engine holds far fewer; requests may name any number.
 _MAX_ADAPTERS = 4096
