@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from validation.cases import TokenisedCase
     from validation.engines import ArmEngine, AuditFile, Engines
 
 OnStep = Callable[[str], None]
@@ -122,9 +121,6 @@ class BatchServer(_CaseServer):
         self._colds: dict[str, _ColdAnswer] = {}
         self._cold: dict[str, Answer] = {}
 
-    def tokens_of(self, case: Case) -> TokenisedCase:
-        return self._tokens[case.id]
-
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
         """Return the answers to `cases` (default: all) compared with cold's, asked once. Raises SemBlendError."""
         cases = self._cases if cases is None else cases
@@ -134,10 +130,6 @@ class BatchServer(_CaseServer):
         answers = self._cold if arm.name == COLD else self.answers(arm, cases, on_step)
         layers = self._engines.facts.num_layers
         return [sample_of(arm, case, answers[case.id], self._cold[case.id], layers) for case in cases]
-
-    def cold(self, cases: Sequence[Case]) -> dict[str, Sample]:
-        """Return cold's samples by case id."""
-        return {sample.case_id: sample for sample in self.samples(COLD_ARM, cases)}
 
     def answers(
         self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
