@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from validation.cases import TokenisedCase
     from validation.engines import ArmEngine, AuditFile, Engines
 
 OnStep = Callable[[str], None]
@@ -99,14 +98,9 @@ class _CaseServer:
     def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
         self._engines, self._settings = engines, settings
         self._tokeniser = Tokeniser(engines, settings.max_tokens)
-        self._cases: list[Case] = []
-        self._tokens: dict[str, TokenisedCase] = {}
-        self.add(cases)
-
-    def add(self, cases: Sequence[Case]) -> None:
-        """Add cases with new ids."""
-        self._tokens |= zip([case.id for case in cases], self._tokeniser.tokenise_all(cases), strict=True)
-        self._cases += cases
+        self._cases = list(cases)
+        ids = [case.id for case in cases]
+        self._tokens = dict(zip(ids, self._tokeniser.tokenise_all(cases), strict=True))
 
     @contextmanager
     def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:
@@ -126,20 +120,6 @@ class BatchServer(_CaseServer):
         self._judged = judged
         self._colds: dict[str, _ColdAnswer] = {}
         self._cold: dict[str, Answer] = {}
-        self._kept: _KeptEngine | None = None
-
-    def tokens_of(self, case: Case) -> TokenisedCase:
-        return self._tokens[case.id]
-
-    @contextmanager
-    def keeping(self, arm: Arm) -> Iterator[None]:
-        """Keep one engine for all requests under `arm` meanwhile, if engines start quickly."""
-        with ExitStack() as stack:
-            self._kept = None if self._engines.starts_slowly else _KeptEngine(arm, stack)
-            try:
-                yield
-            finally:
-                self._kept = None
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
         """Return the answers to `cases` (default: all) compared with cold's, asked once. Raises SemBlendError."""
@@ -151,10 +131,6 @@ class BatchServer(_CaseServer):
         layers = self._engines.facts.num_layers
         return [sample_of(arm, case, answers[case.id], self._cold[case.id], layers) for case in cases]
 
-    def cold(self, cases: Sequence[Case]) -> dict[str, Sample]:
-        """Return cold's samples by case id."""
-        return {sample.case_id: sample for sample in self.samples(COLD_ARM, cases)}
-
     def answers(
         self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
     ) -> dict[str, Answer]:
@@ -163,7 +139,7 @@ class BatchServer(_CaseServer):
         # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
         found: dict[str, Answer] = {}
-        with self._running(arm, order) as server:
+        with self._served(arm, self._engine_settings(order)) as server:
             for first in range(0, len(order), self._settings.batch):
                 for case_id, answer in self._chunk(server, order[first : first + self._settings.batch]):
                     found[case_id] = answer.with_first_row()
@@ -174,23 +150,6 @@ class BatchServer(_CaseServer):
             name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
             for name, each in found.items()
         }
-
-    @contextmanager
-    def _running(self, arm: Arm, order: Sequence[list[Case]]) -> Iterator[ArmServer]:
-        kept, needed = self._kept, self._engine_settings(order)
-        if kept is None or kept.arm != arm:
-            with self._served(arm, needed) as server:
-                yield server
-            return
-        room = kept.settings
-        has_room = room and room.pool_tokens >= needed.pool_tokens and room.host_bytes >= needed.host_bytes
-        if kept.server is None or not has_room:
-            kept.stack.close()
-            # The engine gets room for every known case, so that later cases need no new one.
-            kept.settings = self._engine_settings(groups(self._cases))
-            kept.server = kept.stack.enter_context(self._served(arm, kept.settings))
-        yield kept.server
-        kept.server.audit.read()
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         # A group's donors one after the other: each may itself be served from earlier ones.
@@ -264,14 +223,6 @@ class _ColdAnswer:
         """Return the mean KL in nats to `logits` [tokens, vocabulary] of the same tokens."""
         # Taken as logits, what float16 rounds away changes the KL in second order only.
         return metrics.kl_divergence(self.log_probabilities.to(logits.device), logits[: len(self.tokens)])
-
-
-@dataclass(slots=True)
-class _KeptEngine:
-    arm: Arm
-    stack: ExitStack
-    settings: EngineSettings | None = None
-    server: ArmServer | None = None
 
 
 @dataclass(frozen=True, slots=True)

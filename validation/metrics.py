@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from rouge_score import rouge_scorer
-from scipy.optimize import brentq
-from scipy.special import logsumexp
 from scipy.stats import DegenerateDataWarning, bootstrap
 
 if TYPE_CHECKING:
@@ -170,67 +168,3 @@ def _by_group(
     index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     members = [index[group] for group in groups]
     return np.bincount(members, weights=differences).astype(np.float64), np.bincount(members).astype(np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Mean difference of scores between 0 and 1, an arm's minus cold's, and one-sided bounds at `confidence` each.
-
-    The bounds hold for any distribution, and however often they are read while prompts are added.
-    Without any loss, about 400 groups bound it by 0.01."""
-
-    difference: float
-    lower: float
-    upper: float
-    samples: int
-    groups: int
-    margin: float
-    confidence: float
-
-    @property
-    def holds(self) -> bool:
-        """True when the arm is shown to lose at most the margin."""
-        return self.lower >= -self.margin
-
-    @property
-    def fails(self) -> bool:
-        """True when the arm is shown to lose more than the margin."""
-        return self.upper < -self.margin
-
-    def sentence(self) -> str:
-        return (
-            f"difference {self.difference:+.4f}, between {self.lower:+.4f} and {self.upper:+.4f} (one-sided "
-            f"{self.confidence:.1%} each); {self.samples} prompts in {self.groups} groups"
-        )
-
-
-def evidence(
-    differences: Sequence[float], groups: Sequence[Hashable], margin: float = MARGIN, confidence: float = CONFIDENCE
-) -> Evidence | None:
-    """Bound the mean of paired differences in [-1, 1] by betting (Waudby-Smith and Ramdas, JRSS B 2023).
-    A group counts once, by its mean, since answers on the same documents are not independent. None without any."""
-    if not differences:
-        return None
-    sums, counts = _by_group(differences, groups)
-    means = sums / counts
-    lower, upper = _betting_bound(means, confidence), -_betting_bound(-means, confidence)
-    return Evidence(float(means.mean()), lower, upper, len(differences), len(means), margin, confidence)
-
-
-# Shares staked on every value, and wealth that begins with each. Bold ones grow quickest, careful ones survive a loss.
-_STAKES, _WEALTH = np.array([[0.9], [0.5], [0.2]]), np.array([0.5, 0.3, 0.2])
-
-
-def _betting_bound(values: npt.NDArray[np.float64], confidence: float) -> float:
-    """The lower bound of the mean of `values` in [-1, 1].
-
-    A gambler bets that the mean is above a number. If it is not, the gambler ever becomes 1 / (1 - confidence) times
-    richer with a probability of at most 1 - confidence (Ville). The bound is the largest number that made the gambler
-    that rich."""
-    gains, target, least = 1.0 + values, -math.log1p(-confidence), 1e-9
-
-    def surplus(mean: float) -> float:
-        wealth = np.log1p(_STAKES * (gains / mean - 1.0)).sum(axis=1)
-        return float(logsumexp(wealth, b=_WEALTH)) - target
-
-    return float(brentq(surplus, least, 2.0)) - 1.0 if surplus(least) > 0 else -1.0

@@ -1,4 +1,4 @@
-"""The page of a timed run: headline, figures, answers side by side, gates and settings, in one HTML file."""
+"""The page of a run: headline, figures, answers side by side, gates and settings, in one HTML file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from validation.cases import Case
-    from validation.report import Report
     from validation.samples import Sample
 
-_KINDS = {each.name: each.kind for each in FAMILIES}
 _TOLD = {
     Kind.HARMLESS: "The documents stand elsewhere than in the request before, and mean the same there.",
     Kind.TRAP: "The reused text means something else behind another heading.",
     Kind.NONE: "Shares no text with a request before.",
     Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
 }
+_FAMILIES = {each.name: (each.write.__doc__ if each.marks is False else None) or _TOLD[each.kind] for each in FAMILIES}
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
@@ -48,9 +47,10 @@ def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]
 
 def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str, Any]:
     """One arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as in `marked`."""
-    words = [] if sample.exact_match is None else ["right" if sample.exact_match else "wrong"]
+    words = [] if sample.exact_match is None else ["right" if sample.is_right else "wrong"]
     if sample.arm != COLD:
         words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
+        words += [] if sample.answer_kl is None else [f"KL {sample.answer_kl:.2g} nats a token"]
     if sample.ttft_s is not None:
         words.append(f"first token after {sample.ttft_s * 1e3:,.0f} ms")
     tokens = [f"{sample.prompt_tokens:,} tokens", f"{sample.computed_tokens:,} computed"]
@@ -66,30 +66,31 @@ def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str
     }
 
 
-def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
+def examples(samples: Sequence[Sample], policy: str, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
     """Return one case of each workload, at best one that the arms answer apart, and a user's first prompts."""
     by_case: dict[str, dict[str, Sample]] = {}
-    for sample in report.samples:
-        if sample.repeat == 0 and sample.arm in (COLD, POSITION_FIX, VERIFIED, report.policy):
+    for sample in samples:
+        if sample.repeat == 0 and sample.arm in (COLD, POSITION_FIX, VERIFIED, policy):
             by_case.setdefault(sample.case_id, {})[sample.arm] = sample
     is_split = {name: len({sample.answer for sample in arms.values()}) > 1 for name, arms in by_case.items()}
     chosen: dict[str, Case] = {}
     for case in cases:
-        key = case.workload if case.workload in _KINDS else case.id
+        key = case.workload if case.workload in _FAMILIES else case.id
         if key not in chosen or (is_split[case.id] and not is_split[chosen[key].id]):
             chosen[key] = case
     return [
         {
             "case": case,
-            "told": _TOLD[_KINDS[case.workload]] if case.workload in _KINDS else "",
+            "told": _FAMILIES.get(case.workload, ""),
             "arms": [_shown(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
         }
         for case in list(chosen.values())[:12]
     ]
 
 
-def page(report: Report, cases: Sequence[Case], tokenizer: Any) -> str:
-    """Return HTML that loads nothing; all text of prompts, answers and settings is escaped."""
+def page(report: Any, cases: Sequence[Case], tokenizer: Any) -> str:
+    """Return the HTML of a Report or a QualityReport. It loads nothing, and all text of a run is escaped."""
     template = (files("validation") / "assets" / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(report=report, examples=examples(report, cases, tokenizer))
+    shown = examples(report.samples, getattr(report, "policy", VERIFIED), cases, tokenizer)
+    return environment.from_string(template).render(report=report, examples=shown)

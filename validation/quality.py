@@ -6,6 +6,7 @@ import io
 import math
 import textwrap
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,9 @@ from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, 
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import complain, progress, say, write_json
-from validation.report import HEADER_TRAP
+from validation.output import beside, complain, progress, say, write_json, write_text
+from validation.page import page
+from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid
 from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from validation.cases import Case
 
 FILE_STEM = "quality"
+# Of the columns that a terminal shows.
+_WIDTHS = (18, 14, 8, 8, 11, 8, 6, 7)
 _MARKED = {each.name for each in FAMILIES if each.marks}
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again in other batches and chunks (the rounding floor) and
@@ -52,7 +56,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     arms = f"position_fix, and {VERIFIED} where there is a reuse profile; cold, cold_again and cold_otherwise always"
     arguments.add(parser, "--arms", told_default=arms)
     arguments.add(parser, "--boundary", "--prompts", "--log", *arguments.FAMILIES)
-    arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
+    arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON; a page has its name and .html")
     arguments.add(parser, "--record", "--machine")
     parser.add_argument("--name", help="what is served, in the names of result rows and of their file")
     return parser.parse_args(given)
@@ -62,7 +66,8 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     """Run and write all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
-    for path in filter(None, (options.output, options.record and options.record / file_name)):
+    page_path = beside(options.output, ".html")
+    for path in filter(None, (options.output, page_path, options.record and options.record / file_name)):
         check_writable(path)
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
     profile = models.profile_of(options.model, options.profile)
@@ -96,7 +101,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     write_json(options.output, report.to_dict())
     if options.record is not None:
         write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
-    return _show(report, options.output)
+    if page_path is not None:
+        write_text(page_path, page(report, cases, engines.tokenizer))
+    return _show(report, options.output, page_path)
 
 
 def _kinds_of_own(cases: Sequence[Case]) -> dict[str, str]:
@@ -105,43 +112,25 @@ def _kinds_of_own(cases: Sequence[Case]) -> dict[str, str]:
     return {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in cases}
 
 
-def _show(report: QualityReport, output: Path) -> bool:
-    if (floor := report.floor()) is not None:
-        say(f"rounding floor: KL {floor:.2g} nats a token over cold's own answers, of cold in other batches and chunks")
-    for line in report.lines:
-        say(f"{line.family} {line.arm}: {'; '.join(_figures(line, report.floor(line.family)))}")
-    rates = (
-        f"{arm} {sum(sample.arm == arm for sample in report.samples) / max(took, 1e-9):.1f}"
-        for arm, took in report.seconds.items()
-    )
-    say(f"prompts a second: {', '.join(rates)}")
-    say(output)
-    unknown = report.unknown()
-    if unknown:
-        say(f"right or wrong shows nothing, as the model does not know it cold: {', '.join(unknown)}")
-    for name in (line.family for line in report.lines if line.arm == COLD and line.exact_match == 0.0):
-        for sample in [each for each in report.samples if (each.workload, each.arm) == (name, COLD)][:3]:
-            answer = textwrap.shorten(sample.answer, 80, placeholder=" ...")
-            say(f"{name}: {sample.reference!r} was expected, cold answered {answer!r}")
-    verified = [line for line in report.lines if line.arm == VERIFIED]
+def _show(report: QualityReport, output: Path, page_path: Path | None = None) -> bool:
+    for line in report.screen():
+        say(line)
+    if page_path is not None:
+        say(f"page: {page_path}")
+    say(f"{sum(report.seconds.values()):.0f} s; every sample is in {output}")
+    verified, unknown = [line for line in report.lines if line.arm == VERIFIED], report.unknown()
     inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
         complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
 
 
-def _figures(line: Line, floor: float | None) -> list[str]:
-    """Return what an arm did to the answers of a family, in words; `floor` in nats a token."""
-    found = []
-    if line.arm != COLD and line.answer_kl is not None:
-        found.append(
-            f"KL {line.answer_kl:.2g} (floor {floor or 0.0:.2g}), 95 % of the prompts below {line.answer_kl_q95:.2g}"
-        )
-        found.append(f"{line.changed:.1%} of the answers changed")
-    if line.contains is not None:
-        found.append(f"{line.contains:.1%} hold the right answer")
-    bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
-    return [*found, *(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)]
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 @dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
@@ -166,6 +155,16 @@ class QualityReport:
         """One line for each family and arm."""
         return lines_of(self.samples, self._cold, self.seed)
 
+    @property
+    def unrelated(self) -> list[Sample]:
+        """What reusing arms answered where a prompt shares nothing with a donor."""
+        return [s for s in self.samples if self.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
+
+    @property
+    def _moved(self) -> list[Line]:
+        """The lines of prompts that hold text which the arm could move."""
+        return [line for line in self.lines if is_reusing(line.arm) and line.offered]
+
     def unknown(self) -> list[str]:
         """Return the families that the model does not know cold: there, an arm's answers decide nothing."""
         lines = lines_of(self._cold.values(), self._cold, is_bounded=False)
@@ -187,6 +186,71 @@ class QualityReport:
         chosen = [each for each in self.samples if family in (None, each.workload)]
         kls = (mean(each.answer_kl for each in chosen if each.arm == arm) for arm in FLOOR_ARMS)
         return max((kl for kl in kls if kl is not None), default=None)
+
+    def headline(self) -> str:
+        """Say in one sentence how far the reusing arms' answers are from cold's."""
+        parts = []
+        for arm in dict.fromkeys(line.arm for line in self._moved):
+            lines = [line for line in self._moved if line.arm == arm]
+            changed, prompts = sum(round(x.changed * x.samples) for x in lines), sum(x.samples for x in lines)
+            worst = max(lines, key=lambda line: line.answer_kl or 0.0)
+            furthest = f"furthest in {worst.family}, KL {_short(worst.answer_kl)}"
+            parts.append(f"{ARM_NAMES.get(arm, arm)}: {changed} of {prompts} answers changed, {furthest}")
+        if not any(line.arm == VERIFIED for line in self.lines):
+            parts.append("checked: not measured, without a reuse profile")
+        return "; ".join(parts)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Return a name and a sentence for how to read the table, controls, what shows nothing, and the speed."""
+        what = "distance of the next token's probabilities from cold's, along cold's answer, nats a token"
+        found = [("KL", f"{what}; floor: that of cold in other batches and chunks, {_short(self.floor())} over all")]
+        if unrelated := self.unrelated:
+            fires = sum(sample.reused_tokens > 0 for sample in unrelated)
+            found.append(("controls", f"{fires} of {len(unrelated)} unrelated prompts reused KV"))
+        if unknown := self.unknown():
+            told = "decides nothing, as cold rarely answers word for word: "
+            found.append(("exact match", told + ", ".join(unknown)))
+        for line in self.lines:
+            if line.arm == COLD and line.exact_match == line.contains == 0.0:
+                cold = [each for each in self._cold.values() if each.workload == line.family][:3]
+                said = (f"{textwrap.shorten(each.answer, 60)!r}, not {each.reference!r}" for each in cold)
+                found.append((line.family, f"cold answered {'; '.join(said)}"))
+        counts = Counter(sample.arm for sample in self.samples)
+        rates = (f"{arm} {counts[arm] / max(took, 1e-9):.1f}" for arm, took in self.seconds.items())
+        return [*found, ("prompts/s", ", ".join(rates))]
+
+    def screen(self) -> list[str]:
+        """Return headline, a table of what the reusing arms do, and figures, as lines of 80 columns."""
+        [(_, headings, rows)] = self.grids()
+        table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
+        lines = [*textwrap.wrap(self.headline(), COLUMNS), *table]
+        for name, told in self.figures():
+            lines += textwrap.wrap(f"{name:<14}{told}", COLUMNS, subsequent_indent=" " * 14)
+        return lines
+
+    def grids(self) -> list[Grid]:
+        """Return a table of what the reusing arms do, with a row for each line."""
+        headings = [
+            "family",
+            "arm",
+            "KL",
+            "floor",
+            "95 % below",
+            "changed",
+            "right",
+            "in cold",
+            "reused",
+            "computed",
+        ]
+        colds, rows = {line.family: line.contains for line in self.lines if line.arm == COLD}, []
+        for line in self._moved:
+            kls = (line.answer_kl, self.floor(line.family), line.answer_kl_q95)
+            shares = (line.changed, line.contains, colds[line.family], line.reused_share, line.computed_share)
+            bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
+            said = "; ".join(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)
+            arm = ARM_NAMES.get(line.arm, line.arm)
+            rows.append([line.family, arm, *map(_short, kls), *map(_percent, shares), said])
+        return [("Answers beside cold's", [*headings, "bounds"], rows)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON with every sample."""
@@ -233,8 +297,7 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     for line in report.kind_lines:
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)
-    unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
-    if unrelated:
+    if unrelated := report.unrelated:
         arms = list(dict.fromkeys(sample.arm for sample in unrelated))
         baseline = f"{len(unrelated) // len(arms)} unrelated prompts under each of {', '.join(arms)}"
         fires = sum(sample.reused_tokens > 0 for sample in unrelated)

@@ -162,7 +162,7 @@ FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
 _TRAPS = (HEADER_TRAP, "headings")
 MAX_EM_DROP = 0.02
-_COLUMNS = 80
+COLUMNS = 80
 # Names of arms for a first look.
 ARM_NAMES = {COLD_AGAIN: "cold again", EXACT_PREFIX: "prefix cache", POSITION_FIX: "unchecked", VERIFIED: "checked"}
 _HARMLESS = tuple(each.name for each in FAMILIES if each.kind is Kind.HARMLESS)
@@ -333,13 +333,13 @@ class Report:
 
     def screen(self) -> list[str]:
         """Return headline, figures and what the gates read, as lines of a terminal of 80 columns."""
-        lines = textwrap.wrap(self.headline(), _COLUMNS)
+        lines = textwrap.wrap(self.headline(), COLUMNS)
         for name, sentence in self.figures():
-            lines += textwrap.wrap(f"{name:<13}{sentence}", _COLUMNS, subsequent_indent=" " * 13)
+            lines += textwrap.wrap(f"{name:<13}{sentence}", COLUMNS, subsequent_indent=" " * 13)
         known = [gate for gate in self.gates if gate.value is not None]
         values = ", ".join(f"{gate.name} {gate.value:.4g}{'' if gate.holds else ' FAILED'}" for gate in known)
         gates = f"gates: {sum(gate.holds for gate in known)} of {len(known)} hold: {values}"
-        return [*lines, *textwrap.wrap(gates, _COLUMNS)]
+        return [*lines, *textwrap.wrap(gates, COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON; the SemBlend package's validation uses the names `num_samples` to `audit` too."""

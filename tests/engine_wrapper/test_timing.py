@@ -60,24 +60,19 @@ def test_what_fails_is_not_measured(caplog):
 
 
 @pytest.mark.usefixtures("position_fix")
-@pytest.mark.parametrize(("share", "reason"), [(0.0, None), (1.0, "does_not_pay")])
-def test_reuse_in_an_engine_has_to_pay(engine, share, reason):
+@pytest.mark.parametrize(
+    ("share", "costs", "reason"),
+    [(0.0, None, None), (1.0, None, "does_not_pay"), (0.1, CostModel((0, 1, 0), (0, 1, 0, 0), 0), None)],
+)
+def test_reuse_in_an_engine_has_to_pay(engine, share, costs, reason):
     llm = engine(MIN_SAVING=share)
     runtime = llm.connector_scheduler._runtime
     assert (runtime.costs is None) is (share == 0)
     assert not llm.executor.pool.tensor.any()
+    runtime.costs = costs or runtime.costs
     teach(llm, DONOR)
     answer = serve(llm, SHIFTED)
     assert answer.reuse_reason == reason
-    assert (answer.reused_tokens == 0) is (reason is not None)
+    assert answer.reused_tokens == (0 if reason else 200)
     cold = serve(engine.cold(), SHIFTED)
     assert reason is None or answer.outputs[0].token_ids == cold.outputs[0].token_ids
-
-
-@pytest.mark.usefixtures("position_fix")
-def test_reuse_that_pays_is_done(engine):
-    llm = engine(MIN_SAVING=0.1)
-    runtime = llm.connector_scheduler._runtime
-    runtime.costs = CostModel((0, 1, 0), (0, 1, 0, 0), 0)
-    teach(llm, DONOR)
-    assert serve(llm, SHIFTED).reused_tokens == 200

@@ -42,9 +42,8 @@ def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, wind
 @pytest.mark.parametrize(("head_dim", "block_size", "heads", "kv_heads", "dtype"), builders.WIDTHS)
 def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, kv_dtype):
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    assert_matches_naive(
-        device, Batch([[*range(50, 60), 90], [9], list(range(7))], dtype=dtype, kv_dtype=kv_dtype, **sizes)
-    )
+    positions = [[*range(50, 60), 90], [9], list(range(7))]
+    assert_matches_naive(device, Batch(positions, dtype=dtype, kv_dtype=kv_dtype, **sizes))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -63,15 +63,14 @@ def test_times_that_say_nothing_are_refused(seconds):
 
 
 @pytest.mark.parametrize(
-    ("move_price", "share", "saves"), [(0, 0.39, True), (0, 0.41, False), (0.1, 0.35, True), (0.1, 0.37, False)]
+    ("spans", "exact", "move_price", "share", "saves"),
+    [
+        *(([(200, 600)], (), *row) for row in ((0, 0.39, 1), (0, 0.41, 0), (0.1, 0.35, 1), (0.1, 0.37, 0))),
+        # Exact spans save nothing, as they are used in any case.
+        *(([(0, 900), (905, end)], (0,), 0, 0.1, saves) for end, saves in ((910, 0), (920, 1))),
+    ],
 )
-def test_a_plan_saves_what_its_rows_and_moves_leave(move_price, share, saves):
+def test_a_plan_saves_what_its_rows_and_moves_leave(spans, exact, move_price, share, saves):
     costs = CostModel((0, 1, 0), (0, 1, 0, 0), move_price)
     assert costs.cold(200, 1000) == 800
-    assert costs.saves(plan([(200, 600)]), share) is saves
-
-
-def test_exact_spans_save_nothing_since_they_are_used_in_any_case():
-    costs = CostModel((0, 1, 0), (0, 1, 0, 0), 0)
-    assert not costs.saves(plan([(0, 900), (905, 910)], exact=(0,)), 0.1)
-    assert costs.saves(plan([(0, 900), (905, 920)], exact=(0,)), 0.1)
+    assert costs.saves(plan(spans, exact), share) == saves

@@ -1,4 +1,4 @@
-"""Cases in batches: what an engine that is kept over calls answers, and that it is kept."""
+"""Prefixes that are expected to be exact, and answers along cold's own."""
 
 import pytest
 
@@ -9,44 +9,6 @@ from validation.measurement import BatchServer, Measurement, ServingSettings
 from validation.models import shipped_model
 
 [MOVED] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
-
-
-class Counted(EmbeddedEngines):
-    """Engines that tell which arms they were opened for."""
-
-    def __init__(self, engines):
-        super().__init__(engines.runner)
-        self.arms = []
-
-    def open(self, arm, settings, audit_path):
-        self.arms.append(arm.name)
-        return super().open(arm, settings, audit_path)
-
-
-def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(shipped):
-    engines = Counted(shipped)
-    short, long = (
-        write_cases(engines, FamilyRequest((name,), groups=2, questions=2, tokens=tokens))
-        for name, tokens in (("reordered", 512), ("header_trap", 768))
-    )
-    server = BatchServer(engines, short, ServingSettings(str(shipped_model()), max_tokens=4, batch=2))
-    alone = server.answers(MOVED)
-    with server.keeping(MOVED):
-        kept = server.answers(MOVED)
-        assert server.answers(MOVED, short[:2])
-        server.cold(short[:1])
-        # There is no room for these: a larger engine takes its place.
-        server.add(long)
-        longer = server.answers(MOVED, long)
-        assert server.answers(MOVED, short).keys() == alone.keys()
-    assert engines.arms == [MOVED.name, MOVED.name, "cold", MOVED.name]
-    assert {name: (each.tokens, each.reuse) for name, each in kept.items()} == {
-        name: (each.tokens, each.reuse) for name, each in alone.items()
-    }
-    assert any(each.reuse.reused for each in kept.values())
-    assert all(each.reuse.outcome for each in longer.values())
-    server.answers(MOVED, short[:1])
-    assert engines.arms[-2:] == [MOVED.name, MOVED.name]
 
 
 @pytest.mark.parametrize("unit", [1, 32])
@@ -62,7 +24,7 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
 
 
 def test_judged_arms_are_forced_along_colds_own_answer(shipped):
-    cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=2, questions=2, tokens=768))
+    cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=2, questions=1, tokens=640))
     server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6), judged=True)
     cold, again, moved = (
         {sample.case_id: sample for sample in server.samples(arm)}

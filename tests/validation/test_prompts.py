@@ -55,7 +55,7 @@ def test_marks_inside_a_part_are_refused(mark):
         PLAIN.render_pages("Read.", [mark])
 
 
-def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_model_paths):
+def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_model_paths, chat_tokenizer):
     assert form_for(shipped.tokenizer) is SHIPPED
     assert form_for(ModelRunner(tiny_model_paths["llama"], "float32", "cpu").tokenizer) is PLAIN
     assert form_for(Words(*prompts.MARKS, "a")) is YARDSTICK
@@ -63,6 +63,9 @@ def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_mod
     assert all(form_for(Words(), name) is form and form.name == name for name, form in FORMS.items())
     with pytest.raises(ConfigurationError, match="'markdown' is unknown; use shipped, yardstick, plain, chat"):
         form_for(Words(), "markdown")
+    assert form_for(chat_tokenizer(None)) is PLAIN
+    with pytest.raises(ConfigurationError, match="has no chat template"):
+        form_for(chat_tokenizer(None), "chat")
 
 
 PARTS = ("Answer.", ["one", "two"], "How many?")
@@ -104,12 +107,6 @@ def test_a_template_that_cannot_be_used_is_refused_in_one_sentence(chat_tokenize
     with pytest.raises(ConfigurationError, match=r"^The model's chat template cannot be used.*--form\.$"):
         form_for(chat_tokenizer(template))
     assert form_for(chat_tokenizer(template), "plain") is PLAIN
-
-
-def test_a_chat_is_asked_for_by_name_only_of_a_tokenizer_with_a_template(chat_tokenizer):
-    with pytest.raises(ConfigurationError, match="has no chat template"):
-        form_for(chat_tokenizer(None), "chat")
-    assert form_for(chat_tokenizer(None)) is PLAIN
 
 
 def test_no_part_of_a_chat_forges_a_turn(chat_tokenizer):

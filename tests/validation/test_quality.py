@@ -14,23 +14,16 @@ from validation.quality import Point, QualityReport, _show, draw, noise_floor, p
 OUTPUT = Path("quality.json")
 
 
-def lines_of_run(folder, *arguments):
-    """The report's lines by family and arm of a run on a few short prompts, and its document."""
-    path = folder / "out" / "quality.json"
-    short = ("--groups", "2", "--questions", "1", "--tokens", "640", "--output", str(path))
-    assert main(["quality", *short, *arguments]) == 0
-    document = json.loads(path.read_text())
-    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
-    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
-    assert lines["header_trap", "cold"]["exact_match"] == 1.0
-    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
-    return lines, document
-
-
 def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, capsys):
     places = ["--record", str(tmp_path / "rows"), "--machine", "m", "--name", "shipped"]
     what = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
-    lines, _ = lines_of_run(tmp_path, *what, *places)
+    path = tmp_path / "out" / "quality.json"
+    short = ["--groups", "2", "--questions", "1", "--tokens", "512", "--max-tokens", "8", "--output", str(path)]
+    assert main(["quality", *short, *what, *places]) == 0
+    lines = {(line["family"], line["arm"]): line for line in json.loads(path.read_text())["lines"]}
+    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
     arms = ("cold", "cold_again", "cold_otherwise", "wrapper_without_plan", "position_fix")
     assert {arm for _, arm in lines} == set(arms)
     assert lines["reordered", "position_fix"]["reused_share"] == 1.0
@@ -50,14 +43,12 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
     trap = [(arm, lines["header_trap", arm]) for arm in arms]
     points = [Point(arm, line["exact_match"], line["computed_share"]) for arm, line in trap]
     assert points_of(tmp_path / "rows" / f"{place}.json") == points
-    said = capsys.readouterr().out
-    assert said.startswith("rounding floor: KL ")
-    assert said.endswith("/quality.json\n")
-
-
-def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path):
-    few = ["--arms", "position_fix", "--families", "reordered,header_trap", "--kv-dtype", "fp8"]
-    assert lines_of_run(tmp_path, *few)[1]["settings"]["kv_dtype"] == "fp8"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("unchecked: ")
+    assert said[-1].endswith("/quality.json")
+    assert len(said) <= 24
+    assert max(map(len, said[:-2])) <= 80
+    assert '<mark class="reused">' in path.with_suffix(".html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +150,9 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     assert unknown.unknown() == ["header_trap"]
     assert {line.family for line in unknown.kind_lines} == {"harmless", "none"}
     assert _show(lost("header_trap", {"cold", "verified"}), OUTPUT)
-    assert "shows nothing, as the model does not know it cold: header_trap" in capsys.readouterr().out
+    assert "decides nothing, as cold rarely answers word for word: header_trap" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert {line.family for line in lost("reordered", {"cold"}).kind_lines} == {"harmless", "trap", "none"}
     # A family that the model cannot answer gets no row.
     names = {row.name for row in quality_rows(lost("reordered", ARMS))}
@@ -169,17 +162,18 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
 
 def test_every_figure_has_the_rounding_floor_beside_it_and_what_shows_nothing_shows_answers(report, capsys):
     kls = {"cold": 0.0, "cold_again": 0.001, "cold_otherwise": 0.002, "position_fix": 0.03}
-    said = {"exact_match": False, "answer": "It\nis 4821.", "reference": "4821", "reused_tokens": 800}
+    said = {"exact_match": False, "contains_reference": False, "answer": "It\nis 4821.", "reference": "48"}
+    said |= {"offered_tokens": 900, "reused_tokens": 800}
     cold = [each for each in report.samples if each.arm == "cold" and each.workload != "unrelated"]
     samples = [replace(each, arm=arm, answer_kl=kl, **said) for arm, kl in kls.items() for each in cold]
     judged = replace(report, samples=samples)
     assert judged.floor() == pytest.approx(0.002)
     assert judged.to_dict()["rounding_floor"] == judged.floor("prose")
     _show(judged, OUTPUT)
-    said = capsys.readouterr().out
-    assert said.startswith("rounding floor: KL 0.002 nats")
-    assert "prose position_fix: KL 0.03 (floor 0.002), 95 % of the prompts below 0.03; 0.0% of the answers" in said
-    assert said.count("header_trap: '4821' was expected, cold answered 'It is 4821.'") == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("unchecked: 0 of 24 answers changed, furthest in reordered, KL 0.03; checked: not measured")
+    assert "prose unchecked 0.03 0.002 0.03 0% 0% 0%" in said
+    assert f"header_trap cold answered {'; '.join(3 * [repr('It is 4821.') + ', not ' + repr('48')])}" in said
     # The families of marked stock lists keep to exact match.
     [row] = [row for row in quality_rows(judged, "_m") if row.name.startswith("answer_kl")]
     assert (row.name, row.value, row.unit) == ("answer_kl_m_position_fix_prose", pytest.approx(0.03), "nats")

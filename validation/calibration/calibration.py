@@ -178,10 +178,13 @@ class Calibration:
 
     def _confirmed(self, observer: Observer, profile: ReuseProfile, fresh: Sequence[Case]) -> list[ProfileBound]:
         """Return the profile's bounds that new prompts do not refute."""
-        kept = []
+        kept, served = [], dict[str, Any]()
         for bound in profile.bounds:
-            title = f"{bound.max_kl:.2g} nats"
-            broken = broken_of(observer.served(profile, fresh, bound, f"confirm {title}"), bound.max_kl)
+            title, levels = f"{bound.max_kl:.2g} nats", str(bound.levels)
+            # Bounds of equal levels have the same answers.
+            if levels not in served:
+                served[levels] = observer.served(profile, fresh, bound, f"confirm {title}")
+            broken = broken_of(served[levels], bound.max_kl)
             is_refuted = any(each.lower > bound.risk for each in broken.values())
             self.tell(f"{title}: over it were {shown(broken)}" + ("; it is left out" if is_refuted else ""))
             if is_refuted or not broken:

@@ -11,6 +11,8 @@ from validation.calibration.deviations import DeviationCollector
 from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
+FP8 = torch.float8_e4m3fn
+
 
 def collected(shipped, family, kv_dtype=None):
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
@@ -30,17 +32,12 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(shipped):
 
 def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped):
     """A half of 2^-3 at most for each of three roundings, to the nearest of 8 steps between powers of 2."""
-    for prompt, own in zip(
-        collected(shipped, "reordered", torch.float8_e4m3fn), collected(shipped, "reordered"), strict=True
-    ):
+    for prompt, own in zip(collected(shipped, "reordered", FP8), collected(shipped, "reordered"), strict=True):
         assert (prompt.lengths, prompt.values.shape) == (own.lengths, own.values.shape)
         assert 0.01 < prompt.values[0].min() <= prompt.values[0].max() < 3 * 2**-4
         # It shows in tokens that hardly deviate, and is little beside what another place does.
         assert own.values[2].min() < 0.02 < prompt.values[2].min()
         assert 1 < np.median(prompt.values[2]) / np.median(own.values[2]) < 1.5
-
-
-FP8 = torch.float8_e4m3fn
 
 
 def test_another_header_deviates_far_more_than_another_place(shipped):

@@ -260,19 +260,14 @@ async def test_spot_checks_break_the_promise_and_exact_reuse_alone_is_asked_for_
 
 
 @router(replicas=1, audit_sample=1.0)
-async def test_an_answer_that_was_computed_whole_keeps_its_bound_without_a_cold_run(parts):
-    replica = parts.replicas[0]
-    replica.receipt, replica.likelihood = BOUNDED | {"reused_tokens": 0}, 0.9
-    await parts.ask(**JUDGED)
-    assert (checks(parts), len(replica.bodies)) == ({"within": 1}, 1)
-
-
-@router(replicas=1, audit_sample=1.0)
-async def test_an_answer_without_a_bound_is_compared_and_tests_none(parts):
+async def test_an_answer_without_a_bound_tests_none_and_one_computed_whole_keeps_it_without_a_cold_run(parts):
     replica = parts.replicas[0]
     replica.receipt, replica.likelihood = BOUNDED | {"max_kl": None}, 0.9
     await _judged(parts)
-    assert (checks(parts), results(parts)) == ({}, {"equal": 1})
+    assert (checks(parts), results(parts), len(replica.bodies)) == ({}, {"equal": 1}, 2)
+    replica.receipt = BOUNDED | {"reused_tokens": 0}
+    await parts.ask(**JUDGED)
+    assert (checks(parts), len(replica.bodies)) == ({"within": 1}, 3)
 
 
 @router(replicas=1, audit_sample=1.0)
