@@ -17,7 +17,7 @@ from kernels.attention_mass import attention_mass
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, PoolLayer, all_to_device, layer_view
 from kernels.rope import saturated, still
-from kernels.sparse_prefill import SequenceRows
+from kernels.sparse_prefill import SequenceRows, sparse_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,8 +66,8 @@ class LayerSchedule:
     """The stages up to the next deviation check, or to the last layer.
 
     `output_rows`: int64, indices of the last stage's rows, in the executor's order. `token_ids`: int64 [rows of
-    stages[0]]; empty in a schedule that continues within a layer, after a check. `mass`, if it is set, gets the queries
-    of every layer."""
+    stages[0]]; empty in a schedule that continues within a layer, after a check. `mass`, if it is set, attends in
+    every layer."""
 
     stages: tuple[Stage, ...]
     output_rows: torch.Tensor
@@ -103,22 +103,32 @@ class AttentionMass:
         self._first_layer = num_layers // 2
         self._found: torch.Tensor | None = None
 
-    def add(
+    def attend(
         self,
         layer: int,
         q: torch.Tensor,
         kv: PoolLayer,
+        sequences: Sequence[SequenceRows],
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do as `kernels.sparse_prefill` in `layer`, and add what its queries give, if it is of the upper half."""
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer >= self._first_layer else None
+        attended = sparse_prefill(q, kv, sequences, scale, window, sinks, lse)
+        if lse is not None:
+            self.add(q, kv, scale, window, lse=lse)
+        return attended
+
+    def add(
+        self, q: torch.Tensor, kv: PoolLayer, scale: float, window: int | None = None, *, lse: torch.Tensor
     ) -> None:
-        """Add what the queries of `layer` give, [rows, heads, head_dim], of which the request's are the last; K is in
+        """Add what the queries of a layer give, [rows, heads, head_dim], of which the request's are the last; K is in
         the pool. The rest is as in `kernels.attention_mass`."""
-        if layer >= self._first_layer:
-            own = q[-self._sequence.count :]
-            if self._found is None:
-                self._sequence = self._sequence.to(q.device)
-            self._found = attention_mass(own, kv, (self._sequence,), scale, window, sinks, into=self._found)
+        own, sums = q[-self._sequence.count :], lse[-self._sequence.count :]
+        if self._found is None:
+            self._sequence = self._sequence.to(q.device)
+        self._found = attention_mass(own, kv, (self._sequence,), scale, window=window, lse=sums, into=self._found)
 
     def total(self, ranks: Ranks) -> torch.Tensor:
         """Return float32 [tokens up to the last row], over all heads of all ranks. Some layer must have added to it."""
