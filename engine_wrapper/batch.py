@@ -3,7 +3,7 @@
 A plan may compute more tokens than the engine has scheduled. So an iteration is divided by position into forwards of
 bounded size (micro-batches): each part attends to the KV that the parts before it have written.
 
-A check's sample has a forward of its own. What it most likely leaves runs before it.
+The samples of checks have a forward of their own. What they most likely leave runs before it.
 
 Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many, their lowest
 layers run first, part by part, and the check decides once, over all parts. The rows that go on enter layer 0 again,
@@ -32,16 +32,18 @@ from kernels.device import HostCopy
 from kernels.layout import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
 
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.ranks import Ranks
 
-# Runs a work's `lowest_schedule` up to a layer; returns the deviations of its checked tokens, float32 [tokens].
-RunLowest = Callable[[SequenceWork, int], torch.Tensor]
-# Runs a work without a check; returns the attention that each of its positions gets, float32 [tokens].
-RunMass = Callable[[SequenceWork], torch.Tensor]
+# Runs the `lowest_schedule` of works up to a layer; returns the deviations of their checked tokens, float32 [tokens].
+RunLowest = Callable[["Sequence[SequenceWork]", int], torch.Tensor]
+# Runs works without a check; returns for each the attention that its positions get, float32 [tokens].
+RunMass = Callable[["Sequence[SequenceWork]"], list[torch.Tensor]]
 Output = TypeVar("Output")
 
 # At most this many rows run before a sample: if it fails, they are computed again.
@@ -113,47 +115,69 @@ def run_works(
     if not compared:
         return run_left(works)
     expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
-    is_likely = all(work.pending is None for work in expected)
+    is_likely = all(works[index].may_pass for index in compared) and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
     speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
-    # All samples are queued before the host waits for the first one's deviations.
-    samples = {index: works[index].sample(found) for index, found in compared.items()}
-    read = {
-        index: HostCopy(_run_parts(sample, _layer_of(sample), max_rows, lowest)) for index, sample in samples.items()
-    }
     left, are_kept = list(works), True
-    for index, found in compared.items():
-        left[index], known = works[index].after_sample(found, read[index].read())
+    for index, deviations in _run_samples(works, compared, max_rows, lowest):
+        left[index], known = works[index].after_sample(compared[index], deviations)
         are_kept = are_kept and known is not None and not known.is_dropped
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
-    # All are queued before the host waits for the first one.
-    masses = [HostCopy(mass(works[index].if_all_is_kept())) for index in asked]
-    for index, each in zip(asked, masses, strict=True):
-        left[index] = left[index].weighed(each.read())
+    if asked:
+        masses = mass([works[index].if_all_is_kept() for index in asked])
+        read = np.split(HostCopy(torch.cat(masses)).read(), np.cumsum([len(each) for each in masses[:-1]]))
+        for index, own in zip(asked, read, strict=True):
+            left[index] = left[index].weighed(own)
     if speculative is not None and are_kept:
         return speculative
     return run_left(left)
 
 
+def _run_samples(
+    works: Sequence[SequenceWork], compared: Mapping[int, npt.NDArray[np.int64]], max_rows: int | None, run: RunLowest
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Run the samples of all works together; yield by the work's index what the `compared` tokens deviate by."""
+    samples = {index: works[index].sample(found) for index, found in compared.items()}
+    by_layer = dict[int, list[int]]()
+    for index, sample in samples.items():
+        by_layer.setdefault(_layer_of(sample), []).append(index)
+    # All layers are queued before the host waits for the first one.
+    read = {
+        layer: HostCopy(_run_parts([samples[index] for index in indices], layer, max_rows, run))
+        for layer, indices in by_layer.items()
+    }
+    for layer, indices in by_layer.items():
+        ends = np.cumsum([len(compared[index]) for index in indices])
+        yield from zip(indices, np.split(read[layer].read(), ends[:-1]), strict=True)
+
+
 def attention_of(
-    work: SequenceWork, num_layers: int, max_rows: int | None, ranks: Ranks, run: Callable[[LayerSchedule], object]
-) -> torch.Tensor:
-    """Run a work without a check, in parts of at most `max_rows` rows. Return the attention that its last MASS_ROWS
-    rows give to each of its tokens, float32 [tokens], over all heads of all ranks."""
-    after, found = len(work.positions), list[torch.Tensor]()
-    for (part,) in micro_batches([work], num_layers, max_rows):
-        after -= len(part.work.positions)
-        count = min(MASS_ROWS - after, len(part.work.positions))
-        mass = AttentionMass(part.work, count, num_layers) if count > 0 else None
-        run(replace(schedule_of([part.work], num_layers), mass=mass))
-        if mass is not None:
-            found.append(mass.total(ranks))
-    *earlier, total = found
-    for each in earlier:
-        total[: len(each)] += each
-    return total
+    works: Sequence[SequenceWork],
+    num_layers: int,
+    max_rows: int | None,
+    ranks: Ranks,
+    run: Callable[[LayerSchedule], object],
+) -> list[torch.Tensor]:
+    """Run works without a check, in forwards of at most `max_rows` rows. Return for each the attention that its last
+    MASS_ROWS rows give to its tokens, float32 [tokens], over all heads of all ranks."""
+    after, found = [len(work.positions) for work in works], dict[int, torch.Tensor]()
+    for parts in micro_batches(works, num_layers, max_rows):
+        counts = []
+        for part in parts:
+            rows = len(part.work.positions)
+            after[part.owner] -= rows
+            counts.append(max(0, min(MASS_ROWS - after[part.owner], rows)))
+        own = [part.work for part in parts]
+        mass = AttentionMass(own, counts, num_layers) if any(counts) else None
+        run(replace(schedule_of(own, num_layers), mass=mass))
+        reading = [part.owner for part, count in zip(parts, counts, strict=True) if count]
+        for owner, total in zip(reading, () if mass is None else mass.totals(ranks), strict=True):
+            if (earlier := found.get(owner)) is not None:
+                total[: len(earlier)] += earlier
+            found[owner] = total
+    return [found[owner] for owner in range(len(works))]
 
 
 def with_lowest_layers_run(
@@ -163,7 +187,7 @@ def with_lowest_layers_run(
     Most works need nothing. For others `run` gets their parts, `evidence_sink` the evidence, and the host waits."""
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         layer = _layer_of(work)
-        found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
+        found = _run_parts([work.part(0, rows.stop, 0)], layer, max_rows, run)
         if work.pending is not None:
             work, evidence = work.decide(found.cpu().numpy())
             if evidence_sink is not None:
@@ -177,11 +201,25 @@ def _layer_of(work: SequenceWork) -> int:
     return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
 
 
-def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:
-    """Runs the lowest layers of all rows; returns the deviations of the checked ones, float32, on the device."""
-    rows = len(work.positions)
-    step = max_rows or rows
-    return torch.cat([run(work.part(start, min(start + step, rows), 0), layer) for start in range(0, rows, step)])
+def _run_parts(works: Sequence[SequenceWork], layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:
+    """Run the lowest layers of all rows; return the deviations of the checked ones, float32, on the device."""
+    return torch.cat([run(parts, layer) for parts in _filled(works, max_rows)])
+
+
+def _filled(works: Sequence[SequenceWork], max_rows: int | None) -> Iterator[list[SequenceWork]]:
+    """Yield all rows of the works, in forwards of at most `max_rows` rows."""
+    parts, room = list[SequenceWork](), max_rows or sum(len(work.positions) for work in works)
+    for work in works:
+        start, rows = 0, len(work.positions)
+        while start < rows:
+            held = sum(len(part.positions) for part in parts)
+            if held == room:
+                yield parts
+                parts, held = [], 0
+            stop = min(rows, start + room - held)
+            parts.append(work.part(start, stop, 0))
+            start = stop
+    yield parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +268,8 @@ class Batch:
             own = held[: forward.geometry.blocks_for(end)]
             slices.append(SequenceSlice(request_id, begin, tokens, tuple(own), plan))
 
-        def below(work: SequenceWork, layer: int) -> torch.Tensor:
-            return forward.lowest(lowest_schedule(work, layer, num_layers).to(self.input_ids.device))
+        def below(works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
+            return forward.lowest(lowest_schedule(works, layer, num_layers).to(self.input_ids.device))
 
         works = works_of(slices, num_layers, forward.keys_per_row)
 
@@ -239,8 +277,8 @@ class Batch:
             schedule = schedule.to(self.input_ids.device)
             forward.run(replace(schedule, token_ids=schedule.token_ids.to(self.input_ids.dtype)), None)
 
-        def weigh(work: SequenceWork) -> torch.Tensor:
-            return attention_of(work, num_layers, forward.max_rows, forward.ranks, run_alone)
+        def weigh(works: Sequence[SequenceWork]) -> list[torch.Tensor]:
+            return attention_of(works, num_layers, forward.max_rows, forward.ranks, run_alone)
 
         run = partial(self._run, forward=forward, sink=evidence_sink)
         return run_works(works, num_layers, forward.max_rows, below, weigh, evidence_sink, run)

@@ -15,7 +15,7 @@ import torch
 
 from kernels.attention_mass import attention_mass
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
-from kernels.layout import KvGeometry, LayeredPool, PagedKv, PoolLayer, all_to_device, layer_view
+from kernels.layout import KvGeometry, LayeredPool, PagedKv, PoolLayer, all_to_device, layer_view, to_device
 from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows, sparse_prefill
 
@@ -96,10 +96,16 @@ class LayerSchedule:
 
 
 class AttentionMass:
-    """The attention that the last `count` rows of one work give to each token, over the upper half of the layers."""
+    """The attention that the last rows of each work, `counts` of them, give to its tokens, over the upper half of the
+    layers. `works` are those of the forward; some row must be counted."""
 
-    def __init__(self, work: SequenceWork, count: int, num_layers: int) -> None:
-        self._sequence = SequenceRows(0, torch.from_numpy(work.positions[-count:]), work.block_ids)
+    def __init__(self, works: Sequence[SequenceWork], counts: Sequence[int], num_layers: int) -> None:
+        ends = np.cumsum([len(work.positions) for work in works]).tolist()
+        reading = [each for each in zip(works, ends, counts, strict=True) if each[2]]
+        self._sequences = _sequence_rows(
+            [work.positions[-count:] for work, _, count in reading], [work for work, *_ in reading]
+        )
+        self._rows = torch.from_numpy(np.concatenate([np.arange(end - count, end) for _, end, count in reading]))
         self._first_layer = num_layers // 2
         self._found: torch.Tensor | None = None
 
@@ -113,27 +119,24 @@ class AttentionMass:
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do as `kernels.sparse_prefill` in `layer`, and add what its queries give, if it is of the upper half."""
+        """Do as `kernels.sparse_prefill` for the forward's rows, and add what they give if `layer` is of the upper
+        half."""
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer >= self._first_layer else None
         attended = sparse_prefill(q, kv, sequences, scale, window, sinks, lse)
         if lse is not None:
-            self.add(q, kv, scale, window, lse=lse)
+            if self._found is None:
+                self._sequences = tuple(each.to(q.device) for each in self._sequences)
+                self._rows = to_device(self._rows, q.device)
+            own, sums = (each.index_select(0, self._rows) for each in (q, lse))
+            self._found = attention_mass(own, kv, self._sequences, scale, sums, window, into=self._found)
         return attended
 
-    def add(
-        self, q: torch.Tensor, kv: PoolLayer, scale: float, window: int | None = None, *, lse: torch.Tensor
-    ) -> None:
-        """Add what the queries of a layer give, [rows, heads, head_dim], of which the request's are the last; K is in
-        the pool. The rest is as in `kernels.attention_mass`."""
-        own, sums = q[-self._sequence.count :], lse[-self._sequence.count :]
-        if self._found is None:
-            self._sequence = self._sequence.to(q.device)
-        self._found = attention_mass(own, kv, (self._sequence,), scale, window=window, lse=sums, into=self._found)
-
-    def total(self, ranks: Ranks) -> torch.Tensor:
-        """Return float32 [tokens up to the last row], over all heads of all ranks. Some layer must have added to it."""
+    def totals(self, ranks: Ranks) -> tuple[torch.Tensor, ...]:
+        """Return float32 [tokens up to the last row] of each work with a counted row, over all heads of all ranks.
+        Some layer must have added to it."""
         assert self._found is not None
-        return ranks.total(self._found.sum(0))
+        total: torch.Tensor = ranks.total(self._found.sum(0))
+        return torch.split(total, [each.last_position + 1 for each in self._sequences])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +152,7 @@ class DeviationCheck:
 
     @property
     def is_sample(self) -> bool:
-        """True if single rows of one work are compared, in a forward of their own."""
+        """True if single rows are compared, in a forward of their own."""
         return any(work.pending is not None and work.pending.sampled is not None for work in self.works)
 
     def deviations(
@@ -172,12 +175,7 @@ class DeviationCheck:
         # The donor's keys were rotated as they were placed into the pool, so the comparison turns them no more.
         no_turn = still(geometry.head_dim)
         if self.is_sample:
-            (work,) = self.works
-            assert work.pending is not None
-            active, sampled = work.active(self.layer), work.pending.checked
-            rows = torch.from_numpy((np.cumsum(active) - active)[sampled])
-            positions = torch.from_numpy(work.positions[sampled])
-            sums = row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
+            sums = row_squares(fresh, *self._sampled(pool, geometry), self.layer)
         elif head_scales is not None:
             sums = _scaled_squares(self._moves(pool, geometry), fresh, self.layer, head_scales)
         elif ranks.size == 1:
@@ -185,6 +183,20 @@ class DeviationCheck:
         else:
             sums = squares(self._moves(pool, geometry), fresh, self.layer, no_turn)
         return relative(ranks.total(sums)).amax(0)
+
+    def _sampled(self, pool: Pool, geometry: KvGeometry) -> tuple[torch.Tensor, PagedKv, torch.Tensor]:
+        """The sampled rows' places, the blocks of all works, one after another, and the rows' positions in these."""
+        places, positions, first_row, first_block = [], [], 0, 0
+        for work in self.works:
+            active = work.active(self.layer)
+            if work.pending is not None:
+                sampled = work.pending.checked
+                places.append((first_row + np.cumsum(active) - active)[sampled])
+                positions.append(first_block * geometry.block_size + work.positions[sampled])
+            first_row += int(np.count_nonzero(active))
+            first_block += len(work.block_ids)
+        rows, held = (torch.from_numpy(np.concatenate(each)) for each in (places, positions))
+        return rows, PagedKv(pool, torch.cat([work.block_ids for work in self.works]), geometry), held
 
     def _moves(self, pool: Pool, geometry: KvGeometry) -> list[Move]:
         """The checked spans of all works, from their positions in the pool to the rows' places."""
@@ -241,11 +253,11 @@ def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule
     return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 
-def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
+def lowest_schedule(works: Sequence[SequenceWork], layer: int, num_layers: int) -> LayerSchedule:
     """Return the schedule, on the host, of all rows up to checked K and V of `layer`; it has no output rows."""
-    stage = Stage(0, None, _sequence_rows([work.positions], [work]))
-    check = DeviationCheck(layer, num_layers, (work,))
-    return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
+    stage = Stage(0, None, _sequence_rows([work.positions for work in works], works))
+    check = DeviationCheck(layer, num_layers, tuple(works))
+    return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens(works))
 
 
 def _tokens(works: Sequence[SequenceWork]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, stretches
+from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, share_for, stretches
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 from semblend_trt.transfer.load import block_vector
@@ -80,6 +80,11 @@ class SequenceWork:
             return np.empty(0, dtype=np.int64)
         check = pending.check
         return sample_of(pending.lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
+
+    @property
+    def may_pass(self) -> bool:
+        """True if the check computes nothing after a sample that deviates by nothing."""
+        return self.pending is not None and share_for(self.pending.check, 0.0) == 0.0
 
     def if_all_is_kept(self) -> SequenceWork:
         """Return the work that is left if the check keeps every token; its rows enter layer 0."""

@@ -174,21 +174,21 @@ class ModelRunner:
                 self.evidence_sink(evidence)
         return logits
 
-    def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
-        """Run the lowest layers of a part of a work (see `engine_wrapper.batch`)."""
+    def _run_lowest(self, works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
+        """Run the lowest layers of parts of works (see `engine_wrapper.batch`)."""
         assert self._forward is not None
-        schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
+        schedule = lowest_schedule(works, layer, self.facts.num_layers).to(self.device)
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
-    def _weigh(self, work: SequenceWork) -> torch.Tensor:
-        """Return the attention that each token of a work gets from its last rows (see `engine_wrapper.batch`)."""
+    def _weigh(self, works: Sequence[SequenceWork]) -> list[torch.Tensor]:
+        """Return the attention that each token of each work gets from its last rows (see `engine_wrapper.batch`)."""
         forward = self._forward
         assert forward is not None
 
         def run(schedule: LayerSchedule) -> None:
             forward(schedule.to(self.device), self._before_layer(), self.after_layer)
 
-        return attention_of(work, self.facts.num_layers, self._max_rows, self.ranks, run)
+        return attention_of(works, self.facts.num_layers, self._max_rows, self.ranks, run)
 
     def _before_layer(self) -> LayerHook | None:
         """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""

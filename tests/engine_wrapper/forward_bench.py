@@ -64,13 +64,13 @@ class Bench:
         hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, self._weigh, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
-    def _run_lowest(self, work, layer):
-        self.lowest.append((work, layer))
-        return self.forward.lowest(lowest_schedule(work, layer, NUM_LAYERS).to(DEVICE))
+    def _run_lowest(self, works, layer):
+        self.lowest += [(work, layer) for work in works]
+        return self.forward.lowest(lowest_schedule(works, layer, NUM_LAYERS).to(DEVICE))
 
-    def _weigh(self, work):
-        self.weighed.append(work)
-        return attention_of(work, NUM_LAYERS, None, Ranks(), lambda schedule: self.forward(schedule.to(DEVICE)))
+    def _weigh(self, works):
+        self.weighed += works
+        return attention_of(works, NUM_LAYERS, None, Ranks(), lambda schedule: self.forward(schedule.to(DEVICE)))
 
     def run_steps(self, tokens, begin, *ends):
         """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""

@@ -195,7 +195,8 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
     by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
     passes = {}
 
-    def run(part, layer):
+    def run(parts, layer):
+        (part,) = parts
         passes.setdefault(layer, []).append(part)
         return torch.from_numpy(by_position[checked_positions(part)])
 
@@ -297,6 +298,42 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_p
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
 
 
+@pytest.mark.parametrize("max_rows", [None, MAX_ROWS])
+def test_samples_and_attention_of_several_requests_run_together(bench, make_plan, monkeypatch, max_rows):
+    """In one forward each if all rows fit, they find and answer what the requests alone do."""
+    shares = (0.3, 0.0, 0.2)
+    checks = [replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, share),)) for share in shares]
+    plans = [
+        make_plan(tokens_of(LENGTH, number), SPANS, request_id=number, check=check)
+        for number, check in enumerate(checks, 1)
+    ]
+    held = []
+    for plan in plans:
+        place_donor(bench, plan)
+        held.append(bench.kv(plan.request_id))
+
+    def run(*asked):
+        bench.clear()
+        for plan in asked:
+            # Only spans hold KV.
+            for start, end in SPANS:
+                bench.place(plan.request_id, held[plan.request_id - 1], start, end)
+        return bench.run(*map(bench.planned, asked), max_rows=max_rows), bench.evidence
+
+    forwards = []
+    lowest, weigh = bench._run_lowest, bench._weigh
+    monkeypatch.setattr(bench, "_run_lowest", lambda works, layer: forwards.append(len(works)) or lowest(works, layer))
+    monkeypatch.setattr(bench, "_weigh", lambda works: forwards.append(len(works)) or weigh(works))
+    alone = [run(plan) for plan in plans]
+    forwards.clear()
+    together, evidence = run(*plans)
+    assert max_rows or forwards == [3, 2]
+    # Alone, what passes is answered before the sample has written its own KV.
+    assert all(close(together[index], alone[index][0][0]) for index in (0, 2))
+    by_request = {each.request_id: each for each in evidence}
+    assert alike([by_request[plan.request_id] for plan in plans], [found for _, [found] in alone])
+
+
 def test_the_tokens_with_the_largest_product_of_deviation_and_attention_are_computed(bench, make_plan):
     """They are those that deviate, however many others the last rows read more."""
     check = replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, 0.4),))
@@ -322,7 +359,7 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         place_donor(bench, plan)
         (work,) = works_of([bench.planned(plan)], NUM_LAYERS)
         run = lambda schedule: bench.forward(schedule.to(DEVICE))  # noqa: E731
-        return attention_of(work.if_all_is_kept(), NUM_LAYERS, max_rows, ranks, run)
+        return attention_of([work.if_all_is_kept()], NUM_LAYERS, max_rows, ranks, run)[0]
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
     assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
@@ -141,6 +142,7 @@ def grown(case: Case, form: PromptForm, generations: int) -> Case:
     return replace(case, donors=(*others, *growing, last))
 
 
+@lru_cache(maxsize=1)  # every group asks
 def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
     """Return the tokens of the shortest prompts that a family can be written in."""
     openings = {*form.instructions, *form.system_prompts}
