@@ -17,7 +17,7 @@ from kernels.attention_mass import attention_mass
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, PoolLayer, all_to_device, layer_view, to_device
 from kernels.rope import saturated, still
-from kernels.sparse_prefill import SequenceRows
+from kernels.sparse_prefill import SequenceRows, sparse_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,8 +66,8 @@ class LayerSchedule:
     """The stages up to the next deviation check, or to the last layer.
 
     `output_rows`: int64, indices of the last stage's rows, in the executor's order. `token_ids`: int64 [rows of
-    stages[0]]; empty in a schedule that continues within a layer, after a check. `mass`, if it is set, gets the queries
-    of every layer."""
+    stages[0]]; empty in a schedule that continues within a layer, after a check. `mass`, if it is set, attends in
+    every layer."""
 
     stages: tuple[Stage, ...]
     output_rows: torch.Tensor
@@ -109,23 +109,27 @@ class AttentionMass:
         self._first_layer = num_layers // 2
         self._found: torch.Tensor | None = None
 
-    def add(
+    def attend(
         self,
         layer: int,
         q: torch.Tensor,
         kv: PoolLayer,
+        sequences: Sequence[SequenceRows],
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Add what the queries of `layer` give, [rows of the forward, heads, head_dim]; K is in the pool. The rest is
-        as in `kernels.attention_mass`."""
-        if layer >= self._first_layer:
+    ) -> torch.Tensor:
+        """Do as `kernels.sparse_prefill` for the forward's rows, and add what they give if `layer` is of the upper
+        half."""
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer >= self._first_layer else None
+        attended = sparse_prefill(q, kv, sequences, scale, window, sinks, lse)
+        if lse is not None:
             if self._found is None:
                 self._sequences = tuple(each.to(q.device) for each in self._sequences)
                 self._rows = to_device(self._rows, q.device)
-            own = q.index_select(0, self._rows)
-            self._found = attention_mass(own, kv, self._sequences, scale, window, sinks, into=self._found)
+            own, sums = (each.index_select(0, self._rows) for each in (q, lse))
+            self._found = attention_mass(own, kv, self._sequences, scale, sums, window, into=self._found)
+        return attended
 
     def totals(self, ranks: Ranks) -> tuple[torch.Tensor, ...]:
         """Return float32 [tokens up to the last row] of each work with a counted row, over all heads of all ranks.

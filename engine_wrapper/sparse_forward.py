@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,8 @@ def paged_attention(
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     paged.write(kv.layer, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if paged.mass is not None:
-        paged.mass.add(kv.layer, queries, kv, scale, sliding_window, s_aux)
-    return sparse_prefill(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
+    attend = sparse_prefill if paged.mass is None else partial(paged.mass.attend, kv.layer)
+    return attend(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -12,6 +12,7 @@ name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.self_check import LayoutError
@@ -128,9 +129,9 @@ class PlannedRows:
         if self._lowest and self.found is not None:
             raise CheckReached
         scale = self._geometry.head_dim**-0.5 / (getattr(attention, "q_scaling", None) or 1.0)
-        if self._schedule.mass is not None:
-            self._schedule.mass.add(layer, queries, kv, scale, self._windows[layer])
-        attended = sparse_prefill(queries.contiguous(), kv, sequences, scale, self._windows[layer])
+        mass = self._schedule.mass
+        attend = sparse_prefill if mass is None else partial(mass.attend, layer)
+        attended = attend(queries.contiguous(), kv, sequences, scale, self._windows[layer])
         return attended.flatten(1)
 
     def _check_options(self, layer: int, options: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -240,9 +241,9 @@ class VllmRows:
         rows = sum(each.count for each in kv[-1])  # a graph's padding comes after them
         cache, impl = self._parts.cache(layer), attention.impl
         window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
-        if self._schedule.mass is not None and not self._parts.chunks[layer]:
-            self._schedule.mass.add(layer, queries[:rows], cache, impl.scale, window, sinks)
-        output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
+        mass = None if self._parts.chunks[layer] else self._schedule.mass
+        attend = sparse_prefill if mass is None else partial(mass.attend, layer)
+        output[:rows] = attend(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 
     def _metadata(self, sequences: Sequence[SequenceRows], slots: torch.Tensor) -> Any:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 
 CHUNK_ROWS = 256
-# Scores of a chunk with sinks, which torch's own attention would not keep.
+# Scores of a chunk with sinks or a log-sum-exp, which torch's own attention would not keep.
 SINK_SCORES = 1 << 26
 # On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
 LEAST_ROWS_PER_PADDING = 4
@@ -60,6 +60,7 @@ def sparse_prefill(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
 
@@ -67,16 +68,17 @@ def sparse_prefill(
     pool must hold K and V, not latent rows, of every position that a query sees. `scale`, above 0, multiplies the
     scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`, sliding_window_overlay).
     `sinks`: logits of any float dtype, [heads], in the softmax's denominator only (Transformers, `modeling_gpt_oss.py`,
-    eager_attention_forward). K and V in float8_e4m3fn are read as numbers of q's dtype: their scale is 1. Returns
-    [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound."""
+    eager_attention_forward). K and V in float8_e4m3fn are read as numbers of q's dtype: their scale is 1. `lse`,
+    float32 [rows, heads], is filled with the logarithm of each row's sum of exp(score); a sink's score is one of them.
+    Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound."""
     if kv.geometry.kv_factor != 2:
         raise ValueError(f"KvGeometry.kv_factor is {kv.geometry.kv_factor}; rows attend to K and V, 2")
-    check_queries(q, kv, sequences, scale, window, sinks)
+    check_queries(q, kv, sequences, scale, window, sinks, lse)
     if sequences and _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
-        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks)
-    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks)
+        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks, lse=lse)
+    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks, lse)
 
 
 def check_queries(
@@ -85,7 +87,8 @@ def check_queries(
     sequences: Sequence[SequenceRows],
     scale: float,
     window: int | None,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Raise ValueError, naming the tensor and its bound, unless the arguments of `sparse_prefill` fit one another."""
     geometry = kv.geometry
@@ -104,6 +107,17 @@ def check_queries(
             f"{q.device} are needed"
         )
     check_rows({"q": q}, q.shape[1], kv, sequences)
+    if lse is not None:
+        check_float32("lse", lse, q.shape[:2], q.device)
+
+
+def check_float32(name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raise ValueError, naming the tensor and its bound, unless it is contiguous float32 of `shape` on `device`."""
+    if (*tensor.shape, tensor.dtype, tensor.device) != (*shape, torch.float32, device) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; contiguous float32 of shape "
+            f"{list(shape)} on {device} is needed"
+        )
 
 
 def _triton_serves(kv: PoolLayer) -> bool:
@@ -135,6 +149,7 @@ def sparse_prefill_by_torch(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Serve `sparse_prefill`, of checked arguments: K and V are gathered once a sequence; queries attend in chunks."""
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -145,10 +160,11 @@ def sparse_prefill_by_torch(
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
         keys, values = (gathered(kv, sequence, first, q.dtype, kind) for kind in (0, 1))
         nearly_whole = sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
-        if own is None and sinks is None and (sequence.count == 1 or nearly_whole):
+        if own is None and sinks is None and lse is None and (sequence.count == 1 or nearly_whole):
             output[rows] = _attend_square(q[rows], keys, values, scale)
         else:
-            output[rows] = _attend_masked(q[rows], keys, values, sequence.host_positions - first, scale, own, sinks)
+            places, filled = sequence.host_positions - first, None if lse is None else lse[rows]
+            output[rows] = _attend_masked(q[rows], keys, values, places, scale, own, sinks, filled)
     return output
 
 
@@ -184,10 +200,11 @@ def _attend_masked(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """`q`: [rows, heads, head_dim]; `positions`, on the host, are places in `keys`. Returns q's shape."""
     attended, start, rows = [], 0, CHUNK_ROWS
-    if sinks is not None:
+    if sinks is not None or lse is not None:
         rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
     for own in _chunks(positions, window, rows):
         first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
@@ -196,7 +213,8 @@ def _attend_masked(
         mask = tokens <= places[:, None]
         if window is not None:
             mask &= tokens > places[:, None] - window
-        attended.append(_attend_chunk(q[start : start + len(own)], *near, mask, scale, sinks))
+        chunk = slice(start, start + len(own))
+        attended.append(_attend_chunk(q[chunk], *near, mask, scale, sinks, None if lse is None else lse[chunk]))
         start += len(own)
     return torch.cat(attended)
 
@@ -215,9 +233,10 @@ def _attend_chunk(
     mask: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """`q`: [rows, heads, head_dim]; `mask`: bool [rows, tokens]; returns q's shape."""
-    if sinks is None:
+    if sinks is None and lse is None:
         attended = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[None],
@@ -229,7 +248,11 @@ def _attend_chunk(
         return attended[0].transpose(0, 1)
     # [kv_heads, group, rows, head_dim]; torch's own attention knows no sinks
     queries = q.float().unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
-    scores = queries @ keys.float().transpose(1, 2)[:, None] * scale
-    sink = sinks.float().view(*queries.shape[:2], 1, 1).expand(-1, -1, len(q), 1)
-    weights = torch.cat((scores.masked_fill(~mask, -torch.inf), sink), dim=-1).softmax(-1)
-    return (weights[..., :-1] @ values.float()[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    scores = (queries @ keys.float().transpose(1, 2)[:, None] * scale).masked_fill(~mask, -torch.inf)
+    sums = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        sums = torch.logaddexp(sums, sinks.float().view(*queries.shape[:2], 1, 1))
+    if lse is not None:
+        lse.copy_(sums.permute(2, 0, 1, 3).flatten(1))
+    weights: torch.Tensor = (scores - sums).exp()
+    return (weights @ values.float()[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)

@@ -36,6 +36,7 @@ def sparse_prefill(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`."""
     (pool, layer, geometry), heads = kv, q.shape[1]
@@ -52,6 +53,8 @@ def sparse_prefill(
                 logits = keys @ q[row, head].float() * scale
                 if sinks is not None:
                     logits = torch.cat((logits, sinks[head : head + 1].float()))
+                if lse is not None:
+                    lse[row, head] = torch.logsumexp(logits, dim=0)
                 weights = torch.softmax(logits, dim=0)
                 output[row, head] = weights[: len(seen)] @ values
     return output

@@ -51,6 +51,7 @@ def sparse_prefill(
     sinks: torch.Tensor | None = None,
     config: TileConfig | None = None,
     piece: int | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Serve `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
 
@@ -65,7 +66,7 @@ def sparse_prefill(
     q = q if q.stride(2) == 1 else q.contiguous()
     head_major = work.items.shape[0] >= HEAD_MAJOR_ROUNDS * processors * config.resident
     index = batch_index(sequences)
-    return attend(q, kv, work, index, scale, config, window=window, sinks=sinks, head_major=head_major)
+    return attend(q, kv, work, index, scale, config, window=window, sinks=sinks, lse=lse, head_major=head_major)
 
 
 def attend(
@@ -78,6 +79,7 @@ def attend(
     *,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     head_major: bool = False,
 ) -> torch.Tensor:
     """Launch the attention of `work`, and the join of its partial outputs where it has any; return q's shape.
@@ -97,7 +99,7 @@ def attend(
     }
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lanes = work.slots * kv_heads * config.block_m
-    lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     sinks = sinks if sinks is None else sinks.contiguous()
     # The interpreter cannot multiply bf16.
@@ -110,11 +112,12 @@ def attend(
         memory,
         output,
         partial,
-        lse,
+        partial_lse,
         work.items,
         index.positions,
         index.block_ids,
         sinks,
+        lse,
         layer,
         num_items,
         window or 0,
@@ -142,10 +145,11 @@ def attend(
             (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads),
             q,
             partial,
-            lse,
+            partial_lse,
             output,
             work.tiles,
             sinks,
+            lse,
             **shared,
             ROWS=rows,
             WAYS=ways,
@@ -332,6 +336,7 @@ def attention_kernel(
     positions_ptr,
     block_ids_ptr,
     sinks_ptr,
+    row_lse_ptr,
     layer,
     num_items,
     window,
@@ -433,6 +438,9 @@ def attention_kernel(
     else:
         output_pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
         tl.store(output_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=stored)
+        if row_lse_ptr is not None:
+            lse = (maximum + tl.math.log2(normaliser)) / LOG2_E_IN_KERNELS
+            tl.store(row_lse_ptr + rows * (KV_HEADS * GROUP) + heads, lse, mask=packed < packed_end)
 
 
 @triton.jit(do_not_specialize=["tiles_ptr"])
@@ -442,6 +450,7 @@ def join_kernel(
     output_ptr,
     tiles_ptr,
     sinks_ptr,
+    row_lse_ptr,
     SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -511,8 +520,13 @@ def join_kernel(
         decay = tl.math.exp2(maximum - new_maximum)
         total = total * decay + tl.math.exp2(sink - new_maximum)
         accumulator = accumulator * decay[:, None]
+        maximum = new_maximum
     # Rows beyond the tile's end have no weight.
-    joined = accumulator / tl.where(live, total, 1.0)[:, None]
+    total = tl.where(live, total, 1.0)
+    if row_lse_ptr is not None:
+        lse = (maximum + tl.math.log2(total)) / LOG2_E_IN_KERNELS
+        tl.store(row_lse_ptr + rows * (KV_HEADS * GROUP) + heads, lse, mask=live)
+    joined = accumulator / total[:, None]
     tl.store(pointers, joined.to(output_ptr.dtype.element_ty), mask=live[:, None] & (channels[None, :] < HEAD_DIM))
 
 

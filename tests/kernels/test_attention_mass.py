@@ -1,31 +1,35 @@
-"""attention_mass and row_lse, in torch and in Triton, against their plain forms; what no row may read is NaN."""
+"""attention_mass, in torch and in Triton, against its plain form; what no row may read is NaN."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.attention_mass import attention_mass, naive, row_lse, seen_tokens
+from kernels.attention_mass import attention_mass, naive, seen_tokens
 from kernels.layout import PoolLayer
+from kernels.sparse_prefill.naive import sparse_prefill
+from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, TOLERANCE, Batch, donor_of, error_of, filled, rows_at, seeded
 
 SCALE = 0.3
 
 
+def lse_of(q, kv, sequences, window=None, sinks=None):
+    lse = torch.full(q.shape[:2], float("nan"))
+    sparse_prefill(q, kv, sequences, SCALE, window, sinks, lse)
+    return lse
+
+
 def assert_matches_naive(device, batch, window=None, sinks=None):
     q, pool, sequences = batch.on(device)
-    own = None if sinks is None else sinks.to(device)
-    kv, plain = PoolLayer(pool, 1, batch.geometry), (batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences)
-    lse = row_lse(q, kv, sequences, SCALE, window, own)
-    mass = attention_mass(q, kv, sequences, SCALE, window, own)
-    tolerance = TOLERANCE[batch.q.dtype]  # Triton multiplies 16-bit queries on tensor cores
-    assert error_of(lse, naive.row_lse(*plain, SCALE, window, sinks)) <= tolerance
-    expected = naive.attention_mass(*plain, SCALE, window, sinks)
+    plain = batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences
+    lse = lse_of(*plain, window, sinks)
+    mass = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse.to(device), window)
     assert mass.shape == (batch.geometry.kv_heads, seen_tokens(sequences))
     assert not mass.isnan().any()
-    assert error_of(mass, expected) <= tolerance
-    assert torch.equal(attention_mass(q, kv, sequences, SCALE, window, own, lse=lse), mass)
+    # Triton multiplies 16-bit queries on tensor cores.
+    assert error_of(mass, naive.attention_mass(*plain, SCALE, lse, window)) <= TOLERANCE[batch.q.dtype]
     if sinks is None:
         torch.testing.assert_close(mass.sum().cpu(), torch.tensor(float(q.shape[0] * q.shape[1])), rtol=1e-2, atol=0)
 
@@ -64,9 +68,12 @@ def test_any_positions_and_any_window_match_naive(device, positions, kv_heads, b
 def test_layers_that_lie_apart_in_any_layout(device, layout):
     donor = donor_of(builders.geometry_of(2, 16), 11, seed=1)
     held, plain = (filled(where, at, donor) for where, at in ((layout, device), ("in_one_tensor", "cpu")))
-    q, rows = seeded(3, 4, 16, seed=2), rows_at(0, [2, 9, 10], held.block_ids.tolist())
-    mass = attention_mass(q.to(device), PoolLayer(held.pool, 1, held.geometry), [rows.to(device)], SCALE)
-    expected = naive.attention_mass(q, PoolLayer(plain.pool, 1, plain.geometry), [rows], SCALE)
+    q, rows = seeded(3, 4, 16, seed=2), [rows_at(0, [2, 9, 10], held.block_ids.tolist())]
+    kv = PoolLayer(plain.pool, 1, plain.geometry)
+    lse = lse_of(q, kv, rows)
+    moved = PoolLayer(held.pool, 1, held.geometry), [each.to(device) for each in rows]
+    mass = attention_mass(q.to(device), *moved, SCALE, lse.to(device))
+    expected = naive.attention_mass(q, kv, rows, SCALE, lse)
     assert error_of(mass, expected) <= TOLERANCE[torch.float32]
 
 
@@ -76,24 +83,26 @@ def test_chunks_of_rows_join(device, monkeypatch):
     assert_matches_naive(device, Batch([[3, 40], list(range(30))]))
 
 
-def test_pieces_of_tokens_join(triton_device, monkeypatch):
-    monkeypatch.setattr("kernels.attention_mass.triton_mass.PIECE", 16)
-    assert_matches_naive(triton_device, Batch([[3, 40], list(range(30)), [2]]))
+@pytest.mark.parametrize("window", [None, 40, 70])
+@pytest.mark.parametrize("tile", [(16, 16), (32, 64)])
+def test_tiles_that_all_some_or_none_of_the_rows_see(triton_device, monkeypatch, tile, window):
+    monkeypatch.setattr("kernels.attention_mass.triton_mass.EXACT", TileConfig(*tile, 4, 2))
+    assert_matches_naive(triton_device, Batch([list(range(100, 135)), [2], [30, 180]], window=window), window)
 
 
 def test_layers_add_up(device):
     batch = Batch([[3, 9], [5]])
     q, pool, sequences = batch.on(device)
-    first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE) for at in (0, 1))
-    both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, into=first.clone())
+    lse = torch.ones(3, 4, device=device)
+    first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE, lse) for at in (0, 1))
+    both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse, into=first.clone())
     torch.testing.assert_close(both, first + second)
 
 
 def test_no_rows_give_nothing():
     batch = Batch([[3]])
     kv = PoolLayer(batch.pool, 0, batch.geometry)
-    assert attention_mass(batch.q[:0], kv, [], SCALE).shape == (2, 0)
-    assert row_lse(batch.q[:0], kv, [], SCALE).shape == (0, 4)
+    assert attention_mass(batch.q[:0], kv, [], SCALE, torch.zeros(0, 4)).shape == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +112,14 @@ def test_no_rows_give_nothing():
         ({"q": torch.zeros(3, 4, 16)}, "q has shape"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"window": 0}, "window is 0"),
-        ({"sinks": torch.zeros(3)}, "sinks is"),
         ({"lse": torch.zeros(2, 3)}, r"lse is .* \[2, 3\]"),
+        ({"lse": torch.zeros(2, 4, dtype=torch.float64)}, "lse is torch.float64"),
+        ({"lse": torch.zeros(4, 2).T}, "lse is .*; contiguous"),
         ({"into": torch.zeros(2, 9)}, r"into is .* \[2, 9\]"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
     batch = Batch([[3, 9]])
-    given = {"q": batch.q, "scale": SCALE, "window": None, "sinks": None} | change
+    given = {"q": batch.q, "scale": SCALE, "lse": torch.zeros(2, 4)} | change
     with pytest.raises(ValueError, match=message):
         attention_mass(kv=PoolLayer(batch.pool, 0, batch.geometry), sequences=batch.sequences, **given)

@@ -23,24 +23,29 @@ def assert_matches_naive(device, batch, window=None, sinks=None):
     own = None if sinks is None else sinks.to(device)
     actual = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, window, own)
     assert actual.dtype == batch.q.dtype
-    expected = plain(batch, window, sinks)
+    expected_lse = torch.full(q.shape[:2], math.nan)
+    filled = expected_lse.to(device, copy=True)
+    again = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, window, own, filled)
+    expected = plain(batch, window, sinks, expected_lse)
     assert not expected.isnan().any()
-    assert_same(actual, expected)
+    for each in (actual, again):
+        assert_same(each, expected)
+    assert_same(filled, expected_lse, batch.q.dtype)
     assert torch.equal(pool.cpu().view(torch.uint8), batch.pool.view(torch.uint8))
 
 
-def plain(batch, window=None, sinks=None):
+def plain(batch, window=None, sinks=None, lse=None):
     kv = PoolLayer(batch.pool, 1, batch.geometry)
-    return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks)
+    return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks, lse)
 
 
-def tiled(device, batch, config=None, piece=None, window=None, sinks=None):
+def tiled(device, batch, config=None, piece=None, window=None, sinks=None, lse=None):
     """By the Triton kernels, with a tile and a piece of KV of one's own."""
     from kernels.sparse_prefill import triton_attention
 
     q, pool, sequences = batch.on(device)
     kv, sinks = PoolLayer(pool, 1, batch.geometry), None if sinks is None else sinks.to(device)
-    return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece).cpu()
+    return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece, lse).cpu()
 
 
 @pytest.mark.parametrize("window", [None, 1, BLOCK, 16])
@@ -186,15 +191,18 @@ def test_bad_arguments_are_refused_before_anything_is_written(layer, sequences, 
         ({"sinks": torch.zeros(2, 1)}, "sinks is"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks is torch.int64"),
         ({"sinks": torch.zeros(2, device="meta")}, "sinks is .* on meta"),
+        ({"lse": torch.zeros(2, 1)}, r"lse is torch.float32 of shape \[2, 1\] .* float32 of shape \[1, 2\]"),
     ],
 )
 def test_what_attention_cannot_run_with_is_refused(changes, message):
-    asked = {"heads": 2, "scale": 1.0, "kinds": 2, "window": None, "sinks": None} | changes
+    asked = {"heads": 2, "scale": 1.0, "kinds": 2, "window": None, "sinks": None, "lse": None} | changes
     geometry = geometry_of(kv_factor=asked["kinds"])
     kv = PoolLayer(torch.zeros(3, 2, asked["kinds"], geometry.row_elements), 0, geometry)
     queries = torch.zeros(1, asked["heads"], 8)
     with pytest.raises(ValueError, match=message):
-        sparse_prefill(queries, kv, [rows_at(0, [0], [0])], asked["scale"], asked["window"], asked["sinks"])
+        sparse_prefill(
+            queries, kv, [rows_at(0, [0], [0])], *(asked[each] for each in ("scale", "window", "sinks", "lse"))
+        )
 
 
 def test_rows_are_checked_once_for_a_pool():
@@ -231,8 +239,11 @@ def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_si
     positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
     batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
-    actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks)
-    assert_same(actual, plain(batch, window, sinks))
+    expected_lse = torch.full(batch.q.shape[:2], math.nan)
+    lse = expected_lse.to(triton_device, copy=True)
+    actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks, lse)
+    assert_same(actual, plain(batch, window, sinks, expected_lse))
+    assert_same(lse, expected_lse, batch.q.dtype)
 
 
 def test_more_pieces_than_are_joined_at_a_time(triton_device):
