@@ -25,7 +25,7 @@ from validation.cases import Tokeniser
 from validation.documents import counted_list
 from validation.embedded_engine import open_cold, open_llm
 from validation.families.group import Group
-from validation.metrics import MARGIN, evidence, exact_match
+from validation.metrics import MARGIN, exact_match, non_inferiority
 from validation.models import load, profile_of, shipped_model
 from validation.output import progress
 from validation.prompts import form_for
@@ -137,7 +137,7 @@ def add_reused(rows: Results, name: str, found: Sequence[Answered], goal: float 
 def add_compared(rows: Results, name: str, found: Sequence[Answered], cold: Sequence[Answered]) -> None:
     """Add the difference in right answers to a cold engine's."""
     differences = [float(ours.is_right) - float(theirs.is_right) for ours, theirs in zip(found, cold, strict=True)]
-    bound = evidence(differences, range(len(differences)))
+    bound = non_inferiority(differences, range(len(differences)))
     assert bound is not None
     baseline = f"cold {sum(each.is_right for each in cold) / len(cold):.3f}; {bound.sentence()}"
     rows.add(name, bound.difference, "exact match", baseline, -MARGIN, "higher")
