@@ -76,12 +76,13 @@ def _passages(group: Group, extra: int = 0) -> list[Document]:
 
 
 def volatile(group: Group) -> list[Case]:
-    """Date and user in the opening have changed."""
+    """Date and user in the opening have changed. The user is an account: the questions are about people."""
     rng, instruction, shown = group.rng, group.rng.choice(_INSTRUCTIONS), _passages(group, _OPENING_TOKENS)
     sides = []
     for name in documents.names(rng, 2):
-        time = _EPOCH + timedelta(minutes=rng.randrange(10**6))
-        sides.append(Side(f"Date: {time:%A, %d %B %Y, %H:%M}. Signed in: {name}.\n\n{instruction}", shown))
+        time, (first, _, last) = _EPOCH + timedelta(minutes=rng.randrange(10**6)), name.lower().partition(" ")
+        user = f"{first[0]}{last}{rng.randrange(10, 100)}"
+        sides.append(Side(f"Date: {time:%A, %d %B %Y, %H:%M}. Signed in: {user}.\n\n{instruction}", shown))
     return _cases(group, sides[0], sides[1])
 
 
