@@ -179,7 +179,8 @@ class VllmArm:
             settings = {
                 "policy": name,
                 "min_saving": 0.1,  # the default, by which costs are measured
-                "risk": 0.5,  # that of `trial_of`; its bound is twice a floor of 0.5
+                # That of `trial_of`, whose bound is twice a floor of 0.5.
+                **({"risk": 0.5} if name == VERIFIED else {}),
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,
                 "model_revision": "random",
