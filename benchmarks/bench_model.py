@@ -99,6 +99,13 @@ class Prompts:
     def shifted(self, document: list[int]) -> list[int]:
         return self.fresh(INSTRUCTION) + document + self.fresh(QUESTION)
 
+    def in_runs(self, document: list[int], size: int, run: int) -> list[int]:
+        """Return a prompt of `size` tokens: as many runs of a document as it has room for beside INSTRUCTION new
+        tokens, in random order."""
+        order = self._random.permutation((size - INSTRUCTION) // run).tolist()
+        runs = [token for index in order for token in document[index * run : (index + 1) * run]]
+        return self.fresh(INSTRUCTION // 2) + runs + self.fresh(size - INSTRUCTION // 2 - len(runs))
+
 
 def label(size: int) -> str:
     """Return 24576 as 24k."""

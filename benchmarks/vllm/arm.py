@@ -23,20 +23,24 @@ import torch
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ProfileMatcher, ReuseProfile
+from validation.calibration.observer import trial_of
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from semblend_trt.cost import CostModel
+
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
+BOUNDED, NEVER_SLOWER = OF_BOUNDS = ("bounded", "never_slower")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
-IN_TURNS = ("ttft", "miss")
-PARTS = (*IN_TURNS, "decode", "rag", "arrivals", "contaminated")
+IN_TURNS = ("ttft", "miss", *OF_BOUNDS)
+PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 # Times by size, of which `semblend-trt estimate` makes its latency model.
 OBSERVATIONS = "observations"
 # If less than this share of the tokens in donors is reused, a figure says nothing about reuse.
@@ -49,7 +53,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
 }
 _SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
-_SMALL_MODEL = {
+BIG, LITTLE, SMOLLM2 = "7b", "small", "smollm2"
+# Sizes of HuggingFaceTB/SmolLM2-135M-Instruct, config.json, in Qwen2's layers; with positions for an answer.
+_MODELS: dict[str, dict[str, Any] | None] = {BIG: None}
+_MODELS[SMOLLM2] = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 16384,
+}
+_MODELS[LITTLE] = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -62,6 +78,13 @@ _SMALL_MODEL = {
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
 # Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
 _IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
+# What `bounded` measures: the check's layer, and the share of the tokens that is computed at any deviation.
+VOLATILE = "volatile_ms"
+BOUNDS = {VOLATILE: (3, 0.0), "chosen_ms": (3, 0.15), "chosen_lowest_ms": (1, 0.15)}
+# Moved text is placed as it is.
+UNCHECKED = "unchecked_ms"
+# Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
+_COMPARED_TURNS, _FEW, _MANY, _RUNS = 3, 2, 16, (64, 512)
 # Prompts that push others out of vLLM's queue of free blocks.
 _OTHERS = 15
 # Tokens of the prompt and of the answer that wake a processor, which runs slowly at first when it has waited.
@@ -79,6 +102,8 @@ class Sizes:
     turns: int = 6
     miss_turns: int = 40
     device_bytes: int = 4 << 30
+    model: str = BIG
+    compared: tuple[int, ...] = (128, 512, 2_048, 8_192, 24_576)
 
     @property
     def miss(self) -> int:
@@ -91,7 +116,8 @@ class Sizes:
         return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
-SMALL = Sizes(long=3_072, document=128, per_prompt=3, requests=12, turns=2, miss_turns=2, device_bytes=1 << 26)
+SMALL = Sizes(3_072, 128, 3, 12, turns=2, miss_turns=2, device_bytes=1 << 26, model=LITTLE, compared=(1_024,))
+OF_SMOLLM2 = Sizes(long=8_192, model=SMOLLM2, compared=Sizes().compared[:-1])
 
 
 @dataclass(slots=True)
@@ -136,8 +162,8 @@ class VllmArm:
         from vllm.config import KVTransferConfig
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
-        self._is_stock, small = name == STOCK, sizes is SMALL
-        config = write_config(folder, _SMALL_MODEL if small else None, is_latent=kv == MLA)
+        self._is_stock, small = name == STOCK, sizes.model == LITTLE
+        config = write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -152,7 +178,9 @@ class VllmArm:
         if not self._is_stock:
             settings = {
                 "policy": name,
-                "min_saving": 0.0,  # what reuse takes is measured, also where it is slower
+                "min_saving": 0.1,  # the default, by which costs are measured
+                # That of `trial_of`, whose bound is twice a floor of 0.5.
+                **({"risk": 0.5} if name == VERIFIED else {}),
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,
                 "model_revision": "random",
@@ -169,7 +197,18 @@ class VllmArm:
         assert self._profile.check is not None
         sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
         self._sampled = self._profile.check.model_copy(update={**sample, **check})
-        self._use_profile("shifted_ms")
+        profile = self._profile
+        unchecked = {"policy": ReusePolicy.POSITION_FIX.value, "check": None, "head_tokens": 0}
+        self._profiles = {
+            "shifted_ms": profile,
+            "sampled_ms": profile.model_copy(update={"check": self._sampled}),
+            UNCHECKED: profile.model_copy(update=unchecked),
+        }
+        for each, (layer, share) in BOUNDS.items():
+            own = ProfileCheck(layer=layer, threshold=1.0, sample_threshold=1.0, sample_every=SAMPLE_EVERY)
+            self._profiles[each] = trial_of(profile.model_copy(update={"check": own, "floor": 0.5}), share)
+        self.use_profile("shifted_ms")
+        self._costs: CostModel | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -180,12 +219,13 @@ class VllmArm:
         namespace = None if self._is_stock else self._scheduler.namespace
         return {
             "vllm": vllm.__version__,
-            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes is not SMALL else "a small dry run",
+            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "runner": type(self._core.model_executor.driver_worker.worker.model_runner).__module__,
             "enforce_eager": bool(config.model_config.enforce_eager),
+            "layers": config.model_config.hf_config.num_hidden_layers,
             "block_size": config.cache_config.block_size,
             "engine_key": None if namespace is None else namespace.backend_cache_layout,
             "checks": f"{self._profile.check}; for sampled_ms {self._sampled}" if self.name == VERIFIED else None,
@@ -193,9 +233,13 @@ class VllmArm:
 
     def begin(self) -> str | None:
         """Serve a first prompt, by which our connector checks itself; return why nothing is reused, if so."""
-        with self.watched() as served:
+        with self._turn(), self.watched() as served:
             self.ask([self.prompts.fresh(self.sizes.long)])
-        self.settle()
+            self.settle()
+        if not self._is_stock:
+            # But in `never_slower` what reuse takes is measured also where it is slower.
+            runtime = self._scheduler._runtime
+            self._costs, runtime.costs = runtime.costs, None
         return served.problem(0)
 
     def close(self) -> None:
@@ -252,12 +296,15 @@ class VllmArm:
         """Report, once the block is left, how the requests within it were served."""
         found, before = Served(), self._last
         yield found
-        if self._is_stock:
-            return
+        if not self._is_stock:
+            found.counts = self._counts(range(before + 1, self._last + 1))
+
+    def _counts(self, numbers: Iterable[int]) -> dict[str, Any]:
+        """How the requests of these numbers were served."""
         runtime, index = self._scheduler._runtime, self._scheduler.donor_index
-        reports = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
+        reports = map(self._scheduler.outcomes.of, numbers)
         known = [each for each in reports if each is not None and each.reason != "short_prompt"]
-        found.counts = {
+        return {
             "outcomes": dict(Counter(each.outcome for each in known)),
             "reasons": dict(Counter(each.reason for each in known if each.reason)),
             "faults": dict(runtime.faults),
@@ -270,26 +317,58 @@ class VllmArm:
 
     def ttft(self) -> dict[str, Any]:
         """Measure the long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
+        names = ("shifted_ms", "sampled_ms") if self.name == VERIFIED else ("shifted_ms",)
+        return self._long(names) | {"check": self._sampled.model_dump(mode="json")}
+
+    def bounded(self) -> dict[str, Any]:
+        """Measure the same with bounds whose levels say BOUNDS at any deviation."""
+        return self._long(BOUNDS) | {"layers": self.facts["layers"]}
+
+    def never_slower(self) -> dict[str, Any]:
+        """Measure prompts of many lengths: cold in stock vLLM, else as runs of a donor. What does not pay is declined.
+        `ms`: by tokens and, in runs, by a run's tokens."""
+        found: dict[str, Any] = {"model": self.sizes.model, "ms": {}, "served": {}, "problem": None}
+        if not self._is_stock:
+            self.use_profile(VOLATILE)
+            self._scheduler._runtime.costs = self._costs
+            found["problem"] = None if self._costs else "what plans cost was not measured"
+        for size in self.sizes.compared:
+            document, longest = self.prompts.fresh(size), size - INSTRUCTION
+            runs = sorted({run for run in (*_RUNS, size * 3 // 4, longest) if run <= longest})
+            makers = {str(run): partial(self.prompts.in_runs, document, size, run) for run in runs}
+            makers = {"cold": partial(self.prompts.fresh, size)} if self._is_stock else makers
+            with self._turn():
+                self.ask([self.prompts.donor(document)])
+                self.settle()
+            times, served = self._times(makers, _COMPARED_TURNS, max(_FEW, min(_MANY, self.sizes.long // size)))
+            found["ms"][str(size)], found["served"][str(size)] = times, {run: served[run].counts for run in makers}
+        return found
+
+    def _long(self, names: Iterable[str]) -> dict[str, Any]:
+        """Times of the long prompt, cold and after an exact prefix in stock vLLM, else moved and by these profiles."""
         size = self.sizes.long
         document = self.prompts.document(size)
         with self._turn():
             self.ask([self.prompts.donor(document) if not self._is_stock else document])
             self.settle()
+        makers: dict[str, Callable[[], list[int]]] = dict.fromkeys(names, lambda: self.prompts.shifted(document))
         if self._is_stock:
             makers = {
                 "cold_ms": lambda: self.prompts.fresh(size),
                 "exact_hit_ms": lambda: document + self.prompts.fresh(NEW_TOKENS),
             }
-            return {"tokens": size, **self._times(makers)}
-        names = ("shifted_ms", "sampled_ms") if self.name == VERIFIED else ("shifted_ms",)
         with self.watched() as served:
-            times = self._times(dict.fromkeys(names, lambda: self.prompts.shifted(document)))
-        asked = self.sizes.turns * (1 + _IN_TURN)
-        problem = served.problem(len(document) * asked * len(names))
-        if problem is None and served.counts["sampled"]["requests"] != asked * (len(names) - 1):
-            problem = f"{served.counts['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
-        check = self._sampled.model_dump(mode="json")
-        return {"tokens": size, **times, "served": served.counts, "problem": problem, "check": check}
+            times, served_of = self._times(makers)
+        asked, problems = self.sizes.turns * (1 + _IN_TURN), list[str | None]()
+        for name, each in served_of.items():
+            # Short gaps between chosen tokens are computed too.
+            kept = 1 - 3 * BOUNDS[name][1] if name in BOUNDS else 1
+            problems.append(each.problem(round(len(document) * asked * kept)))
+            sampled, wanted = each.counts.get("sampled", {}).get("requests", 0), 0 if name == "shifted_ms" else asked
+            if each.counts and sampled != wanted:
+                problems.append(f"{sampled} checks of {name} had a sample, and {wanted} should have one")
+        told = {"served": served.counts, "served_of": {name: each.counts for name, each in served_of.items()}}
+        return {"tokens": size, **times, **told, "problem": next(filter(None, problems), None)}
 
     def miss(self) -> dict[str, Any]:
         """Measure prompts that were never asked before, one directly after the other: each is saved while the next
@@ -318,7 +397,7 @@ class VllmArm:
                 self.settle()
             make = partial(self.prompts.fresh, size) if self._is_stock else partial(self.prompts.shifted, document)
             with self.watched() as served:
-                [times] = self._times({"shifted_ms": make}).values()
+                [times] = self._times({"shifted_ms": make})[0].values()
             asked = self.sizes.turns * (1 + _IN_TURN)
             problems.append(served.problem(len(document) * asked))
             reused = round(served.counts.get("reused_tokens", 0) / asked)
@@ -412,21 +491,27 @@ class VllmArm:
             "problem": problem,
         }
 
-    def _times(self, makers: Mapping[str, Callable[[], list[int]]]) -> dict[str, list[float]]:
-        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, after one that warms up."""
-        times: dict[str, list[float]] = {name: [] for name in makers}
-        for _ in range(self.sizes.turns):
-            prompts = {name: [make() for _ in range(1 + _IN_TURN)] for name, make in makers.items()}
+    def _times(
+        self, makers: Mapping[str, Callable[[], list[int]]], turns: int | None = None, in_turn: int = _IN_TURN
+    ) -> tuple[dict[str, list[float]], dict[str, Served]]:
+        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, after one that warms up; and
+        how all of them were served."""
+        times, numbers = {name: list[float]() for name in makers}, {name: list[int]() for name in makers}
+        for _ in range(turns or self.sizes.turns):
+            prompts = {name: [make() for _ in range(1 + in_turn)] for name, make in makers.items()}
             gc.collect()
             with self._turn():
                 self.ask([self.prompts.fresh(_WAKING[0])], _WAKING[1])
                 for name, own in prompts.items():
-                    self._use_profile(name)
+                    self.use_profile(name)
+                    before = self._last
                     for prompt in own:
                         times[name].append(self.ttft_ms(prompt))
                         self.settle()
                     del times[name][-len(own)]
-        return times
+                    numbers[name] += range(before + 1, self._last + 1)
+        counts = {} if self._is_stock else {name: self._counts(each) for name, each in numbers.items()}
+        return times, {name: Served(counts.get(name, {})) for name in makers}
 
     @cached_property
     def _library(self) -> tuple[list[int], list[list[int]], Prompts]:
@@ -475,18 +560,18 @@ class VllmArm:
         """Our number of the request that was asked last; 0 in stock vLLM."""
         return 0 if self._is_stock else int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
 
-    def _use_profile(self, measured: str) -> None:
-        """Have the arm that checks use the shipped profile, made out to this engine; sampled_ms has a sample."""
+    def use_profile(self, measured: str) -> None:
+        """Have the arm that checks use the shipped profile, made out to this engine, with the terms of what is
+        measured, if it has own ones."""
         # Where the engine is refused, the first prompt tells why.
-        if self.name != VERIFIED or self._scheduler.namespace is None:
+        if self.name != VERIFIED or self._scheduler.namespace is None or measured not in self._profiles:
             return
         scheduler = self._scheduler
-        check = self._sampled if measured == "sampled_ms" else self._profile.check
         geometry = scheduler._runtime.pool.geometry
         here = ReuseProfile.made_for(scheduler.namespace, geometry, policy=ReusePolicy.EXACT)
         own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
         path = self._folder / "reuse-profile.json"
-        self._profile.model_copy(update=own | {"check": check}).write(path)
+        self._profiles[measured].model_copy(update=own).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
         scheduler._lookup._profiles = ProfileMatcher(settings)
 

@@ -1,9 +1,9 @@
 """The host's time of one planned step in vLLM, beside that of stock's own eager step over as many rows.
 
 `python -m benchmarks.vllm.host --json DIR` serves Qwen2.5-7B's shape with dummy weights in one engine. A step without a
-plan is stock's: our forward hands it on. The card is idle before each step, and the time ends when the forward returns,
-so nothing but the host's work is in it. `--profile FILE` writes what the planned steps spent it on, for pstats.
-`--small` is a dry run, for which no card is needed.
+plan is stock's: our forward hands it on. A plan is unchecked, or its sample passes. The card is idle before each step,
+and the time ends when the forward returns. What the host waits for the card meanwhile is taken off. `--profile FILE`
+writes what further planned steps spent, for pstats. `--small` is a dry run, for which no card is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.bench_model import NEW_TOKENS
 from benchmarks.program import parser_of
-from benchmarks.vllm.arm import PLAIN, POSITION_FIX, SMALL, Sizes, VllmArm
+from benchmarks.vllm.arm import PLAIN, SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
+from kernels.device import HostCopy
 from validation.results import Results
 
 if TYPE_CHECKING:
@@ -28,35 +29,48 @@ if TYPE_CHECKING:
 
 # The host's time of a planned step over that of stock's.
 GOAL = 1.5
+_PLANS = {UNCHECKED: "planned", VOLATILE: "sampled"}
 _STEPS, _WARM = 20, 5
 _OPTIONS: dict[str, Any] = {"enforce_eager": True}
 _SMALL_OPTIONS: dict[str, Any] = {"block_size": 32}
 
 
 class Watch:
-    """Times the engine's forwards: milliseconds of steps with a plan, and of those without, of some rows."""
+    """Times the host in the engine's forwards: milliseconds of steps with a plan, and of those without, of some rows.
+    A step that is profiled is not timed."""
 
-    def __init__(self, rows: int, profile: cProfile.Profile | None) -> None:
+    def __init__(self, rows: int) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         group: Any = get_kv_transfer_group()
         self._forward = group._worker._forward
         self._run, self._plans = self._forward._run_step, self._forward._runtime.active_plans
-        self._rows, self._profile = rows, profile
+        self._rows, self._waited = rows, 0.0
+        self.profile: cProfile.Profile | None = None
         self.planned: list[float] = []
         self.stock: list[float] = []
         self._forward._run_step = self._timed
+        read = HostCopy.read
+
+        def waiting(copy: HostCopy) -> Any:
+            began = time.perf_counter()
+            found = read(copy)
+            self._waited += time.perf_counter() - began
+            return found
+
+        HostCopy.read = waiting  # type: ignore[assignment, method-assign]
 
     def _timed(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         is_planned = len(self._plans) > 0
         rows = sum(each.tokens for each in self._forward.step.values())
-        profile = self._profile if is_planned and self._profile is not None else nullcontext()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        with profile:
-            began = time.perf_counter()
-            found = self._run(arguments, options)
-            took = (time.perf_counter() - began) * 1e3
+        if self.profile is not None and is_planned:
+            return self.profile.runcall(self._run, arguments, options)
+        self._waited = 0.0
+        began = time.perf_counter()
+        found = self._run(arguments, options)
+        took = (time.perf_counter() - began - self._waited) * 1e3
         if is_planned:
             self.planned.append(took)
         elif rows == self._rows:
@@ -72,19 +86,22 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
     document = arm.prompts.document(arm.sizes.long)
     arm.ask([arm.prompts.donor(document)])
     arm.settle()
-    watch = Watch(NEW_TOKENS, profile)
-    for _ in range(_WARM + _STEPS):
-        arm.ask([arm.prompts.shifted(document)])
-        arm.ask([arm.prompts.fresh(NEW_TOKENS)])
-    if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
-        raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
-    planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
-    layers = arm._core.vllm_config.model_config.hf_config.num_hidden_layers
-    told = (
-        f"stock's eager step over {NEW_TOKENS} rows: {stock:.2f} ms; {layers} layers, a plan of {arm.sizes.long} tokens"
-    )
-    rows.add("planned_forward_host_ms", planned, "ms", told, GOAL * stock)
-    rows.add("planned_forward_host_over_stock", planned / stock, "ratio", told, GOAL)
+    watch, layers = Watch(NEW_TOKENS), arm.facts["layers"]
+    for kind, name in _PLANS.items():
+        arm.use_profile(kind)
+        watch.planned, watch.stock, watch.profile = [], [], None
+        for _ in range(_WARM + _STEPS):
+            arm.ask([arm.prompts.shifted(document)])
+            arm.ask([arm.prompts.fresh(NEW_TOKENS)])
+        if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
+            raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
+        planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
+        told = f"stock's eager step over {NEW_TOKENS} rows: {stock:.2f} ms; {layers} layers, {arm.sizes.long} tokens"
+        rows.add(f"{name}_forward_host_ms", planned, "ms", told, GOAL * stock)
+        rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", told, GOAL)
+        watch.profile = profile
+        for _ in range(_STEPS if profile is not None else 0):
+            arm.ask([arm.prompts.shifted(document)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = _OPTIONS | (_SMALL_OPTIONS if options.small else {"gpu_memory_utilization": 0.8})
     rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(POSITION_FIX, Path(folder), SMALL if options.small else Sizes(), own, nullcontext, {}, PLAIN)
+        arm = VllmArm(VERIFIED, Path(folder), SMALL if options.small else Sizes(), own, nullcontext, {}, PLAIN)
         try:
             measure(arm, rows, profile)
         finally:

@@ -6,8 +6,9 @@ writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and th
 run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
 VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
 and `--kv mla` another model, whose attention is latent: of these the single prompts are measured, with position_fix.
-`--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--small` is a dry run,
-for which no card is needed.
+`--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--arms stock,verified
+--parts bounded,never_slower` measures reuse within a bound, and prompts of all lengths for which it may not pay, also
+with SmolLM2-135M's shape. `--small` is a dry run, for which no card is needed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +32,25 @@ from benchmarks.bench_model import label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
     ARMS,
+    BOUNDED,
+    BOUNDS,
     IN_TURNS,
     KV_FORMS,
+    NEVER_SLOWER,
     OBSERVATIONS,
+    OF_BOUNDS,
+    OF_SMOLLM2,
     PARTS,
     PLAIN,
     POSITION_FIX,
     SMALL,
+    SMOLLM2,
     STOCK,
     VERIFIED,
     Sizes,
     VllmArm,
 )
+from semblend_trt.outcome import Outcome
 from validation.output import write_json, write_text
 from validation.results import Measured, Results, command, write_rows
 from validation.scoreboard import markdown_table
@@ -58,6 +68,13 @@ VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
 VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0}
 VLLM_RAG_P95_RATIO = 0.25
+# Within a bound, by what BOUNDS names: the row, with the prompt's size, and its goal.
+VLLM_BOUNDED = {
+    "volatile_ms": ("vllm_bounded_volatile_{}_over_exact_hit", 1.2),
+    "chosen_ms": ("vllm_bounded_15_{}_over_cold", 0.27),
+    "chosen_lowest_ms": ("vllm_bounded_15_{}_over_cold_lowest_check", 0.17),
+}
+VLLM_REUSE_OVER_COLD = 1.02
 # With a cache in fp8, and with latent attention.
 VLLM_OTHER_KV_OVER_COLD = 0.05
 
@@ -67,6 +84,8 @@ LOAD = 0.8
 _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
+# At the end of the names of arms' files; parts that are measured only if they are named.
+_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, OBSERVATIONS)
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # At the end of the names of rows of the second model runner, by the module that vLLM has it in.
@@ -111,10 +130,11 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
     own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
-    path = _file_of(options.out, name, in_turns=parent is not None)
+    path = _file_of(options.out, name, SMOLLM2 if parts == [SMOLLM2] else _IN_TURNS if parent is not None else "")
     with tempfile.TemporaryDirectory() as folder:
         turn = nullcontext if parent is None else lambda: turn_of(parent)
-        sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
+        sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes()
+        check = _settings(options.check_option)
         arm = VllmArm(name, Path(folder), sizes, own, turn, check, options.kv)
         try:
             record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
@@ -136,16 +156,16 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
 
 
 def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
-    if part == "contaminated" and arm.name == STOCK:
+    if (part == "contaminated" and arm.name == STOCK) or (part in (*OF_BOUNDS, SMOLLM2) and arm.name == POSITION_FIX):
         return
     given = []
     if part == "arrivals":
-        stock = record if arm.name == STOCK else _read(_file_of(out, STOCK))
+        stock = record if arm.name == STOCK else _read(_file_of(out, STOCK, ""))
         if (rag := stock.get("parts", {}).get("rag")) is None:
             print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
             return
         given = [LOAD * rag["requests_per_s"]]
-    record["parts"][part] = getattr(arm, part)(*given)
+    record["parts"][part] = getattr(arm, NEVER_SLOWER if part == SMOLLM2 else part)(*given)
     print(f"{arm.name} {part}: measured {record['parts'][part].get('problem') or ''}", flush=True)
 
 
@@ -175,7 +195,7 @@ def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
 def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     size, times = label(ours["tokens"]), ours["shifted_ms"]
     ttft, cold, hit = _median(times), _median(stock["cold_ms"]), _median(stock["exact_hit_ms"])
-    counts = f"{_reused(ours)}; {_spread(times)}"
+    counts = f"{_reused(ours['served'])}; {_spread(times)}"
     if arm == POSITION_FIX:
         baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
         rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, VLLM_OVER_EXACT_HIT)
@@ -196,12 +216,43 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
         rows.add(f"vllm_verified_sampled_ttft_{size}_ms", _median(sampled), "ms", f"every token checked {ttft:,.1f} ms")
 
 
+def _bounded_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
+    for name, (layer, share) in BOUNDS.items():
+        ttft, served, other = _median(ours[name]), ours["served_of"][name], "cold" if share else "exact_hit"
+        theirs, (row, goal) = _median(stock[f"{other}_ms"]), VLLM_BOUNDED[name]
+        sampled, way = served["sampled"]["sampled_tokens"], "and nothing more was computed"
+        if share:
+            way = f"then all tokens ran there, and {share:.0%}, with short gaps between them, in the others"
+        baseline = (
+            f"{ttft:,.1f} ms over stock vLLM's {other} {theirs:,.1f} ms; other text in front and after; {sampled:,} "
+            f"sampled in the {layer} lowest of {ours['layers']} layers, {way}; {_reused(served)}; {_spread(ours[name])}"
+        )
+        rows.add(row.format(label(ours["tokens"])), ttft / theirs, "x", baseline, goal)
+
+
+def _never_slower_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
+    for size, runs in ours["ms"].items():
+        cold, served = _median(stock["ms"][size]["cold"]), list(ours["served"][size].values())
+        ratios = {run: _median(times) / cold for run, times in runs.items()}
+        worst = max(ratios, key=ratios.__getitem__)
+        reused = sum(each["outcomes"].get(Outcome.BACKEND_MATERIALIZED_REUSE.value, 0) for each in served)
+        declined = sum((Counter(each["reasons"]) for each in served), Counter())
+        baseline = (
+            f"runs of {worst} tokens, {_median(runs[worst]):,.2f} ms over stock vLLM cold {cold:,.2f} ms; runs of "
+            f"{', '.join(f'{run}: {ratio:.3f}' for run, ratio in ratios.items())}; of "
+            f"{sum(each['requests'] for each in served)} requests {reused} reused, declined {dict(declined)}; "
+            f"{_spread(runs[worst])}"
+        )
+        row = f"reuse_over_cold_ttft_{ours['model']}_{label(int(size))}"
+        rows.add(row, ratios[worst], "x", baseline, VLLM_REUSE_OVER_COLD)
+
+
 def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     size, ttft = label(ours["tokens"]), _median(ours["shifted_ms"])
     for name, goal in (("cold", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", None)):
         theirs = _median(stock[f"{name}_ms"])
         baseline = (
-            f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {_reused(ours)}; "
+            f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {_reused(ours['served'])}; "
             f"{_spread(ours['shifted_ms'])}"
         )
         rows.add(f"vllm_{kv}_shifted_over_{name}_{size}", ttft / theirs, "x", baseline, goal)
@@ -237,7 +288,7 @@ def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None
     gain, goal = ours["requests_per_s"] / stock["requests_per_s"], VLLM_RAG_GAIN[arm]
     baseline = (
         f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
-        f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {_reused(ours)}"
+        f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {_reused(ours['served'])}"
     )
     rows.add(f"vllm_rag_throughput_gain_{arm}", gain, "x", baseline, goal, "higher")
 
@@ -247,7 +298,7 @@ def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> 
     baseline = (
         f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {_median(ours['ttft_ms']):,.0f} and "
         f"{_median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
-        f"the same times; {ours['requests']} requests; {_reused(ours)}"
+        f"the same times; {ours['requests']} requests; {_reused(ours['served'])}"
     )
     rows.add(f"vllm_rag_ttft_p95_ratio_{arm}", mine / theirs, "x", baseline, VLLM_RAG_P95_RATIO)
 
@@ -264,6 +315,9 @@ def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Results) ->
 _ROWS = {
     "ttft": _ttft_rows,
     "miss": _miss_rows,
+    BOUNDED: _bounded_rows,
+    NEVER_SLOWER: _never_slower_rows,
+    SMOLLM2: _never_slower_rows,
     "decode": _decode_rows,
     "rag": _rag_rows,
     "arrivals": _arrival_rows,
@@ -276,8 +330,7 @@ def _of_rag(found: dict[str, Any]) -> str:
     return f"{found['requests']} requests, {found['prompt_tokens'] // found['requests']:,} tokens each"
 
 
-def _reused(ours: dict[str, Any]) -> str:
-    served = ours["served"]
+def _reused(served: dict[str, Any]) -> str:
     return f"{served['reused_tokens']:,} of {served['offered_tokens']:,} offered tokens reused"
 
 
@@ -316,9 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help=f"with commas between them, {OBSERVATIONS} too (default: %(default)s)"
-    )
+    more = f"with commas between them, {', '.join(_MORE)} too (default: %(default)s)"
+    parser.add_argument("--parts", default=",".join(PARTS), help=more)
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
     for name, described in (
@@ -330,14 +382,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     chosen = {"arms": options.arms, "parts": options.parts}
-    for name, possible in (("arms", (*ARMS, "none")), ("parts", (*PARTS, OBSERVATIONS))):
+    for name, possible in (("arms", (*ARMS, "none")), ("parts", (*PARTS, *_MORE))):
         if unknown := set(chosen[name].split(",")) - set(possible):
             parser.error(f"--{name} has {', '.join(sorted(unknown))}; possible are {', '.join(possible)}")
     others = (VERIFIED,) if options.kv != PLAIN else ()
     arms = [arm for arm in ARMS if arm in options.arms.split(",") and arm not in others]
-    parts = [part for part in (*PARTS, OBSERVATIONS) if part in options.parts.split(",")]
+    parts = [part for part in (*PARTS, *_MORE) if part in options.parts.split(",")]
     options.out.mkdir(parents=True, exist_ok=True)
     failed = _run(arms, [part for part in parts if part in IN_TURNS], options, in_turns=True)
+    if NEVER_SLOWER in parts and not options.small:
+        failed += _run(arms, [SMOLLM2], options, in_turns=True)
     for arm in arms if options.kv == PLAIN else []:
         failed += _run([arm], [part for part in parts if part not in IN_TURNS], options, in_turns=False)
     problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
@@ -362,17 +416,17 @@ def _run(arms: Sequence[str], parts: Sequence[str], options: argparse.Namespace,
     return [arm for arm, process, _ in started if process.exitcode]
 
 
-def _file_of(folder: Path, arm: str, *, in_turns: bool = False) -> Path:
-    return folder / (f"{arm}_in_turns.json" if in_turns else f"{arm}.json")
+def _file_of(folder: Path, arm: str, kind: str) -> Path:
+    return folder / f"{arm}{kind and '_'}{kind}.json"
 
 
 def _record(options: argparse.Namespace) -> list[str]:
     """Print and write the rows of what is there; return the problems."""
-    files = {arm: [_read(_file_of(options.out, arm, in_turns=each)) for each in (False, True)] for arm in ARMS}
-    there = [found for both in files.values() for found in both if found]
+    files = {arm: [_read(_file_of(options.out, arm, kind)) for kind in ("", _IN_TURNS, SMOLLM2)] for arm in ARMS}
+    there = [found for each in files.values() for found in each if found]
     if not there:
         return [f"{options.out} holds no arm"]
-    arms = {arm: alone.get("parts", {}) | shared.get("parts", {}) for arm, (alone, shared) in files.items()}
+    arms = {arm: dict(item for found in each for item in found.get("parts", {}).items()) for arm, each in files.items()}
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
@@ -380,7 +434,8 @@ def _record(options: argparse.Namespace) -> list[str]:
     kv, runner = first["engine"]["kv"], _RUNNERS.get(first["engine"]["runner"], "")
     problems = add_rows(arms, kv, rows)
     rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
-    name = f"vllm{'' if kv == PLAIN else '_' + kv}{runner}"
+    is_bounded = {*chain(*arms.values())} <= {*OF_BOUNDS, SMOLLM2}
+    name = f"vllm{'' if kv == PLAIN else '_' + kv}{'_bounded' * is_bounded}{runner}"
     rows.write(options.out / "rows", name)
     if options.json is not None:
         write_rows(options.json / f"{name}.json", rows.rows)

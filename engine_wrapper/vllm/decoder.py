@@ -19,6 +19,7 @@ import inspect
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -310,7 +311,7 @@ class Decoder:
 
     def cache(self, layer: int) -> PoolLayer:
         """Return the cache of one layer."""
-        return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
+        return PoolLayer(self.pool.layers(layer, layer + 1), 0, _of_one_layer(self.geometry))
 
     def stored(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
@@ -335,6 +336,12 @@ class Decoder:
             write_rows(keys, values, self.cache(layer), sequences)
         else:
             write(self.attention[layer], self.caches[layer], keys, values, slots)
+
+
+@cache
+def _of_one_layer(geometry: KvGeometry) -> KvGeometry:
+    """Cached, as a step asks for it in every layer."""
+    return replace(geometry, num_layers=1)
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:

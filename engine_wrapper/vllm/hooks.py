@@ -214,7 +214,7 @@ def replaced_backend(name: str, attention: Sequence[Any], forward: Callable[...,
     _tell_once(f"our rows may attend in the place of the backend's {name}")
     with ExitStack() as undo:
         for layer, impl in enumerate(each.impl for each in attention):
-            undo.enter_context(replaced_method(impl, name, partial(forward, layer, getattr(impl, name))))
+            undo.callback(replace_method(impl, name, partial(forward, layer, getattr(impl, name))))
         yield
 
 

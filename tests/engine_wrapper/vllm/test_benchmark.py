@@ -47,6 +47,25 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path):
     assert "| `vllm_verified_ttft_3k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
 
 
+def test_a_dry_run_measures_reuse_within_bounds_and_where_it_may_not_pay(tmp_path):
+    ended = run("--out", str(tmp_path), "--arms", "stock,verified", "--parts", "bounded,never_slower")
+    assert ended.returncode == 0, ended.stderr
+    rows = {row.name: row for row in read_rows(tmp_path / "rows")["vllm_bounded"]}
+    bounded = ("volatile_3k_over_exact_hit", "15_3k_over_cold", "15_3k_over_cold_lowest_check")
+    assert list(rows) == [*(f"vllm_bounded_{name}" for name in bounded), "reuse_over_cold_ttft_small_1k"]
+    parts = json.loads((tmp_path / "verified_in_turns.json").read_text())["parts"]
+    offered, sampled = 10 * (3_072 - 128), {}
+    for name, computed in (("volatile_ms", 8), ("chosen_ms", 0.15 * offered), ("chosen_lowest_ms", 0.15 * offered)):
+        served = parts["bounded"]["served_of"][name]
+        assert served["offered_tokens"] == offered
+        assert 0 < offered - served["reused_tokens"] <= 2 * computed + 80
+        sampled[name] = served["checked_tokens"]
+    assert sampled["volatile_ms"] == 0 < min(sampled["chosen_ms"], sampled["chosen_lowest_ms"])
+    for served in parts["never_slower"]["served"]["1024"].values():
+        assert set(served["reasons"]) <= {"does_not_pay", "low_reuse"}
+        assert served["requests"] == 12
+
+
 def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
     ended = run("--out", str(tmp_path), "--arms", "position_fix", "--our-option", "enable_prompt_embeds=true")
     assert ended.returncode == 1
@@ -62,6 +81,7 @@ def test_a_dry_run_measures_the_hosts_time(tmp_path):
     assert ended.returncode == 0, ended.stderr
     (rows,) = read_rows(tmp_path).values()
     figures = {row.name: row.value for row in rows}
-    assert set(figures) == {"planned_forward_host_ms", "planned_forward_host_over_stock"}
+    names = [f"{plan}_forward_host_{what}" for plan in ("planned", "sampled") for what in ("ms", "over_stock")]
+    assert list(figures) == names
     assert min(figures.values()) > 0
     assert (tmp_path / "profile").stat().st_size > 0
