@@ -61,9 +61,7 @@ def test_a_dry_run_measures_reuse_within_bounds_and_where_it_may_not_pay(tmp_pat
         assert 0 < offered - served["reused_tokens"] <= 2 * computed + 80
         sampled[name] = served["checked_tokens"]
     assert sampled["volatile_ms"] == 0 < min(sampled["chosen_ms"], sampled["chosen_lowest_ms"])
-    for served in parts["never_slower"]["served"]["1024"].values():
-        assert set(served["reasons"]) <= {"does_not_pay", "low_reuse"}
-        assert served["requests"] == 12
+    assert [served["requests"] for served in parts["never_slower"]["served"]["1024"].values()] == [12] * 4
 
 
 def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
