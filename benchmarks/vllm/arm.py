@@ -179,8 +179,7 @@ class VllmArm:
             settings = {
                 "policy": name,
                 "min_saving": 0.1,  # the default, by which costs are measured
-                # That of `trial_of`, whose bound is twice a floor of 0.5.
-                **({"risk": 0.5} if name == VERIFIED else {}),
+                **({"risk": 0.5} if name == VERIFIED else {}),  # as in `trial_of`: its bound is twice a floor of 0.5
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,
                 "model_revision": "random",
