@@ -38,6 +38,8 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     tiny_qwen2_path, monkeypatch, capsys
 ):
     seen, verified = [], []
+    few = (*check._SMALL_CALIBRATION, "--families", "reordered", "--groups", "12", "--risk", "0.4", "--shares", "0")
+    monkeypatch.setattr(check, "_SMALL_CALIBRATION", few)
     monkeypatch.setattr(check, "judge", lambda *given: seen.append(given) or judge(*given))
     monkeypatch.setattr(check, "judge_verified", lambda *given: verified.append(given) or judge_verified(*given))
     assert check.main(["--model", str(tiny_qwen2_path), *SMALL]) == 0
@@ -79,8 +81,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys,
     output = tmp_path / "confirmed.json"
     shipped = shipped_model() / PROFILE_NAME
     values = ReuseProfile.read(shipped)
-    made_with = {"groups": 8, "budget": 8, "questions": 1, "tokens": 512, "max_tokens": 8}
-    few = [{"what": "rule", "margin": 0.5}, {"what": "prompts", **made_with}]
+    few = [{"what": "prompts", "groups": 4, "questions": 1, "tokens": 512, "max_tokens": 8}]
     few += [{"what": "confirmed", "family": name} for name in ("reordered", "header_trap")]
     profile = tmp_path / "profile.json"
     values.model_copy(update={"figures": few}).write(profile)
