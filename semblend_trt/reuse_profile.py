@@ -13,6 +13,7 @@ import logging
 import stat
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from semblend_trt.policy import MaxKl
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)  # a calibration opens an engine for each candidate
 
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
@@ -517,8 +519,7 @@ class ProfileMatcher:
     """Compares the profile of policy verified with namespaces. The constructor reads it once, and raises nothing."""
 
     def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
-        self._lowest = lowest_check_layer
-        self._path = settings.profile_path
+        self._lowest, self._path = lowest_check_layer, settings.profile_path
         self._profile: ReuseProfile | None = None
         self._digest: str | None = None
         self._asked = settings.max_kl, settings.risk
@@ -534,7 +535,7 @@ class ProfileMatcher:
         try:
             profile, self._digest = ReuseProfile.read_with_digest(self._path)
             if settings.profile_trial:
-                logger.warning("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
+                _warn_once("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
             elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
                 raise ProfileError(lacking, "profile_evidence")
             elif profile.terms is not None and not profile.bounds:

@@ -1,6 +1,7 @@
 """Tiny random models that several test folders share. Weights are seeded, so every run sees the same ones."""
 
 import logging
+import os
 import signal
 import subprocess
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ if not torch.cuda.is_available() and find_spec("triton"):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
         import triton  # noqa: F401
+
+# Without a network a name that is looked up at the hub is tried for 23 seconds; read at the hub's import.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 from hypothesis import HealthCheck, settings

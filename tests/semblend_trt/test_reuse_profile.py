@@ -699,6 +699,13 @@ def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_re
     assert "lacks a digest" in str(refusal(path, max_kl=max_kl))
 
 
+def test_a_trial_is_warned_about_once_however_many_engines_a_calibration_opens(path, caplog):
+    reuse_profile._warn_once.cache_clear()
+    for _ in range(3):
+        ProfileMatcher(load_settings(policy="verified", profile_path=path, profile_trial=True))
+    assert caplog.text.count("SEMBLEND_PROFILE_TRIAL is on") == 1
+
+
 @pytest.mark.parametrize(("policy", "warnings"), [("position_fix", 1), ("exact", 0)])
 def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy, warnings):
     path = tmp_path / "profile.json"

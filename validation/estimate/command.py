@@ -63,21 +63,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
     parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
     parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
-    told = "times to the first token to predict by, as JSON (default: an H200's)"
-    parser.add_argument("--ttft", type=Path, metavar="FILE", help=told)
+    parser.add_argument("--ttft", type=Path, metavar="FILE", help="TTFTs to predict by (default: vLLM's on an H100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print and write. Raises SemBlendError and OSError."""
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import H200_TIMES, LatencyModel, Serving, recorded_observations
+    from validation.estimate.figures import SHIPPED_TIMES, LatencyModel, Serving, recorded_observations
     from validation.estimate.prompts import Encoder
 
     if arguments.json is not None:
         check_writable(arguments.json)
-    source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
-    model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_TIMES), source)
+    source = "vLLM 0.25.1 on an H100 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
+    model = LatencyModel.fitted(recorded_observations(arguments.ttft or SHIPPED_TIMES), source)
     profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
     settings, pool = _settings(arguments), _pool(arguments, profile)
     if profile is not None and (lacking := profile.evidence_refusal(settings.max_kl, settings.risk)) is not None:

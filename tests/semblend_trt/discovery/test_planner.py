@@ -394,7 +394,7 @@ def test_a_deadline_grows_with_a_long_prompt(tokens, milliseconds):
 
 
 def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill():
-    recorded = json.loads((Path(__file__).parents[3] / "validation/assets/h200_ttft.json").read_text("utf-8"))
+    recorded = json.loads((Path(__file__).parents[3] / "validation/assets/h100_ttft.json").read_text("utf-8"))
     default = Settings.model_fields["lookup_deadline_ms"].default
     cold = {row["computed"]: row["ttft_ms"] for row in recorded if not row["reused"]}
     long = {tokens: milliseconds for tokens, milliseconds in cold.items() if tokens >= DEADLINE_TOKENS}

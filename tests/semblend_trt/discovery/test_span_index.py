@@ -102,7 +102,7 @@ def assert_equal_tokens(runs, donors, prompt):
         assert np.array_equal(donor, prompt[run.target_start : run.target_end])
 
 
-@pytest.mark.parametrize(("collide", "indexes"), [(ALL_BITS, 20), (3 << 40, 8), (0, 4)], indirect=["collide"])
+@pytest.mark.parametrize(("collide", "indexes"), [(ALL_BITS, 8), (3 << 40, 5), (0, 3)], indirect=["collide"])
 def test_equals_brute_force_on_random_cases(collide, indexes):
     """Each index is shared by many cases in namespaces of their own, so adding and removing is tested along."""
     rng = np.random.default_rng(indexes)

@@ -59,7 +59,7 @@ def test_a_log_leaves_a_table_and_a_file_that_names_documents_by_digest_and_firs
     assert "20 prompts" in shown.out
     assert f"{shares['together']:.1%}" in shown.out
     assert "Passed over: 1 not JSON (first in line 5), 1 empty (first in line 6)." in shown.out
-    assert "fitted to 10 observations of an H200" in shown.out
+    assert "fitted to 10 observations of vLLM 0.25.1 on an H100" in shown.out
     assert "without --tokenizer" in shown.err
     # The longest that recur are the four documents, each at least once after other text.
     documents = found["documents"][:4]

@@ -225,7 +225,7 @@ def test_too_little_to_fit_is_refused(seen):
 
 
 def test_the_times_that_ship_make_a_close_fit():
-    seen = module.recorded_observations(module.H200_TIMES)
+    seen = module.recorded_observations(module.SHIPPED_TIMES)
     assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
     reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
     assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
