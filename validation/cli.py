@@ -27,7 +27,7 @@ from validation.families.catalog import write_timed
 from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, say, show, write_json, write_text
+from validation.output import beside, complain, progress, say, write_json, write_text
 from validation.page import page
 from validation.quality import parse_quality, parse_quality_plot, run_quality, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
@@ -95,7 +95,8 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     """Show, compare or rewrite; False if the tables differ. Raises SemBlendError and OSError."""
     rows = scoreboard.read_rows(options.results)
     if not (options.check or options.write):
-        show([scoreboard.terminal_table(rows)])
+        for line in scoreboard.markdown_table("*", rows).splitlines():
+            say(line)
         return True
     made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
     old = [path for path, text in made.items() if text != read_text(path)]
