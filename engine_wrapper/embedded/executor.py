@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
 from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector, uses_v2
-from engine_wrapper.embedded.request import LlmRequestState, largest_of, sample
+from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
 from kernels.layout import KvGeometry
@@ -270,8 +270,6 @@ class Executor:
             logger.error(request.error)
             self._finish(request, "error")
             return
-        elif not params.is_greedy:
-            token = sample(logits, params, request.generator)
         request.pending_token = token
         self._sampled.append(request)
 

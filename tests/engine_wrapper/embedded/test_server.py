@@ -120,6 +120,7 @@ def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
         (b" " * ((2 << 20) + 1), 413, "body_too_large", ""),
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
         ({"prompt": "a", "n": 2}, 400, "unsupported_field", "n is not supported"),
+        ({"prompt": "a", "temperature": 0.7}, 400, "bad_field", "temperature: Input should be less"),
         ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
         ({"prompt": "a", "priority": -1}, 400, "bad_field", "priority: Input should be greater"),
     ],
