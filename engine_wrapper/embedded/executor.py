@@ -128,11 +128,6 @@ class Executor:
                 self._pause(request)
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests waiting or running."""
-        return len(self._waiting) + sum(not request.is_finished for request in self._active.values())
-
-    @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is loading or saving."""
         return [] if self.connector is None else self.connector.pending_transfers

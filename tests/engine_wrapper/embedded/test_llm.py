@@ -13,6 +13,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES
+from tests.engine_wrapper.embedded_llm import unfinished
 from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
@@ -105,7 +106,7 @@ def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
     stream.close()
     assert (list(stream), llm.block_manager.num_free_blocks) == ([], free)
     llm.generate_async(TEXT, FOUR)  # dropped at once
-    assert llm.executor.num_unfinished == 0
+    assert unfinished(llm.executor) == 0
 
 
 def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
@@ -134,7 +135,7 @@ def test_a_prompt_that_cannot_run_is_refused_with_its_whole_list(make_llm, promp
     llm = make_llm(cache={"max_tokens": 512})
     with pytest.raises(error, match=message):
         llm.generate(prompts, FOUR)
-    assert (llm.executor.num_unfinished, len(llm.generate([TEXT], FOUR))) == (0, 1)
+    assert (unfinished(llm.executor), len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
 def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
@@ -159,7 +160,7 @@ def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
     llm = make_llm()
     with pytest.raises(ConfigurationError, match=message):
         llm.generate([TEXT, TEXT], **arguments)
-    assert llm.executor.num_unfinished == 0
+    assert unfinished(llm.executor) == 0
 
 
 @pytest.mark.parametrize(

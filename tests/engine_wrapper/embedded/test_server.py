@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.server import Worker, main, read_body
 from semblend_trt.fleet.router.serving import RequestRefusedError
+from tests.engine_wrapper.embedded_llm import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig.ours()
@@ -160,7 +161,7 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
             await asyncio.sleep(0)
         return await answer_of(client, {"prompt": "a", "max_tokens": 1})
 
-    assert (asked(worker, ask)[0], llm.executor.num_unfinished) == (200, 0)
+    assert (asked(worker, ask)[0], unfinished(llm.executor)) == (200, 0)
 
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
