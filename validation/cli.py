@@ -213,7 +213,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    _write(options, report, measured)
+    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
+    write_json(options.output, report.to_dict())
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
     if rows_path is not None:
@@ -233,11 +234,6 @@ def _measure(
         exactness = plain_difference(engines.runner, prompt)
     with progress("Measuring", measurement.steps) as on_step:
         return measurement.run(on_step), exactness
-
-
-def _write(options: argparse.Namespace, report: Report, measured: Measured) -> None:
-    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
-    write_json(options.output, report.to_dict())
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
