@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COLD = "cold"
 COLD_AGAIN = "cold_again"
 COLD_OTHERWISE = "cold_otherwise"
+COLD_OTHER_DTYPE = "cold_other_dtype"
 WRAPPER_WITHOUT_PLAN = "wrapper_without_plan"
 EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
@@ -42,7 +43,7 @@ class Arm:
 
     An `isolated` arm gives each group of cases its own cache salt: it computes the group's first request in full, and
     further questions find the exact KV. `full_layers`: lowest layers that an approximate plan computes for every token.
-    `chunk_tokens`: most tokens of one prompt in a forward."""
+    `chunk_tokens`: most tokens of one prompt in a forward. `is_other_dtype`: float32 for 16 bit, else bfloat16."""
 
     name: str
     variables: dict[str, str] | None = None
@@ -50,6 +51,7 @@ class Arm:
     isolated: bool = False
     full_layers: int = 0
     chunk_tokens: int | None = None
+    is_other_dtype: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class ArmChoices:
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
 # Other forwards for the same answers show what rounding alone changes.
 COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
+ROUNDING_ARMS = (
+    replace(COLD_ARM, name=COLD_AGAIN),
+    COLD_OTHERWISE_ARM,
+    replace(COLD_ARM, name=COLD_OTHER_DTYPE, is_other_dtype=True),
+)
 
 
 def is_reusing(name: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
+from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
 from validation.engines import connector_variables, environment, token_bytes
 
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.arms import Arm
     from validation.engines import EngineSettings
 
@@ -54,6 +56,14 @@ class _ArmLLM(LLM):
             self.connector_scheduler._audit.flush()
 
 
+def _fits_again(runner: ModelRunner) -> bool:
+    """True if the device has room for the weights in float32 too, and as much for KV."""
+    if runner.device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(runner.device)
+    return bool(free > 8 * sum(each.numel() for each in runner.model.parameters()))
+
+
 class EmbeddedEngines:
     """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`."""
 
@@ -63,6 +73,8 @@ class EmbeddedEngines:
 
     def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
         self.runner, self.kv_dtype = runner, kv_dtype
+        self.has_other_dtype = kv_dtype == "auto" and _fits_again(runner)
+        self._other: ModelRunner | None = None
         self.tokenizer: Any = runner.tokenizer
         self.facts = runner.facts
         self.token_bytes = token_bytes(runner.facts, runner.dtype)
@@ -75,10 +87,18 @@ class EmbeddedEngines:
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
-                runner=self.runner.share(),
+                runner=self._runner_of(arm, settings.model).share(),
                 max_batch_size=settings.batch_size,
                 kv_cache_config=KvCacheConfig(**cache),
                 kv_connector_config=None if arm.variables is None else KvCacheConnectorConfig.ours(),
                 max_num_tokens=rows,
                 long_prefill_token_threshold=arm.chunk_tokens or 0,
             )
+
+    def _runner_of(self, arm: Arm, model: str) -> ModelRunner:
+        if not arm.is_other_dtype:
+            return self.runner
+        if self._other is None:
+            is_wide = self.runner.dtype == torch.float32
+            self._other = ModelRunner(model, "bfloat16" if is_wide else "float32", self.runner.device)
+        return self._other

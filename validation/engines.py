@@ -70,10 +70,12 @@ class Engines(ServedModel, Protocol):
     """Open engines over one model. `token_bytes`: most bytes of a token's KV. `notes`: limits of a timed run.
 
     Engines that start slowly run one at a time, and get all requests at once.
-    `prefix_unit`: an engine's own exact prefix is a multiple of it, in tokens."""
+    `prefix_unit`: an engine's own exact prefix is a multiple of it, in tokens.
+    `has_other_dtype`: an arm can have its weights and KV in another type than the other arms."""
 
     token_bytes: int
     starts_slowly: bool
+    has_other_dtype: bool
     prefix_unit: int
     notes: tuple[str, ...]
 

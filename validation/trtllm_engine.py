@@ -88,6 +88,7 @@ class TrtllmEngines:
     Raises ConfigurationError without tensorrt_llm or a readable model, UnsupportedModelError if its KV cannot move."""
 
     starts_slowly = True
+    has_other_dtype = False
     prefix_unit = 1
     notes: tuple[str, ...] = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 

@@ -40,6 +40,7 @@ class VllmEngines:
     Raises ConfigurationError if vllm or the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
 
     starts_slowly = True
+    has_other_dtype = False
     notes: tuple[str, ...] = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold tells how much).",

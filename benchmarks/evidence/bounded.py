@@ -26,7 +26,7 @@ from engine_wrapper.deviation_check import Budget
 from semblend_trt.files import write_bytes
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import smollm2
-from validation.arms import COLD_AGAIN, COLD_ARM, COLD_OTHERWISE_ARM, POSITION_FIX, Arm, ArmChoices, arms_of
+from validation.arms import POSITION_FIX, ROUNDING_ARMS, Arm, ArmChoices, arms_of
 from validation.calibration.bound import LEAST, Observation, bounds_of, distance_of, what_if
 from validation.calibration.calibration import FRESH, Calibration
 from validation.calibration.command import parse_calibrate, teller
@@ -47,7 +47,7 @@ SHARE_GOALS = {"0.01_volatile": 0.03, "0.01_instruction": 0.12, "0.01_headings":
 # A family, a computed share, and the goal of the mean KL there.
 POINT_GOALS = {"another_order_quarter": ("order", 0.25, 0.012), "headings_fifth": ("headings", 0.20, 0.0009)}
 SMALL = ("--groups", "6", "--tokens", "512", "--max-tokens", "8", "--risk", "0.7", "--shares", "0,0.3")
-FLOORS, FLOOR, OURS, BLEND = (COLD_AGAIN, COLD_OTHERWISE_ARM.name), "floor", "profile", "cacheblend"
+FLOORS, FLOOR, OURS, BLEND = tuple(arm.name for arm in ROUNDING_ARMS), "floor", "profile", "cacheblend"
 LADDERS = {OURS: (0.0, 0.05, 0.1, 0.2, 0.35, 0.6), BLEND: (5, 15, 30, 50), "epic": (8, 32, 128)}
 LADDERS |= {"attention": (0.1, 0.2, 0.35), "random": (0.1, 0.2, 0.35)}
 # `Budget.chosen` takes the largest products of deviation and attention; each of the rules stands in for it.
@@ -148,7 +148,7 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
     names = [f"{kind}_{each:g}" for kind in LADDERS if kind not in RULES for each in LADDERS[kind]]
     plain = arms_of([POSITION_FIX, *names], ArmChoices(base.geometry.num_layers, boundary=1))
     for recorder, cases in _fresh(asked, options, folder):
-        for arm in (COLD_OTHERWISE_ARM, replace(COLD_ARM, name=COLD_AGAIN), *plain):
+        for arm in (*ROUNDING_ARMS, *plain):
             recorder._samples(arm, cases, arm.name)
         for kind, rule in RULES.items():
             for share in LADDERS[kind]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel
-from validation.arms import COLD_AGAIN, COLD_ARM, COLD_OTHERWISE_ARM, VERIFIED, ArmChoices, arms_of
+from validation.arms import ROUNDING_ARMS, VERIFIED, ArmChoices, arms_of
 from validation.calibration.bound import Observation, distance_of
 from validation.measurement import BatchServer
 from validation.models import PROFILE_NAME, full_layers_of
@@ -39,14 +39,15 @@ class Observer:
     """Serves `cases` of one model without their references, as no label is needed; cold answers each once."""
 
     def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
-        self._layers = engines.facts.num_layers
+        self._layers, self._has_other_dtype = engines.facts.num_layers, engines.has_other_dtype
         bare = [replace(case, reference=None, known_answer=False) for case in cases]
         self._cases = {case.id: case for case in bare}
         self._server = BatchServer(engines, bare, settings, judged=True)
 
     def rounding(self, cases: Iterable[Case]) -> list[float]:
-        """Return the KL of further cold runs, in other chunks and other batches, from cold: nats over each answer."""
-        arms = (COLD_OTHERWISE_ARM, replace(COLD_ARM, name=COLD_AGAIN))
+        """Return the KL of further cold runs from cold, nats over each answer: in other batches, in other chunks and,
+        where engines can, in another type."""
+        arms = [arm for arm in ROUNDING_ARMS if self._has_other_dtype or not arm.is_other_dtype]
         found = (sample.answer_kl for arm in arms for sample in self._samples(arm, cases, f"rounding, {arm.name}"))
         return [kl for kl in found if kl is not None]
 
