@@ -24,10 +24,10 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, VLLM
 from validation.exactness import plain_difference, stock_difference
 from validation.families.catalog import write_timed
-from validation.judge import Judge, Scorer, judged, scored
+from validation.judge import Judge, judged
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, say, show, write_json, write_text
+from validation.output import beside, complain, progress, say, write_json, write_text
 from validation.page import page
 from validation.quality import parse_quality, parse_quality_plot, run_quality, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from validation.cases import Case
     from validation.engines import Engines
     from validation.exactness import Exactness
     from validation.measurement import Measured
@@ -95,7 +94,8 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     """Show, compare or rewrite; False if the tables differ. Raises SemBlendError and OSError."""
     rows = scoreboard.read_rows(options.results)
     if not (options.check or options.write):
-        show([scoreboard.terminal_table(rows)])
+        for line in scoreboard.markdown_table("*", rows).splitlines():
+            say(line)
         return True
     made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
     old = [path for path, text in made.items() if text != read_text(path)]
@@ -161,10 +161,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     for each in fields(GateBounds):
         option = "--" + each.name.replace("_", "-")
         gates.add_argument(option, type=type(each.default), default=each.default, help=bounds[each.name])
-    scores = parser.add_argument_group("further scores")
-    scorer = "another causal LM that scores the answers' perplexity"
-    scores.add_argument("--ppl-model", type=named, metavar="PATH_OR_ID", help=scorer)
-    scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
+    parser.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
     files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
@@ -193,7 +190,6 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     torch.manual_seed(options.seed)
     engines = models.engines_of(options, options.dtype)
     device, dtype = models.place_of(engines, options.dtype)
-    scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
     cases = arguments.own_cases(options, engines.tokenizer) or write_timed(engines, options.seed, context, options.full)
     choices = models.choices_of(engines, options.boundary, profile)
@@ -201,7 +197,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
     measured, exactness = _measure(engines, options.engine, measurement, settings)
-    samples = _scores(measured.samples, cases, scorer, asked_judge)
+    samples: Sequence[Sample] = measured.samples
+    if asked_judge is not None:
+        with progress("Judging", len(samples)) as on_step:
+            samples = judged(samples, cases, asked_judge, on_step)
     report = Report(
         model=smollm2.shown_name(settings.model),
         policy=policy,
@@ -214,7 +213,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    _write(options, report, measured)
+    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
+    write_json(options.output, report.to_dict())
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
     if rows_path is not None:
@@ -234,23 +234,6 @@ def _measure(
         exactness = plain_difference(engines.runner, prompt)
     with progress("Measuring", measurement.steps) as on_step:
         return measurement.run(on_step), exactness
-
-
-def _scores(
-    samples: Sequence[Sample], cases: Sequence[Case], scorer: Scorer | None, asked: Judge | None
-) -> Sequence[Sample]:
-    if scorer is not None:
-        with progress("Scoring", len(samples)) as on_step:
-            samples = scored(samples, cases, scorer, on_step)
-    if asked is not None:
-        with progress("Judging", len(samples)) as on_step:
-            samples = judged(samples, cases, asked, on_step)
-    return samples
-
-
-def _write(options: argparse.Namespace, report: Report, measured: Measured) -> None:
-    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
-    write_json(options.output, report.to_dict())
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:

@@ -1,4 +1,4 @@
-"""Further scores of answers: an external judge's, and the perplexity under a second language model."""
+"""Scores of answers by an external judge."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.model_tokenizer import reason_of
-from validation import metrics
 from validation.arms import COLD, is_reusing
 
 if TYPE_CHECKING:
@@ -35,8 +30,6 @@ MAX_OUTPUT_BYTES = 1 << 16
 # A judge that times out this often in a row is not asked for the remaining answers.
 MAX_TIMEOUTS = 3
 _SLOW = "no answer within"
-# The question ends the prompt; more of the prompt makes scoring slow and changes little.
-MAX_PROMPT_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,46 +132,5 @@ def judged(
             score, problem = judge.score(asked)
             timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
         done.append(replace(sample, judge_score=score, judge_error=problem))
-        on_step(sample.case_id)
-    return done
-
-
-class Scorer:
-    """Perplexity of answers under another causal language model with its own tokenizer, in float32."""
-
-    def __init__(self, model: str, device: str) -> None:
-        """Load the model by path or hub id. Raises ConfigurationError if that fails."""
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-            self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason_of(error)}") from error
-        self._device = device
-        self._context = int(getattr(self._model.config, "max_position_embeddings", MAX_PROMPT_TOKENS))
-
-    @torch.inference_mode()
-    def score(self, prompt: str, answer: str) -> float | None:
-        """Return the perplexity of `answer` after the end of `prompt`; None for an answer without a token."""
-        target = self._tokenizer.encode(answer, add_special_tokens=False)[: self._context // 2]
-        before = self._tokenizer.encode(prompt)[-min(MAX_PROMPT_TOKENS, self._context - len(target)) :]
-        if not (target and before):
-            return None
-        ids = torch.tensor([before + target], device=self._device)
-        logits = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1].float()
-        return metrics.perplexity(metrics.loss(logits, target))
-
-
-def scored(
-    samples: Sequence[Sample], cases: Sequence[Case], scorer: Scorer, on_step: Callable[[str], None] = lambda _: None
-) -> list[Sample]:
-    """Return the samples with `scored_perplexity`; equal answers to one prompt are scored once."""
-    prompts = {case.id: case.prompt for case in cases}
-    known: dict[tuple[str, str], float | None] = {}
-    done = []
-    for sample in samples:
-        key = (sample.case_id, sample.answer)
-        if key not in known:
-            known[key] = scorer.score(prompts[sample.case_id], sample.answer)
-        done.append(replace(sample, scored_perplexity=known[key]))
         on_step(sample.case_id)
     return done

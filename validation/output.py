@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rich.progress as bars
 from rich.console import Console
-from rich.table import Table
 
 from semblend_trt.command_line import printable
 from semblend_trt.files import check_writable, write_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -55,21 +54,6 @@ def say(sentence: object) -> None:
 def complain(sentence: str) -> None:
     """Show one line on stderr."""
     sys.stderr.write(printable(f"validation: {sentence}") + "\n")
-
-
-def table_of(title: str, headings: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """Return a table with these columns; those in `right` are right-aligned, those in `whole` are not wrapped."""
-    table = Table(title=title, title_justify="left")
-    for each in headings:
-        table.add_column(each, justify="right" if each in right else "left", overflow="fold", no_wrap=each in whole)
-    return table
-
-
-def show(tables: Iterable[Table], width: int = 140) -> None:
-    """Show tables, `width` columns wide where stdout is no terminal."""
-    console = Console() if Console().is_terminal else Console(width=width)
-    for table in tables:
-        console.print(table)
 
 
 class Advance(Protocol):

@@ -170,7 +170,7 @@ _TEXTS = tuple(each.name for each in FAMILIES if each.is_text)
 
 _MEANS = (
     *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
-    *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
+    *("token_f1_reference", "first_token_kl", "token_agreement", "judge_score"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
 # Tables of a report: title and figures of a summary.

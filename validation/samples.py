@@ -146,7 +146,6 @@ class Sample:
     perplexity_ratio: float | None
     first_token_kl: float
     token_agreement: float
-    scored_perplexity: float | None = None
     judge_score: float | None = None
     judge_error: str | None = None
     generation: int = 0

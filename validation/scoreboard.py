@@ -1,4 +1,4 @@
-"""Show all result rows in the terminal, and make the tables of pages from them.
+"""Read all result rows, and make tables of them, for the terminal and on pages.
 
 A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
 name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
@@ -12,8 +12,6 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
@@ -23,8 +21,6 @@ from validation.results import Row
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from rich.table import Table
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 
@@ -55,18 +51,6 @@ def rows_of(path: Path) -> list[Row]:
     if len({each.name for each in rows}) != len(rows):
         raise ConfigurationError(f"{path} holds two rows of one name.")
     return rows
-
-
-def terminal_table(rows: dict[str, list[Row]]) -> Table:
-    """Return a table of all rows, by machine and file."""
-    headings = ("row", "value", "unit", "goal", "holds", "against", "where", "date")
-    table = output.table_of("Results", headings, ("value", "goal"), ("row",))
-    for place, each in ((place, each) for place, found in rows.items() for each in found):
-        # rich reads no markup in a Text.
-        unit, baseline, where, date = (Text(printable(cell)) for cell in (each.unit, each.baseline, place, each.date))
-        holds = "yes" if each.holds else "[bold red]no[/]"
-        table.add_row(each.name, figure(each.value), unit, goal_of(each), holds, baseline, where, date)
-    return table
 
 
 def with_tables(text: str, rows: dict[str, list[Row]]) -> str:

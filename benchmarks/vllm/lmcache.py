@@ -145,19 +145,8 @@ class LmcacheEngine:
     @property
     def facts(self) -> dict[str, Any]:
         """Return what engine it is, for JSON."""
-        config = self._llm.llm_engine.vllm_config
-        worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        return {
-            "vllm": import_module("vllm").__version__,
-            "lmcache": import_module("lmcache").__version__,
-            "settings": self.settings,
-            "runner": type(worker.model_runner).__module__,
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "enforce_eager": config.model_config.enforce_eager,
-            "prefix_caching": config.cache_config.enable_prefix_caching,
-            "block_size": config.cache_config.block_size,
-            "separator_tokens": self.segments.separator,
-        }
+        versions = {name: import_module(name).__version__ for name in ("vllm", "lmcache")}
+        return {**versions, "settings": self.settings, "separator_tokens": self.segments.separator}
 
     def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
         """Return vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""

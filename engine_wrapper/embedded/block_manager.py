@@ -16,7 +16,7 @@ import torch
 from semblend_trt.errors import CapacityError, ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from engine_wrapper.embedded.llm_args import KvCacheConfig, LlmArgs
     from kernels.layout import KvGeometry
@@ -238,15 +238,6 @@ class RadixTree:
             del self._roots[cast("RootKey", parent.tokens)]
         return node.block_id
 
-    def walk(self) -> Iterator[tuple[RootKey, BlockNode]]:
-        """Yield all nodes with the key of their root, parents first."""
-        for key, root in self._roots.items():
-            stack = list(root.children.values())
-            while stack:
-                node = stack.pop()
-                yield key, node
-                stack.extend(node.children.values())
-
 
 # -- the blocks -------------------------------------------------------------------------------------------------------
 
@@ -293,11 +284,6 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds: free ones, and reusable ones without a reader."""
         return len(self._free) + self._tree.num_evictable
-
-    @property
-    def num_reusable_blocks(self) -> int:
-        """Blocks in the reuse tree."""
-        return len(self._tree)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
 from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector, uses_v2
-from engine_wrapper.embedded.request import LlmRequestState, largest_of, sample
+from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
 from kernels.layout import KvGeometry
@@ -126,11 +126,6 @@ class Executor:
             is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
             if request.request_id in self._active and not is_loading:
                 self._pause(request)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests waiting or running."""
-        return len(self._waiting) + sum(not request.is_finished for request in self._active.values())
 
     @property
     def pending_transfers(self) -> list[int]:
@@ -270,8 +265,6 @@ class Executor:
             logger.error(request.error)
             self._finish(request, "error")
             return
-        elif not params.is_greedy:
-            token = sample(logits, params, request.generator)
         request.pending_token = token
         self._sampled.append(request)
 

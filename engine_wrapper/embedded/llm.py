@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -234,8 +233,6 @@ class LLM:
         cold: bool = False,
     ) -> LlmRequest:
         arrival_time = perf_counter()
-        if params.seed is None and not params.is_greedy:
-            params = replace(params, seed=self._ranks.broadcast(secrets.randbits(63)))
         forced, vocabulary = params.forced_token_ids, self._vocabulary
         if forced is not None and max(forced) >= vocabulary:
             raise ConfigurationError(

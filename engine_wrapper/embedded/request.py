@@ -5,11 +5,9 @@ Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and 
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
@@ -84,30 +82,19 @@ def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
 class SamplingParams:
     """Checked on construction; ConfigurationError names the field, its value and its bound.
 
-    `temperature` 0 is greedy. `top_p` 1 leaves every token in. For `seed` None, `LLM` draws a new one. Generation ends
-    at `stop_token_ids`, at the model's end tokens unless `ignore_eos`, or after `max_tokens`. `forced_token_ids`
-    replace sampled tokens, and generation ends with the last of them (teacher forcing)."""
+    The engine is greedy. Generation ends at `stop_token_ids`, at the model's end tokens unless `ignore_eos`, or after
+    `max_tokens`. `forced_token_ids` replace the model's tokens, and generation ends with the last of them (teacher
+    forcing)."""
 
     max_tokens: int = 32
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
     return_generation_logits: bool = False
     forced_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_a(int, self.max_tokens) or self.max_tokens < 1:
+        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
             raise ConfigurationError(f"max_tokens is {self.max_tokens!r}; it must be an integer >= 1")
-        if self.seed is not None and not (_is_a(int, self.seed) and 0 <= self.seed < 1 << 63):
-            raise ConfigurationError(f"seed is {self.seed!r}; it must be an integer in 0..{(1 << 63) - 1}")
-        if not _is_a((int, float), self.temperature) or not 0.0 <= self.temperature < math.inf:
-            raise ConfigurationError(
-                f"temperature is {self.temperature!r}; it must be a number >= 0, where 0 is greedy"
-            )
-        if not _is_a((int, float), self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise ConfigurationError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
         for name in ("stop_token_ids", "forced_token_ids"):
             ids = getattr(self, name)
             if ids is None:
@@ -115,7 +102,7 @@ class SamplingParams:
             if not isinstance(ids, (list, tuple, set, frozenset)):
                 raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")
             for token in ids:
-                if not _is_a(int, token) or token < 0:
+                if not _is_integer(token) or token < 0:
                     raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
             object.__setattr__(self, name, tuple(ids))
         if self.forced_token_ids is not None and not 1 <= len(self.forced_token_ids) <= self.max_tokens:
@@ -124,13 +111,9 @@ class SamplingParams:
                 f"({self.max_tokens})"
             )
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
-
-def _is_a(kind: type | tuple[type, ...], value: object) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
@@ -139,32 +122,6 @@ def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
     One transfer fetches all of them from the device: each transfer may wait for a donor's."""
     best, tokens = logits.max(1)
     return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
-
-
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """Draw the next token by `logits`, [vocabulary]: temperature, then top-p (nucleus sampling, Holtzman et al. 2020).
-
-    Each token takes one uniform number of the request's own generator. So a request's tokens depend on its logits and
-    seed alone, never on its neighbours in the batch."""
-    probabilities, tokens = candidates(logits, params)
-    cumulative = probabilities.cumsum(0)
-    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(cumulative.device) * cumulative[-1]
-    # The first candidate whose cumulative probability is not below the draw: never one of probability 0.
-    return int(tokens[torch.searchsorted(cumulative, drawn)])
-
-
-def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities, float64 [n] and falling, and ids, int64 [n], of the tokens that may be drawn.
-
-    Top-p keeps the smallest set whose probability reaches it."""
-    ordered, tokens = logits.float().sort(descending=True, stable=True)
-    # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
-    probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
-    if params.top_p < 1.0:
-        before = probabilities.cumsum(0) - probabilities
-        kept = int((before < params.top_p).sum())
-        probabilities, tokens = probabilities[:kept], tokens[:kept]
-    return probabilities, tokens
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -273,14 +230,6 @@ class LlmRequest:
     def is_generation_only_request(self) -> bool:
         """False: a method, as in upstream's Python subclass."""
         return False
-
-    @cached_property
-    def generator(self) -> torch.Generator:
-        """The request's own random numbers; a greedy request needs none."""
-        seed = self.sampling_params.seed
-        assert seed is not None, "LLM draws one where the caller gives none"
-        # Of the CPU, so that a seed means the same on every device.
-        return torch.Generator().manual_seed(seed)
 
     @property
     def root_key(self) -> RootKey:

@@ -1,8 +1,8 @@
 """Serve the embedded engine by the OpenAI API, for the fleet's tests and for demonstrations.
 
 `python -m engine_wrapper.embedded.server --model FOLDER --port 8001` serves /v1/completions, /v1/chat/completions (if
-the tokenizer has a template), /v1/models, /health and /metrics. It takes settings from the environment, streams no
-answer and trusts its clients.
+the tokenizer has a template), /v1/models, /health and /metrics. It takes settings from the environment, answers
+greedily and at once, and trusts its clients.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.request import RequestOutput
 
 BOUNDS = serving.ServerBounds()
-_SAMPLING = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos", "stop_token_ids"}
+_SAMPLING = {"max_tokens", "ignore_eos", "stop_token_ids"}
 # `Body` checks none of these. The first change no answer; PromptReader makes the prompt of the others.
-_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "user"]
+_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "seed", "top_p", "user"]
 _COMPLETION = [*_PASSED_OVER, "prompt", "add_special_tokens"]
 _CHAT = [*_PASSED_OVER, "messages", "documents", "add_generation_prompt", "continue_final_message"]
 _CHAT += ["add_special_tokens", "chat_template_kwargs", "reasoning_effort"]
@@ -51,9 +51,7 @@ class Body(BaseModel):
 
     model: str | None = None
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float | None = None
-    seed: int | None = None
+    temperature: Annotated[float, Field(ge=0, le=0)] = 0.0
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
     stream: Literal[False] = False

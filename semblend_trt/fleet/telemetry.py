@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -48,7 +47,7 @@ Label = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class BlockKind(str, Enum):
-    """Kinds of prompt text. OTHER is text that no rule knows."""
+    """Kinds of prompt text. OTHER is text without a role that is known."""
 
     SYSTEM_PROMPT = "system_prompt"
     TEMPLATE = "template"
@@ -61,77 +60,18 @@ class BlockKind(str, Enum):
     OTHER = "other"
 
 
-# Roles whose every word has one kind.
+# A router knows the kind of a text by its role alone; other writers of traces name the other kinds.
 _BY_ROLE = {
     **dict.fromkeys(("system", "developer"), BlockKind.SYSTEM_PROMPT),
+    "user": BlockKind.USER_QUERY,
     "assistant": BlockKind.ASSISTANT_HISTORY,
     **dict.fromkeys(("tool", "function", "ipython", "observation"), BlockKind.TOOL_OUTPUT),
 }
 # The SemanticKV system writes the names of some roles for kinds.
-_BY_NAME = {each.value: each for each in BlockKind} | {"user": BlockKind.USER_QUERY}
-_BY_NAME |= {role: _BY_ROLE[role] for role in ("system", "assistant", "tool")}
-# ChatML, Llama 3 and plain labels at the start of a line.
-_TURN = re.compile(
-    r"<\|im_start\|>(system|user|assistant|tool)\b|<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>"
-    r"|^(System|User|Assistant|Tool|Human|Observation):",
-    re.MULTILINE,
-)
+_BY_NAME = {each.value: each for each in BlockKind}
+_BY_NAME |= {role: _BY_ROLE[role] for role in ("system", "user", "assistant", "tool")}
 # A paragraph keeps the empty lines after it, so that paragraphs add up to the text.
 _PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
-_FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
-_CODE_LINE = re.compile(
-    r"^\s*(?:def |class |import |from \w+ import|#include|return\b|public |func |SELECT )|[;{}]\s*$"
-)
-_LEGAL = re.compile(
-    r"§|\b(?:hereinafter|herein|pursuant to|plaintiff|defendant|affidavit|statute|whereas|Exhibit [A-Z\d]|v\. [A-Z])"
-)
-_TOOL = re.compile(r"^\s*(?:<tool_response>|\{\s*\"|\[\s*\{)")
-_TEMPLATE = re.compile(
-    r"\b(?:Answer (?:in|with|only)|Respond (?:in|with|only)|in the following format|Do not |You must |Use only)"
-)
-_RETRIEVED = re.compile(r"^\s*(?:Document|Passage|Source|Context|Title|\[\d+\])\b[^\n]{0,80}", re.IGNORECASE)
-# A user's own words are short; a longer paragraph comes from elsewhere.
-_LONG_PARAGRAPH = 400
-
-
-def kind_of(text: str) -> BlockKind:
-    """Return the kind with most of the characters in `text`; of equals the first of `BlockKind`."""
-    counts = Counter[BlockKind]()
-    turns = list(_TURN.finditer(text))
-    starts = [turn.start() for turn in turns] + [len(text)]
-    _count(counts, text[: starts[0]], is_turn=False)
-    for turn, end in zip(turns, starts[1:], strict=True):
-        role = next(filter(None, turn.groups())).lower()
-        said = text[turn.end() : end]
-        if role in _BY_ROLE:
-            counts[_BY_ROLE[role]] += len(said.strip())
-        else:
-            _count(counts, said, is_turn=True)
-    return max(BlockKind, key=counts.__getitem__) if counts.total() else BlockKind.OTHER
-
-
-def _count(counts: Counter[BlockKind], text: str, *, is_turn: bool) -> None:
-    """Count the characters of each kind in a user's turn, or in text without turns."""
-    counts[BlockKind.CODE] += sum(map(len, _FENCE.findall(text)))
-    for paragraph in map(str.strip, re.split(r"\n\s*\n", _FENCE.sub("\n\n", text))):
-        counts[_kind_of_paragraph(paragraph, is_turn=is_turn)] += len(paragraph)
-
-
-def _kind_of_paragraph(text: str, *, is_turn: bool) -> BlockKind:
-    lines = text.splitlines()
-    if _TOOL.match(text):
-        return BlockKind.TOOL_OUTPUT
-    if sum(_CODE_LINE.search(line) is not None for line in lines) * 2 > len(lines):
-        return BlockKind.CODE
-    if len(_LEGAL.findall(text)) >= 2:
-        return BlockKind.LEGAL_EVIDENCE
-    if _RETRIEVED.match(text):
-        return BlockKind.RETRIEVED_CONTEXT
-    if _TEMPLATE.search(text):
-        return BlockKind.TEMPLATE
-    if len(text) >= _LONG_PARAGRAPH:
-        return BlockKind.RETRIEVED_CONTEXT
-    return BlockKind.USER_QUERY if is_turn else BlockKind.OTHER
 
 
 class _Part(BaseModel):
@@ -241,9 +181,7 @@ class BlockMaker:
             return
         for role, text in self.prompts.texts(body):
             for paragraph in _PARAGRAPH.findall(text):
-                kind = _BY_ROLE.get(role or "") or kind_of(paragraph)
-                is_query = kind is BlockKind.OTHER and role == "user"
-                yield BlockKind.USER_QUERY if is_query else kind, self.prompts.token_ids(paragraph)
+                yield _BY_ROLE.get(role or "", BlockKind.OTHER), self.prompts.token_ids(paragraph)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,21 @@ def evict_prefixes(llm):
         pass
 
 
+def unfinished(executor):
+    """The number of requests that wait or run."""
+    return len(executor._waiting) + sum(not request.is_finished for request in executor._active.values())
+
+
+def published_nodes(blocks):
+    """Each node of a block manager's tree with the key of its root, parents first."""
+    for key, root in blocks._tree._roots.items():
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            yield key, node
+            stack.extend(node.children.values())
+
+
 def drain(llm):
     llm.settle()
     for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):

@@ -19,7 +19,6 @@ from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, En
 from tests.semblend_trt.held_donors import held_kv, whole
 
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
-DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
 PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
 OTHER = text(7, 260)
@@ -36,7 +35,7 @@ class Life:
 
     def run(self):
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
-        return self._run("cold", "shifted", "verified", "evicted", "prefix", "drawn")
+        return self._run("cold", "shifted", "verified", "evicted", "prefix")
 
     def run_faults(self):
         """What the last rank breaks, and all of them answer."""
@@ -122,10 +121,6 @@ class Life:
         for seed in range(20, 24):
             llm.generate([text(seed, 260)], ANSWER)
 
-    def _drawn(self):
-        with self._engine(ENABLED=0) as llm:
-            return {"agree": len({str(each) for each in self._ranks.gather(tokens(llm, OTHER, DRAWN))}) == 1}
-
     def _save_fails(self):
         with self._engine(POLICY="position_fix") as llm:
             free = llm.block_manager.num_free_blocks
@@ -182,10 +177,6 @@ class Life:
 
 def host_of(llm):
     return llm.connector_worker.store.host
-
-
-def tokens(llm, prompt, params):
-    return llm.generate([prompt], params)[0].outputs[0].token_ids
 
 
 def served(llm, prompt):

@@ -81,10 +81,6 @@ def test_the_stock_connector_serves_identical_beginnings(told, alone):
     assert (ours, ours["told"]["reused"]) == (alone["prefix"], 180)
 
 
-def test_sampled_answers_agree_without_a_seed(told):
-    assert alike(told, "drawn") == {"agree": True}
-
-
 def test_a_donor_that_one_rank_could_not_save_is_never_found(told, alone):
     ours = alike(told, "save_fails")
     assert not any(ours["held"])

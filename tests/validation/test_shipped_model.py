@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import validation
-from benchmarks.yardstick_model import evaluate
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.connector.engine_namespace import namespace_for
@@ -30,7 +29,8 @@ PROFILES = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 
 @pytest.fixture(scope="module")
 def loaded():
-    return evaluate.load(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), tokenizer
 
 
 def test_model_directory_is_at_most_ten_megabytes():
@@ -83,23 +83,16 @@ def test_tokenizer_adds_nothing_and_knows_the_marks(loaded):
 def test_cold_stock_answers_are_exact(loaded):
     model, tokenizer = loaded
     rng = random.Random(24)
-    cases = []
+    right = 0
     for instruction in rng.sample(prompts.INSTRUCTIONS, 3):
         lists = [documents.stock_list(rng) for _ in range(15)]
         texts = [document.text for document in lists]
-        questions = rng.sample([question for document in lists for question in document.questions], 10)
-        cases += [replace(each, text=prompts.render(instruction, texts, each.text)) for each in questions]
-    assert 900 < len(tokenizer(cases[0].text).input_ids) < 1_300
-    assert evaluate.exact_match(model, tokenizer, cases) >= 0.90
-
-
-def test_generation_gives_the_same_answers_as_the_forward_pass(loaded):
-    model, tokenizer = loaded
-    for case in evaluate.cases("stock_1k", tokenizer, 2):
-        inputs = tokenizer(case.text, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
-        matched = tokenizer.decode(output) == case.answer + prompts.END_MARK
-        assert matched == (evaluate.exact_match(model, tokenizer, [case]) == 1.0)
+        for asked in rng.sample([question for document in lists for question in document.questions], 10):
+            inputs = tokenizer(prompts.render(instruction, texts, asked.text), return_tensors="pt")
+            assert 900 < inputs.input_ids.shape[1] < 1_300
+            output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
+            right += tokenizer.decode(output) == asked.answer + prompts.END_MARK
+    assert right >= 27
 
 
 def test_log_names_its_run_and_its_figures():

@@ -1,6 +1,6 @@
 """`python -m validation replay`: replays a trace under every policy and capacity, and reports what was found.
 
-The report has figures with intervals: as JSON, a Markdown page and tables for the terminal.
+The report has figures with intervals: as JSON, and as a Markdown page, which is printed as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
-from validation.output import markdown_table, progress, say, show, table_of, write_json, write_text
+from validation.output import markdown_table, progress, say, write_json, write_text
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
 from validation.results import Measured
@@ -80,20 +80,15 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         "measured": asdict(measured),
     }
     write_json(document, {"schema": SCHEMA, **found, **asdict(measured)})
-    parts, tables = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()], []
+    parts = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()]
     for rule in rules:
         told = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
         own = [line for line in lines if line.rule == rule.name]
-        parts += [f"## {rule.name}", told, markdown_table(" | ".join(_HEADINGS), map(_cells, own))]
-        table = table_of(rule.name, _HEADINGS, _HEADINGS[1:], ("policy",))
-        table.caption, table.caption_justify = told, "left"
-        for line in own:
-            table.add_row(*_cells(line), end_section=line.policy == OPTIMUM)
-        tables.append(table)
-    write_text(page, "\n\n".join(parts) + "\n")
-    show(tables, 120)
-    for sentence in (*facts, *paths):
-        say(sentence)
+        parts += [f"## {rule.name}", told, markdown_table(_HEADINGS, map(_cells, own))]
+    text = "\n\n".join(parts) + "\n"
+    write_text(page, text)
+    for line in (*text.splitlines(), *paths):
+        say(line)
     return True
 
 
@@ -200,7 +195,7 @@ def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed:
     return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 
-_HEADINGS = ("policy", "capacity", "reused", "saved tokens", "evicted", "regrets", "reused - lru, points")
+_HEADINGS = "policy | capacity | reused | saved tokens | evicted | regrets | reused - lru, points"
 _NOTES = f"""
 One cache serves the whole trace, as if there were one replica: one request after the other in the order of their
 times, each whole before the next. A cache shares a block as a whole or not at all, never with another tenant or model.

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import validation
-from benchmarks.yardstick_model import evaluate, tasks, train
+from benchmarks.yardstick_model import tasks, train
 from benchmarks.yardstick_model.tokenizer import SEPARATOR, CorpusError, read_books
 from benchmarks.yardstick_model.train import PlaceProbe, hidden_states
 
@@ -100,22 +100,21 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
     assert "prose" not in covered
 
 
-def test_a_model_is_trained_saved_and_evaluated(tmp_path, prose, capsys, monkeypatch):
+def test_a_model_is_trained_and_saved(tmp_path, prose, monkeypatch):
     text = tmp_path / "books.txt"
     text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
     small = {"BATCH_TOKENS": 8_192, "LAYERS": 4, "HIDDEN": 32, "MLP": 48, "HEADS": 2, "KV_HEADS": 1}
     for name, value in (small | {"WORKERS": 1, "LOG_EVERY": 1}).items():
         monkeypatch.setattr(train, name, value)
-    few = ["--steps", "1", "--questions", "1", "--device", "cpu"]
-    train.main(["--text", str(text), "--out", str(tmp_path), *few])
-    assert '"exact_match": {"stock_1k": 0.0' in capsys.readouterr().out
+    train.main(["--text", str(text), "--out", str(tmp_path), "--steps", "1", "--device", "cpu"])
     assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 4
-    first, step, last = (json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines())
-    assert (first["seed"], step["step"], last["questions_per_suite"]) == (1, 1, 1)
+    first, step = (json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines())
+    assert (first["seed"], step["step"]) == (1, 1)
 
 
 def test_states_are_taken_behind_the_probed_layer():
-    model, tokenizer = evaluate.load(ASSETS / "model")
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     ids = tokenizer("<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>", return_tensors="pt").input_ids
     behind = []
     model.model.layers[1].register_forward_hook(lambda *called: behind.append(called[-1]))

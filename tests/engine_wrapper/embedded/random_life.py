@@ -14,7 +14,7 @@ from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_block
+from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_block, published_nodes, unfinished
 from tests.random_models import random_model
 from tests.semblend_trt.held_donors import whole
 from validation.embedded_engine import RANDOM_WEIGHTS, open_llm
@@ -222,7 +222,7 @@ class Life:
             connector.worker.start_load_kv(None)
         self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
         assert not self.leaked_blocks
-        assert self._executor.num_unfinished == 0
+        assert unfinished(self._executor) == 0
         assert (self._executor.pending_transfers, connector._asked, connector._reported) == ([], set(), {})
         assert len(scheduler._requests) == 0
         assert set(worker._followed) <= set(scheduler._forgotten)
@@ -306,7 +306,7 @@ class Life:
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
 
     def _check_tree(self):
-        for key, node in self._llm.block_manager._tree.walk():
+        for key, node in published_nodes(self._llm.block_manager):
             tokens = ()
             step = node
             while step.parent is not None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from semblend_trt.runtime import ActivePlans
+from tests.engine_wrapper.embedded_llm import published_nodes
 
 KEY = RootKey()
 BLOCK = 4
@@ -159,7 +160,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def write(self, request_id, begin, end):
         key, tokens = self.running[request_id][:2]
         ids = self.blocks.block_ids(request_id)
-        published = {node.block_id for _, node in self.blocks._tree.walk()}
+        published = {node.block_id for _, node in published_nodes(self.blocks)}
         others = {b for r in self.running if r != request_id for b in self.blocks.block_ids(r)}
         for position in range(begin, end):
             block = ids[position // BLOCK]
@@ -247,7 +248,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_in_one_place(self):
-        tree = {node.block_id for _, node in self.blocks._tree.walk()}
+        tree = {node.block_id for _, node in published_nodes(self.blocks)}
         private = Counter(b for r in self.running for b in self.blocks.block_ids(r) if b not in tree)
         assert all(count == 1 for count in private.values())
         free = list(self.blocks._free)
@@ -257,10 +258,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def references_are_the_readers(self):
         readers = Counter(node for sequence in self.blocks._sequences.values() for node in sequence.path)
         readers.update(node for path in self.blocks._pins.values() for node in path)
-        for _, node in self.blocks._tree.walk():
+        for _, node in published_nodes(self.blocks):
             assert node.references == readers[node]
             assert node.parent is not None
-        unread = {node for _, node in self.blocks._tree.walk() if not node.references}
+        unread = {node for _, node in published_nodes(self.blocks) if not node.references}
         assert unread == set(self.blocks._tree._unreferenced)
 
     @invariant()

@@ -14,7 +14,7 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, answers, form, prompt
-from tests.engine_wrapper.embedded_llm import evict_prefixes
+from tests.engine_wrapper.embedded_llm import evict_prefixes, published_nodes
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -223,7 +223,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
-    published = llm.block_manager.num_reusable_blocks
+    published = len(llm.block_manager._tree)
     record.calls.clear()
     with conftest.fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
         assert llm.executor.step()
@@ -231,7 +231,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
     assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
-    assert (record.count("request_finished"), llm.block_manager.num_reusable_blocks) == (0, published)
+    assert (record.count("request_finished"), len(llm.block_manager._tree)) == (0, published)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
@@ -273,7 +273,7 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     """That is the cache manager's own: under V1 only our own version holds more than the blocks of the tree."""
     llm, (first, second) = twins_being_saved(make_engine, contract, groups)
     blocks = llm.block_manager
-    free, shared = set(blocks._free), {node.block_id for _, node in blocks._tree.walk()}
+    free, shared = set(blocks._free), {node.block_id for _, node in published_nodes(blocks)}
     assert shared <= set(first)
     assert not set(first) & set(second)  # what ran together shares nothing
     if contract in FIELDS and groups is None:
@@ -282,7 +282,7 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     else:
         assert not (set(first) | set(second)) & free
     evict_prefixes(llm)
-    assert {node.block_id for _, node in blocks._tree.walk()} == shared  # no other request gets them meanwhile
+    assert {node.block_id for _, node in published_nodes(blocks)} == shared  # no other request gets them meanwhile
     llm.settle()
     assert blocks.num_free_blocks == blocks.num_blocks
 
@@ -296,7 +296,7 @@ def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
     llm, _ = twins_being_saved(make_engine, contract, **changes)
     if is_pinned:
         evict_prefixes(llm)
-        assert llm.block_manager.num_reusable_blocks > 0
+        assert len(llm.block_manager._tree) > 0
     else:
         assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     llm.settle()

@@ -8,10 +8,11 @@ import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-
-# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
+
+# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
+from tests.engine_wrapper.embedded_llm import unfinished
 from tests.engine_wrapper.serving import token_ids
 
 
@@ -116,7 +117,7 @@ def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_record
     assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
     assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
     assert [llm.abort(request_id) for request_id in (running.request_id, 999)] == [False] * 2
-    assert llm.executor.num_unfinished == 0
+    assert unfinished(llm.executor) == 0
 
 
 def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
@@ -168,7 +169,7 @@ def test_only_written_chunks_are_reusable(make_llm):
     *_, last = first
     *_, also = second
     assert token_ids(last) == token_ids(also) == token_ids(cold)
-    assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
+    assert len(llm.block_manager._tree) == 8  # 60 + 5 written tokens
     assert also.cached_tokens == 48
 
 

@@ -13,11 +13,11 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES
+from tests.engine_wrapper.embedded_llm import unfinished
 from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
-WARM = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
 TEXT = "The quick brown fox jumps over the lazy dog."
 
 
@@ -51,15 +51,6 @@ def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
     assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", token_ids(plain)[2])
     assert len(token_ids(stopped)) <= 3
     assert token_ids(ignored) == token_ids(plain)
-
-
-def test_a_seed_fixes_the_tokens_beside_other_requests(make_llm):
-    llm = make_llm()
-    (alone,) = llm.generate([TEXT], WARM)
-    beside = llm.generate(["something else", TEXT, "and more"], [FOUR, WARM, WARM])
-    assert token_ids(beside[1]) == token_ids(alone)
-    different = [token_ids(llm.generate([TEXT], SamplingParams(8, 1.5, seed=seed))[0]) for seed in (1, 2, None, None)]
-    assert len(set(map(tuple, different))) == 4
 
 
 def test_settings_for_each_prompt(make_llm):
@@ -115,7 +106,7 @@ def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
     stream.close()
     assert (list(stream), llm.block_manager.num_free_blocks) == ([], free)
     llm.generate_async(TEXT, FOUR)  # dropped at once
-    assert llm.executor.num_unfinished == 0
+    assert unfinished(llm.executor) == 0
 
 
 def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
@@ -144,7 +135,7 @@ def test_a_prompt_that_cannot_run_is_refused_with_its_whole_list(make_llm, promp
     llm = make_llm(cache={"max_tokens": 512})
     with pytest.raises(error, match=message):
         llm.generate(prompts, FOUR)
-    assert (llm.executor.num_unfinished, len(llm.generate([TEXT], FOUR))) == (0, 1)
+    assert (unfinished(llm.executor), len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
 def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
@@ -169,7 +160,7 @@ def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
     llm = make_llm()
     with pytest.raises(ConfigurationError, match=message):
         llm.generate([TEXT, TEXT], **arguments)
-    assert llm.executor.num_unfinished == 0
+    assert unfinished(llm.executor) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.server import Worker, main, read_body
 from semblend_trt.fleet.router.serving import RequestRefusedError
+from tests.engine_wrapper.embedded_llm import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig.ours()
@@ -120,6 +121,7 @@ def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
         (b" " * ((2 << 20) + 1), 413, "body_too_large", ""),
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
         ({"prompt": "a", "n": 2}, 400, "unsupported_field", "n is not supported"),
+        ({"prompt": "a", "temperature": 0.7}, 400, "bad_field", "temperature: Input should be less"),
         ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
         ({"prompt": "a", "priority": -1}, 400, "bad_field", "priority: Input should be greater"),
     ],
@@ -159,7 +161,7 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
             await asyncio.sleep(0)
         return await answer_of(client, {"prompt": "a", "max_tokens": 1})
 
-    assert (asked(worker, ask)[0], llm.executor.num_unfinished) == (200, 0)
+    assert (asked(worker, ask)[0], unfinished(llm.executor)) == (200, 0)
 
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):

@@ -15,7 +15,7 @@ from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
-from semblend_trt.fleet.telemetry import BlockKind, Hasher, TraceBlock, TraceLine, kind_of, usage_in
+from semblend_trt.fleet.telemetry import BlockKind, Hasher, TraceBlock, TraceLine, usage_in
 
 short = st.text(min_size=1, max_size=20)
 blocks = st.builds(
@@ -53,39 +53,6 @@ def test_what_is_written_is_read(line):
 )
 def test_kinds_have_either_systems_names(name, kind):
     assert TraceBlock(semantic_type=name, token_count=1).kind is kind
-
-
-PROSE = "The harbour was built when the old bridge had been carried away by ice. " * 8
-CASES = [
-    ("<|im_start|>system\nYou are a careful clerk.<|im_end|>\n<|im_start|>user\nHi", BlockKind.SYSTEM_PROMPT),
-    ("<|start_header_id|>assistant<|end_header_id|>\nIt was in 1907.", BlockKind.ASSISTANT_HISTORY),
-    ('Tool: {"rows": 3}', BlockKind.TOOL_OUTPUT),
-    ('<|im_start|>user\n{"temperature": 21, "unit": "C"}', BlockKind.TOOL_OUTPUT),
-    ("User: why?\n\n```python\nprint(1)\n```", BlockKind.CODE),
-    ("import os\n\ndef run(path):\n    return os.stat(path)", BlockKind.CODE),
-    ("Pursuant to § 12 the defendant, herein named, was heard in Smith v. Jones.", BlockKind.LEGAL_EVIDENCE),
-    ("Respond only in the following format, one line each.", BlockKind.TEMPLATE),
-    ("Document 3: harbour dues\nShips pay by length.", BlockKind.RETRIEVED_CONTEXT),
-    ("User: " + PROSE, BlockKind.RETRIEVED_CONTEXT),
-    ("User: when was the harbour built?", BlockKind.USER_QUERY),
-    ("when was the harbour built?", BlockKind.OTHER),
-]
-
-
-@pytest.mark.parametrize(("text", "kind"), CASES)
-def test_plain_cases(text, kind):
-    assert kind_of(text) is kind
-
-
-def test_a_conversation_is_of_the_kind_of_most_of_its_characters():
-    said = "System: be brief.\nUser: {}\nAssistant: long ago."
-    assert kind_of(said.format("why?")) is BlockKind.SYSTEM_PROMPT
-    assert kind_of(said.format(PROSE)) is BlockKind.RETRIEVED_CONTEXT
-
-
-@given(st.text())
-def test_any_text_has_a_kind(text):
-    assert kind_of(text) is BlockKind.OTHER or text.strip()
 
 
 HASHER = Hasher(b"a secret of sixteen bytes")
@@ -132,12 +99,11 @@ def test_hashes_belong_to_a_tenant_and_a_key(make):
     assert len({HASHER.of_tokens("acme", ids) for ids in odd}) == len(odd)
 
 
-def test_kinds_are_those_of_roles_and_rules(make):
-    code = "```\ndef f():\n    return 1\n```"
-    contents = {"system": "Be brief.", "user": f"What is this?\n\n{code}", "assistant": "A function.", "tool": "1"}
-    messages = [{"role": role, "content": content} for role, content in contents.items()]
+def test_kinds_are_those_of_roles(make):
+    roles = ("system", "user", "assistant", "tool", "critic")
+    messages = [{"role": role, "content": "Be brief."} for role in roles]
     blocks = make(1000).blocks({"messages": messages}, None)
-    kinds = ["system_prompt", "user_query", "code", "assistant_history", "tool_output"]
+    kinds = ["system_prompt", "user_query", "assistant_history", "tool_output", "other"]
     assert [block.semantic_type for block in blocks] == kinds
 
 
