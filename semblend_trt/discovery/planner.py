@@ -137,6 +137,8 @@ class Planner:
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
     prompt, changes KV, so runs are cut there.
 
+    `begins_alike` bounds how many first tokens of a prompt are an exact donor's; without it none is known.
+
     Reasons for no plan: disabled, policy_off, short_prompt, invalid_tokens, no_donor_match, low_reuse;
     prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
     lookup_bound (bounds hide possible runs, and the others are too few); chunk_edge (each run is cut into pieces
@@ -156,8 +158,9 @@ class Planner:
         is_near: Callable[[str], bool] = lambda _donor_id: False,
         generations: Mapping[str, int] | None = None,
         chunk: int | None = None,
+        begins_alike: Callable[[str, npt.NDArray[np.int32]], int] = lambda _namespace_key, tokens: len(tokens),
     ) -> None:
-        self._index = index
+        self._index, self._begins_alike = index, begins_alike
         self._chunk = chunk
         self._is_near = is_near
         self._generations: Mapping[str, int] = {} if generations is None else generations
@@ -185,15 +188,16 @@ class Planner:
         runs: list[Run] = []
         try:
             self._check_worth_looking(request)
+            terms, refusal = self._terms_for(request)
+            if not self._may_pay(request, terms):
+                raise _Refusal("does_not_pay")
             scan = scan or self._find(request, deadline)
             runs = [run for run in scan.runs if run.donor_id not in request.exclude]
-            terms, refusal = self._terms_for(request)
             spans = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, spans, terms):
                 raise _Refusal("low_reuse")
             plan, lacking = self._build(request, runs, spans, terms), None
-            costs, share = request.costs, self._settings.min_saving
-            if costs and share and plan.kind is PlanKind.REQUEST_LOCAL and not costs.saves(plan, share):
+            if not self._pays(request, plan):
                 exact, lacking = [span for span in spans if span.exact], "does_not_pay"
                 if not exact or not self._is_worth_placing(request, exact, None):
                     raise _Refusal(lacking)
@@ -214,6 +218,21 @@ class Planner:
             raise _Refusal("short_prompt")
         if request.last_usable - request.num_computed_tokens < min_span:
             raise _Refusal("prefix_covers_prompt")
+
+    def _may_pay(self, request: LookupRequest, terms: ReuseTerms | None) -> bool:
+        """Whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
+        begin, end = request.num_computed_tokens, request.last_usable
+        if request.costs is None or terms is None:
+            return True
+        best = PlanSpan("", begin, begin, end - begin)
+        if self._pays(request, self._build(request, [], [best], terms)):
+            return True
+        return self._begins_alike(request.namespace_key, request.tokens) >= begin + self._settings.min_span_tokens
+
+    def _pays(self, request: LookupRequest, plan: SemanticKvPlan) -> bool:
+        share = self._settings.min_saving
+        is_priced = request.costs is not None and share and plan.kind is PlanKind.REQUEST_LOCAL
+        return not is_priced or request.costs.saves(plan, share)
 
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         is_over = partial(deadline.is_over, _FINDING_SHARE)
