@@ -112,15 +112,14 @@ class SequenceWork:
         if share is None:
             choice = SpanChoice(np.ones(len(suspects), dtype=bool), is_dropped=True, largest_kept=0.0)
             return replace(self, pending=None), replace(self.pending, sample=sample).evidence(choice)
+        if not suspects.any():
+            nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
+            return self.if_all_is_kept(), replace(self.pending, sample=sample).evidence(nothing)
         stays = self._without(self.pending.checked[~suspects])
         places = _places(stays)
         parts = stretches(self.pending.rows, suspects)
         rows = tuple(range(int(places[part.start]), int(places[part.start]) + len(part)) for part in parts)
-        left = replace(self.pending, rows=rows, sample=sample, share=share)
-        if rows:
-            return replace(self._of(stays), pending=left), None
-        nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
-        return replace(self._of(stays), pending=None), left.evidence(nothing)
+        return replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share)), None
 
     def weighed(self, attention: npt.NDArray[np.float32]) -> SequenceWork:
         """Return the work whose budget chooses by `attention`, float32, of each position from 0 on."""

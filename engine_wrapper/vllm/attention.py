@@ -160,7 +160,9 @@ class VllmRows:
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
         chunks, is_ours, metadata = self._parts.chunks, self._stand_apart(), dict[int | None, Any]()
         if is_ours and not self._is_attending:
-            self._left.enter_context(replaced_backend("forward", self._parts.attention, self._attend))
+            check = self._schedule.check
+            attending = self._parts.attention[: check.layer if check is not None and check.is_sample else None]
+            self._left.enter_context(replaced_backend("forward", attending, self._attend))
             self._is_attending = True
         for chunk in set(chunks):
             seen = in_chunks(self._sequences, chunk, size) if chunk else self._sequences
