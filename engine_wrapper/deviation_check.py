@@ -168,9 +168,7 @@ def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterat
 
 def stand_apart(sequences: Iterable[npt.NDArray[np.int64]]) -> bool:
     """Return whether rows have more gaps than ROWS_PER_GAP allows; `sequences`: positions of each sequence's rows."""
-    sizes = [(len(own), np.count_nonzero(np.diff(own) != 1)) for own in sequences]
-    rows, gaps = map(sum, zip(*sizes, strict=True))
-    return bool(rows < ROWS_PER_GAP * gaps)
+    return sum(len(own) - ROWS_PER_GAP * int(np.count_nonzero(np.diff(own) != 1)) for own in sequences) < 0
 
 
 def closed(

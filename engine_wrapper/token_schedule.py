@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, share_for, stretches
+from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, stretches
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 from semblend_trt.transfer.load import block_vector
@@ -81,11 +81,6 @@ class SequenceWork:
         check = pending.check
         return sample_of(pending.lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
 
-    @property
-    def may_pass(self) -> bool:
-        """True if the check computes nothing after a sample that deviates by nothing."""
-        return self.pending is not None and share_for(self.pending.check, 0.0) == 0.0
-
     def if_all_is_kept(self) -> SequenceWork:
         """Return the work that is left if the check keeps every token; its rows enter layer 0."""
         assert self.pending is not None
@@ -117,7 +112,8 @@ class SequenceWork:
         stays, parts = self._unchecked(), list(stretches(self.pending.rows, suspects))
         for part in parts:
             stays[part.start : part.stop] = True
-        rows = tuple(range(first := _rows_before(stays, part.start), first + len(part)) for part in parts)
+        firsts = [int(np.count_nonzero(stays[: part.start])) for part in parts]
+        rows = tuple(range(first, first + len(part)) for first, part in zip(firsts, parts, strict=True))
         return replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share)), None
 
     def weighed(self, attention: npt.NDArray[np.float32]) -> SequenceWork:
@@ -145,15 +141,8 @@ class SequenceWork:
         return stays
 
     def _of(self, rows: npt.NDArray[np.bool_] | slice) -> SequenceWork:
-        if not isinstance(rows, slice):
-            rows = np.flatnonzero(rows)  # once for all three
-        return replace(
-            self, token_ids=self.token_ids[rows], positions=self.positions[rows], drops_at=self.drops_at[rows]
-        )
-
-
-def _rows_before(stays: npt.NDArray[np.bool_], row: int) -> int:
-    return int(np.count_nonzero(stays[:row]))
+        own = rows if isinstance(rows, slice) else np.flatnonzero(rows)  # once for all three
+        return replace(self, token_ids=self.token_ids[own], positions=self.positions[own], drops_at=self.drops_at[own])
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
@@ -226,5 +215,5 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
         return None
     begin, head = plan.num_computed_tokens, plan.execution.head_tokens
     checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
-    starts = [(_rows_before(entering, each.start - begin), len(each)) for each in checked if each]
+    starts = [(int(np.count_nonzero(entering[: each.start - begin])), len(each)) for each in checked if each]
     return PendingCheck(plan, tuple(range(start, start + length) for start, length in starts), keys_per_row)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import Adapters
-    from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
     from semblend_trt.namespace import CacheNamespace
@@ -49,7 +48,7 @@ class DonorPlanner:
             lambda donor_id: self._catalog.tier(donor_id) is Tier.DEVICE,
             self._catalog.generations,
             pool.chunk,
-            self._begins_alike,
+            lambda *prompt: max((each.common for each in donors.texts.near(*prompt) if not each.generation), default=0),
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
@@ -110,10 +109,6 @@ class DonorPlanner:
             return None
         near = self._donors.texts.near(tracked.namespace_key, prompt)
         return None if self._donors.is_kept(intent, near, limit) else intent
-
-    def _begins_alike(self, namespace_key: str, tokens: TokenArray) -> int:
-        near = self._donors.texts.near(namespace_key, tokens)
-        return max((each.common for each in near if not each.generation), default=0)
 
     def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
         """Lease all of the donors, or none. Return the leases, and the donors that cannot be leased."""

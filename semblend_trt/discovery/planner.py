@@ -114,10 +114,6 @@ class Preference:
         """Return the piece's length; for a donor of generation g, that divided by g + 1."""
         return piece.length // (1 + self.generations.get(piece.donor_id, 0)) if self.generations else piece.length
 
-    def is_aligned(self, piece: Run) -> bool:
-        """Whether the piece's tokens have equal offsets in the blocks of donor and prompt."""
-        return (piece.donor_start - piece.target_start) % self.block_size == 0
-
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
     """Ends planning; `reason` is the name under which it is counted."""
@@ -135,9 +131,7 @@ class Planner:
     Raises ConfigurationError when the policy needs a layer beyond `num_layers`.
 
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
-    prompt, changes KV, so runs are cut there.
-
-    `begins_alike` bounds how many first tokens of a prompt are an exact donor's; without it none is known.
+    prompt, changes KV, so runs are cut there. `begins_alike` bounds how many first tokens are an exact donor's.
 
     Reasons for no plan: disabled, policy_off, short_prompt, invalid_tokens, no_donor_match, low_reuse;
     prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
@@ -222,17 +216,14 @@ class Planner:
     def _may_pay(self, request: LookupRequest, terms: ReuseTerms | None) -> bool:
         """Whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
         begin, end = request.num_computed_tokens, request.last_usable
-        if request.costs is None or terms is None:
-            return True
-        best = PlanSpan("", begin, begin, end - begin)
-        if self._pays(request, self._build(request, [], [best], terms)):
+        best = [PlanSpan("", begin, begin, end - begin)]
+        if not request.costs or terms is None or self._pays(request, self._build(request, [], best, terms)):
             return True
         return self._begins_alike(request.namespace_key, request.tokens) >= begin + self._settings.min_span_tokens
 
     def _pays(self, request: LookupRequest, plan: SemanticKvPlan) -> bool:
-        share = self._settings.min_saving
-        is_priced = request.costs is not None and share and plan.kind is PlanKind.REQUEST_LOCAL
-        return not is_priced or request.costs.saves(plan, share)
+        costs, share = request.costs, self._settings.min_saving
+        return not costs or not share or plan.kind is not PlanKind.REQUEST_LOCAL or costs.saves(plan, share)
 
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         is_over = partial(deadline.is_over, _FINDING_SHARE)
@@ -435,7 +426,8 @@ def cover(
 
     def tie(piece: Run) -> tuple[Any, ...]:
         # The donor id comes before positions, so that one donor's pieces are taken together.
-        donor_id, is_shifted = piece.donor_id, not preference.is_aligned(piece)
+        donor_id = piece.donor_id
+        is_shifted = (piece.donor_start - piece.target_start) % preference.block_size != 0
         return (*ranks[donor_id], donor_id not in taken, is_shifted, -offered[donor_id], donor_id, *piece[2:0:-1])
 
     while weights:
