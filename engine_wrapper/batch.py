@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from engine_wrapper.deviation_check import share_for
 from engine_wrapper.layer_schedule import (
     MASS_ROWS,
     AttentionMass,
@@ -115,7 +116,8 @@ def run_works(
     if not compared:
         return run_left(works)
     expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
-    is_likely = all(works[index].may_pass for index in compared) and all(work.pending is None for work in expected)
+    may_pass = all(work.pending is None or share_for(work.pending.check, 0.0) == 0.0 for work in works)
+    is_likely = may_pass and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
     speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
     left, are_kept = list(works), True

@@ -10,11 +10,14 @@ import numpy as np
 from semblend_trt.plan import CheckEvidence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from semblend_trt.plan import SemanticKvPlan, SpanCheck
+
+# With fewer rows for each gap between them, attention reads the keys once for a tile of rows, not for each run.
+ROWS_PER_GAP = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +166,11 @@ def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterat
             yield range(span.start + int(part[0]), span.start + int(part[-1]) + 1)
 
 
+def stand_apart(sequences: Iterable[npt.NDArray[np.int64]]) -> bool:
+    """Return whether rows have more gaps than ROWS_PER_GAP allows; `sequences`: positions of each sequence's rows."""
+    return sum(len(own) - ROWS_PER_GAP * int(np.count_nonzero(np.diff(own) != 1)) for own in sequences) < 0
+
+
 def closed(
     computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
 ) -> npt.NDArray[np.bool_]:
@@ -269,6 +277,8 @@ class PendingCheck:
         def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
             checked, stays = self.checked, np.ones(len(positions), dtype=bool)
             stays[checked] = computed
+            if self.budget is not None and stand_apart([positions[stays]]):
+                return computed  # then a gap costs attention nothing
             found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
             return found
 

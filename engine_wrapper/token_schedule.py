@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, share_for, stretches
+from engine_wrapper.deviation_check import Budget, PendingCheck, SpanChoice, closed, sample_of, stretches
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 from semblend_trt.transfer.load import block_vector
@@ -81,24 +81,18 @@ class SequenceWork:
         check = pending.check
         return sample_of(pending.lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
 
-    @property
-    def may_pass(self) -> bool:
-        """True if the check computes nothing after a sample that deviates by nothing."""
-        return self.pending is not None and share_for(self.pending.check, 0.0) == 0.0
-
     def if_all_is_kept(self) -> SequenceWork:
         """Return the work that is left if the check keeps every token; its rows enter layer 0."""
         assert self.pending is not None
-        return replace(self._of(self._without(self.pending.checked)), pending=None)
+        return replace(self._of(self._unchecked()), pending=None)
 
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
         """Return the rows of a sample's forward: the checked ones in `compared`, and all others before their last."""
         assert self.pending is not None
-        checked = self.pending.checked
-        stays = self._without(checked)
-        stays[checked[compared]] = True
-        stays[checked[compared[-1]] + 1 :] = False
-        pending = replace(self.pending, rows=(), sampled=_places(stays)[checked[compared]])
+        own, stays = self.pending.checked[compared], self._unchecked()
+        stays[own] = True
+        stays[own[-1] + 1 :] = False
+        pending = replace(self.pending, rows=(), sampled=np.searchsorted(np.flatnonzero(stays), own))
         return replace(self._of(stays), outputs=0, pending=pending)
 
     def after_sample(
@@ -112,15 +106,15 @@ class SequenceWork:
         if share is None:
             choice = SpanChoice(np.ones(len(suspects), dtype=bool), is_dropped=True, largest_kept=0.0)
             return replace(self, pending=None), replace(self.pending, sample=sample).evidence(choice)
-        stays = self._without(self.pending.checked[~suspects])
-        places = _places(stays)
-        parts = stretches(self.pending.rows, suspects)
-        rows = tuple(range(int(places[part.start]), int(places[part.start]) + len(part)) for part in parts)
-        left = replace(self.pending, rows=rows, sample=sample, share=share)
-        if rows:
-            return replace(self._of(stays), pending=left), None
-        nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
-        return replace(self._of(stays), pending=None), left.evidence(nothing)
+        if not suspects.any():
+            nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
+            return self.if_all_is_kept(), replace(self.pending, sample=sample).evidence(nothing)
+        stays, parts = self._unchecked(), list(stretches(self.pending.rows, suspects))
+        for part in parts:
+            stays[part.start : part.stop] = True
+        firsts = [int(np.count_nonzero(stays[: part.start])) for part in parts]
+        rows = tuple(range(first, first + len(part)) for first, part in zip(firsts, parts, strict=True))
+        return replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share)), None
 
     def weighed(self, attention: npt.NDArray[np.float32]) -> SequenceWork:
         """Return the work whose budget chooses by `attention`, float32, of each position from 0 on."""
@@ -139,21 +133,16 @@ class SequenceWork:
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
         return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
 
-    def _without(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _unchecked(self) -> npt.NDArray[np.bool_]:
+        assert self.pending is not None
         stays = np.ones(len(self.positions), dtype=bool)
-        stays[rows] = False
+        for rows in self.pending.rows:
+            stays[rows.start : rows.stop] = False
         return stays
 
     def _of(self, rows: npt.NDArray[np.bool_] | slice) -> SequenceWork:
-        return replace(
-            self, token_ids=self.token_ids[rows], positions=self.positions[rows], drops_at=self.drops_at[rows]
-        )
-
-
-def _places(stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The number of rows that stay before each row."""
-    places: npt.NDArray[np.int64] = np.cumsum(stays) - stays
-    return places
+        own = rows if isinstance(rows, slice) else np.flatnonzero(rows)  # once for all three
+        return replace(self, token_ids=self.token_ids[own], positions=self.positions[own], drops_at=self.drops_at[own])
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
@@ -224,7 +213,7 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
     """The plan's check with the rows that it compares. `entering`: bool [promised tokens], those that have a row."""
     if not plan.is_checked:
         return None
-    first_rows, head = _places(entering), plan.execution.head_tokens
+    begin, head = plan.num_computed_tokens, plan.execution.head_tokens
     checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
-    starts = [(int(first_rows[each.start - plan.num_computed_tokens]), len(each)) for each in checked if each]
+    starts = [(int(np.count_nonzero(entering[: each.start - begin])), len(each)) for each in checked if each]
     return PendingCheck(plan, tuple(range(start, start + length) for start, length in starts), keys_per_row)

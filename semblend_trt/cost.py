@@ -1,7 +1,8 @@
 """What a plan costs in one engine beside the same prompt without it, by what the engine measured at its start.
 
 Work is counted as forwards, rows that run through all layers, and pairs of such a row and a key that it attends to. A
-row in some of the layers counts as their share. Of a plan it is what is computed if its check finds nothing."""
+row in some of the layers counts as their share. Of a plan it is what is computed if its check finds nothing; with
+levels, what the lowest one computes."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ def plan_work(plan: SemanticKvPlan) -> Floats:
     lowest = execution.recompute_boundary_layer / execution.num_layers
     if check is not None:
         depth = (check.layer + 1) / execution.num_layers
-        if sampled:  # in a forward of its own
-            found += depth * (found + sampled / moved[1] * moved)
-        lowest = max(lowest, 0 if sampled else depth)
-        lowest += (check.largest_share or 0) * (1 - lowest)
+        share = check.levels[0].share if sampled and check.levels else 0
+        if sampled:  # in a forward of its own, as is the attention by which a share is chosen
+            found = found * (1 + depth + (share > 0)) + depth * sampled / moved[1] * moved
+        lowest = max(lowest, 0 if sampled and not share else depth)
+        lowest += (check.largest_share or share) * (1 - lowest)
     return np.append(found + lowest * moved, check is not None)
 
 

@@ -24,6 +24,7 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from engine_wrapper.deviation_check import stand_apart
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 # Keys that a run reads in the time of one more row: measured (H200, FlashAttention 3, Qwen2.5-7B, 8k and 24k keys).
 KEYS_PER_ROW = 4096
-# With fewer rows for each gap between them, SemBlend's kernel attends.
-ROWS_PER_GAP = 4
 # Before 0.28 vLLM's count of a latent attention's rows with tokens before them; those rows come first.
 _WITH_CONTEXT = "prefill_tokens_with_context"
 
@@ -161,7 +160,9 @@ class VllmRows:
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
         chunks, is_ours, metadata = self._parts.chunks, self._stand_apart(), dict[int | None, Any]()
         if is_ours and not self._is_attending:
-            self._left.enter_context(replaced_backend("forward", self._parts.attention, self._attend))
+            check = self._schedule.check
+            attending = self._parts.attention[: check.layer if check is not None and check.is_sample else None]
+            self._left.enter_context(replaced_backend("forward", attending, self._attend))
             self._is_attending = True
         for chunk in set(chunks):
             seen = in_chunks(self._sequences, chunk, size) if chunk else self._sequences
@@ -219,9 +220,7 @@ class VllmRows:
             return True
         if not self._sparse or (check is not None and check.is_sample):
             return self._sparse
-        rows = sum(each.count for each in self._sequences)
-        gaps = [np.count_nonzero(np.diff(each.host_positions.numpy()) != 1) for each in self._sequences]
-        return rows < ROWS_PER_GAP * sum(gaps)
+        return stand_apart(each.host_positions.numpy() for each in self._sequences)
 
     def _attend(
         self,

@@ -48,6 +48,7 @@ class DonorPlanner:
             lambda donor_id: self._catalog.tier(donor_id) is Tier.DEVICE,
             self._catalog.generations,
             pool.chunk,
+            lambda *prompt: max((each.common for each in donors.texts.near(*prompt) if not each.generation), default=0),
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:

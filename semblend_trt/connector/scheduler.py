@@ -239,7 +239,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics.close()  # last: it keeps what the others count up to their end
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
-        self._runtime.check_weights()
         self.take_events()
         refusal, donors = self._standing_refusal(), self.donor_index
         if request_id in self._runtime.ended_saves or (donors is not None and donors.is_saving(request_id)):
@@ -248,7 +247,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             refusal = "cold_run"
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
-        return self._serve().look_up(request, request_id, num_computed_tokens)
+        tracked = self._serve().look_up(request, request_id, num_computed_tokens)
+        if tracked.plan is not None:  # the worker looks at the weights before every forward
+            self._runtime.check_weights()
+            if self._runtime.weights_changes != self._weights_changes:
+                self._let_go(tracked)
+                return self._look_up(request, request_id, num_computed_tokens)
+        return tracked
 
     def _standing_refusal(self) -> str | None:
         """Why this engine's requests are all served cold; None if reuse is possible."""

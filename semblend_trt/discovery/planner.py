@@ -114,10 +114,6 @@ class Preference:
         """Return the piece's length; for a donor of generation g, that divided by g + 1."""
         return piece.length // (1 + self.generations.get(piece.donor_id, 0)) if self.generations else piece.length
 
-    def is_aligned(self, piece: Run) -> bool:
-        """Whether the piece's tokens have equal offsets in the blocks of donor and prompt."""
-        return (piece.donor_start - piece.target_start) % self.block_size == 0
-
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
     """Ends planning; `reason` is the name under which it is counted."""
@@ -135,7 +131,7 @@ class Planner:
     Raises ConfigurationError when the policy needs a layer beyond `num_layers`.
 
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
-    prompt, changes KV, so runs are cut there.
+    prompt, changes KV, so runs are cut there. `begins_alike` bounds how many first tokens are an exact donor's.
 
     Reasons for no plan: disabled, policy_off, short_prompt, invalid_tokens, no_donor_match, low_reuse;
     prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
@@ -156,8 +152,9 @@ class Planner:
         is_near: Callable[[str], bool] = lambda _donor_id: False,
         generations: Mapping[str, int] | None = None,
         chunk: int | None = None,
+        begins_alike: Callable[[str, npt.NDArray[np.int32]], int] = lambda _namespace_key, tokens: len(tokens),
     ) -> None:
-        self._index = index
+        self._index, self._begins_alike = index, begins_alike
         self._chunk = chunk
         self._is_near = is_near
         self._generations: Mapping[str, int] = {} if generations is None else generations
@@ -185,15 +182,16 @@ class Planner:
         runs: list[Run] = []
         try:
             self._check_worth_looking(request)
+            terms, refusal = self._terms_for(request)
+            if not self._may_pay(request, terms):
+                raise _Refusal("does_not_pay")
             scan = scan or self._find(request, deadline)
             runs = [run for run in scan.runs if run.donor_id not in request.exclude]
-            terms, refusal = self._terms_for(request)
             spans = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, spans, terms):
                 raise _Refusal("low_reuse")
             plan, lacking = self._build(request, runs, spans, terms), None
-            costs, share = request.costs, self._settings.min_saving
-            if costs and share and plan.kind is PlanKind.REQUEST_LOCAL and not costs.saves(plan, share):
+            if not self._pays(request, plan):
                 exact, lacking = [span for span in spans if span.exact], "does_not_pay"
                 if not exact or not self._is_worth_placing(request, exact, None):
                     raise _Refusal(lacking)
@@ -214,6 +212,18 @@ class Planner:
             raise _Refusal("short_prompt")
         if request.last_usable - request.num_computed_tokens < min_span:
             raise _Refusal("prefix_covers_prompt")
+
+    def _may_pay(self, request: LookupRequest, terms: ReuseTerms | None) -> bool:
+        """Whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
+        begin, end = request.num_computed_tokens, request.last_usable
+        best = [PlanSpan("", begin, begin, end - begin)]
+        if not request.costs or terms is None or self._pays(request, self._build(request, [], best, terms)):
+            return True
+        return self._begins_alike(request.namespace_key, request.tokens) >= begin + self._settings.min_span_tokens
+
+    def _pays(self, request: LookupRequest, plan: SemanticKvPlan) -> bool:
+        costs, share = request.costs, self._settings.min_saving
+        return not costs or not share or plan.kind is not PlanKind.REQUEST_LOCAL or costs.saves(plan, share)
 
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         is_over = partial(deadline.is_over, _FINDING_SHARE)
@@ -416,7 +426,8 @@ def cover(
 
     def tie(piece: Run) -> tuple[Any, ...]:
         # The donor id comes before positions, so that one donor's pieces are taken together.
-        donor_id, is_shifted = piece.donor_id, not preference.is_aligned(piece)
+        donor_id = piece.donor_id
+        is_shifted = (piece.donor_start - piece.target_start) % preference.block_size != 0
         return (*ranks[donor_id], donor_id not in taken, is_shifted, -offered[donor_id], donor_id, *piece[2:0:-1])
 
     while weights:

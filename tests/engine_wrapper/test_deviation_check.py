@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import PendingCheck, choose, closed, sample_of, share_for, suspects_of
+from engine_wrapper.deviation_check import Budget, PendingCheck, choose, closed, sample_of, share_for, suspects_of
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
 
@@ -113,6 +113,18 @@ def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped():
     assert [choice.largest_kept for choice in choices] == [np.float32(0.1)] * 2
     choice = choose(SpanCheck(1, 0.5), values, [20], 0, 20, np.ones_like)
     assert (choice.is_dropped, choice.kept_tokens) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "computed"), [(range(0, 100, 8), 13), ([*range(20), *range(21, 40)], 40)], ids=["apart", "together"]
+)
+def test_a_budget_closes_gaps_unless_its_rows_stand_apart(chosen, computed):
+    plan = SimpleNamespace(execution=SimpleNamespace(check=SpanCheck(1, 2.0)), exact_tokens=0, matched_tokens=100)
+    deviations = np.zeros(100, dtype=np.float32)
+    deviations[list(chosen)] = 1
+    pending = PendingCheck(plan, (range(100),), 4, budget=Budget(len(chosen) / 100, np.ones(100, dtype=np.float32)))
+    choice = pending.choose(deviations, np.arange(101))
+    assert 100 - choice.kept_tokens == computed
 
 
 @given(

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from semblend_trt.cost import CostModel, cold_work, fitted, plan_work
-from semblend_trt.plan import PlanSpan, SpanCheck
+from semblend_trt.plan import BudgetLevel, PlanSpan, SpanCheck
 from tests.semblend_trt.plans import plan_of
 
 LAYERS = 4
+LEVELLED = SpanCheck(1, 0.1, sample_every=16, levels=(BudgetLevel(0.1, 0.25), BudgetLevel(0.2, 1.0)))
 
 
 def plan(spans, exact=(), **execution):
@@ -30,6 +31,7 @@ def pairs(begin, end):
         ({"check": SpanCheck(1, largest_share=0.5)}, 1, 600 + 400 / 2 + 200 / 2, 1),
         # A window of 32, and one token in 16 of the 368 after it.
         ({"check": SpanCheck(1, 0.1, sample_every=16)}, 1.5, 600 + (600 + 32 + 23) / 2, 1),
+        ({"check": LEVELLED}, 2.5, 2 * 600 + (600 + 32 + 23) / 2 + 400 / 2 + 100 / 2, 1),
     ],
 )
 def test_the_work_of_a_plan_is_what_it_computes_if_its_check_finds_nothing(execution, forwards, rows, checks):

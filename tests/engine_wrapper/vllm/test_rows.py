@@ -14,7 +14,7 @@ from vllm.model_executor.custom_op import CustomOp
 from engine_wrapper import deviation_check
 from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import attention, planned_forward
+from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.attention import VllmRows, own_builder
 from engine_wrapper.vllm.decoder import unfused_of
 from engine_wrapper.vllm.hooks import StepGraphs
@@ -50,7 +50,7 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
     served = taught(engine("verified", max_num_seqs=2), DONOR)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "ROWS_PER_GAP", 0)
+        patched.setattr(deviation_check, "ROWS_PER_GAP", 0)
         answer = served.ask(MOVED)
     assert answer.cached > 500
     found = evidence_of(served)

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from engine_wrapper import deviation_check
 from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.token_schedule import SequenceWork
 from engine_wrapper.vllm import attention, planned_forward
@@ -124,7 +125,7 @@ def expected(sampled, tmp_path):
 def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expected, options, monkeypatch):
     served = engine("boundary", sampled, **options)
     rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
-    monkeypatch.setattr(attention, "ROWS_PER_GAP", 1000)
+    monkeypatch.setattr(deviation_check, "ROWS_PER_GAP", 1000)
     found = []
     for family in FAMILIES:
         right, followed, _ = answers(served, cases_of(served.llm.get_tokenizer(), family), donors=True)

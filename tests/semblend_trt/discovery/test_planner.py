@@ -510,6 +510,18 @@ def test_exact_runs_are_placed_where_moved_ones_do_not_pay():
     assert_refused(few, "does_not_pay")
 
 
+@pytest.mark.parametrize(
+    ("planned_row", "begins", "searches"), [(0.9, 0, True), (1000.0, 31, False), (1000.0, 32, True)]
+)
+def test_what_cannot_pay_is_searched_only_if_a_donor_begins_alike(planned_row, begins, searches):
+    values = Settings(policy=ReusePolicy.POSITION_FIX, min_saving=0.1, min_span_tokens=32)
+    asked = Planner(SpanIndex(), values, values.policy, NUM_LAYERS, begins_alike=lambda *_: begins)
+    planned = asked.plan(priced(planned_row))
+    assert (planned.outcome_reason, planned.scan is None) == (
+        ("no_donor_match", False) if searches else ("does_not_pay", True)
+    )
+
+
 _REFUSALS = {
     "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
     "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
