@@ -125,12 +125,12 @@ def test_unchecked_arms_say_what_they_make_of_every_trap_that_is_answered_cold(r
     unchecked = [each for each in report.samples if each.arm == "position_fix"]
     traps = [each for each in report.samples if each.workload == "header_trap"]
     samples = [*report.samples, *(replace(each, arm="cacheblend_15") for each in unchecked)]
-    samples += [replace(each, workload="alias_trap", case_id=f"s{each.case_id}") for each in traps]
+    samples += [replace(each, workload="state", case_id=f"s{each.case_id}") for each in traps]
     changes = {"workload": "edited_field", "exact_match": False}
     samples += [replace(each, case_id=f"e{each.case_id}", **changes) for each in traps]
-    kinds = {**KINDS, "alias_trap": "trap", "edited_field": "trap"}
+    kinds = {**KINDS, "state": "trap", "edited_field": "trap"}
     rows = {row.name: row for row in quality_rows(replace(report, samples=samples, kinds=kinds), "_m")}
-    for name in ("cacheblend_15_em_m_header_trap", "position_fix_em_m_alias_trap"):
+    for name in ("cacheblend_15_em_m_header_trap", "position_fix_em_m_state"):
         assert (rows[name].value, rows[name].goal) == (0.0, None)
     assert rows["trap_em_m_cacheblend_15"].value == 0.0
     assert rows["trap_computed_share_m_cacheblend_15"].value == pytest.approx(0.4)
