@@ -144,7 +144,8 @@ def bounds(asked: Namespace, options: Namespace, rows: Results) -> None:
 def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
     """Serve new prompts under all arms; write their points, and add what the choice of tokens is worth."""
     base = ReuseProfile.read(options.kept / "calibrate" / "base.json")
-    folder = options.kept / f"frontier-{str(base.digest)[:8]}"
+    assert base.check is not None
+    folder = options.kept / f"frontier-{base.check.layer}-{base.head_tokens}"
     names = [f"{kind}_{each:g}" for kind in LADDERS if kind not in RULES for each in LADDERS[kind]]
     plain = arms_of([POSITION_FIX, *names], ArmChoices(base.geometry.num_layers, boundary=1))
     for recorder, cases in _fresh(asked, options, folder):
@@ -159,8 +160,11 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         arm = path.name.removesuffix(SUFFIX)
         kind = FLOOR if arm in FLOORS else next((kind for kind in LADDERS if arm.startswith(f"{kind}_")), arm)
-        samples = (each for each in _kept(path)[1].values() if each.offered_tokens or kind == FLOOR)
-        for family, own in _grouped(samples, "workload").items():
+        for family, asked_of in _grouped(_kept(path)[1].values(), "workload").items():
+            own = [each for each in asked_of if each.offered_tokens or kind == FLOOR]
+            # A budget that leaves too little to save has plans for few prompts, which are not like the others.
+            if 2 * len(own) < len(asked_of):
+                continue
             share = 1.0 if kind == FLOOR else fmean(map(_computed, own))
             lines.append(json.dumps((family, arm, kind, share, fmean(map(distance_of, own)), len(own))) + "\n")
     write_bytes(options.json / POINTS, "".join(lines).encode())

@@ -45,8 +45,7 @@ class Observer:
         self._server = BatchServer(engines, bare, settings, judged=True)
 
     def rounding(self, cases: Iterable[Case]) -> list[float]:
-        """Return the KL of further cold runs from cold, nats over each answer: in other batches, in other chunks and,
-        where engines can, in another type."""
+        """Return the KL of other cold runs from cold, nats over each answer: in other batches, chunks and types."""
         arms = [arm for arm in ROUNDING_ARMS if self._has_other_dtype or not arm.is_other_dtype]
         found = (sample.answer_kl for arm in arms for sample in self._samples(arm, cases, f"rounding, {arm.name}"))
         return [kl for kl in found if kl is not None]
@@ -56,17 +55,14 @@ class Observer:
     ) -> list[Sample]:
         """Return the answers under policy verified with the profile, within one of its bounds; None: it has none.
         Raises SemBlendError if the engine refuses the profile."""
-        # Also short prompts show what reuse does, whether it pays there or not.
-        variables = {"SEMBLEND_PROFILE_TRIAL": "1", "SEMBLEND_MIN_SAVING": "0"}
-        if bound is not None:
-            variables |= {"SEMBLEND_MAX_KL": str(bound.max_kl), "SEMBLEND_RISK": str(bound.risk)}
+        asked = {} if bound is None else {"SEMBLEND_MAX_KL": str(bound.max_kl), "SEMBLEND_RISK": str(bound.risk)}
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
             path = Path(folder) / PROFILE_NAME
             profile.write(path)
             choices = ArmChoices(self._layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
             [arm] = arms_of([VERIFIED], choices)
-            arm = replace(arm, variables={**(arm.variables or {}), **variables})
-            found = self._samples(arm, cases, title)
+            variables = {**(arm.variables or {}), **asked, "SEMBLEND_PROFILE_TRIAL": "1"}
+            found = self._samples(replace(arm, variables=variables), cases, title)
         check_profile_was_tried(found)
         return found
 
@@ -75,10 +71,10 @@ class Observer:
     ) -> list[Observation]:
         """Return what each share does to the prompts of which a check compared something; the other prompts had
         nothing to move. Raises SemBlendError if the engine refuses the profile."""
-        by_share = []
-        for share in shares:
-            trial = trial_of(profile, share)
-            by_share.append(self.served(trial, cases, trial.bounds[0], f"{title}, {share:.0%} computed"))
+        by_share = [
+            self.served(trial, cases, trial.bounds[0], f"{title}, {share:.0%} computed")
+            for share, trial in ((share, trial_of(profile, share)) for share in shares)
+        ]
         return [
             Observation(each[0].workload, each[0].group, each[0].sampled_deviation, tuple(map(distance_of, each)))
             for each in zip(*by_share, strict=True)

@@ -97,7 +97,7 @@ def test_a_model_without_marks_gets_the_layer_whose_deviations_say_most(shipped,
     best = max(layers["correlation"], key=layers["correlation"].get)
     assert profile.check is None or str(profile.check.layer) == best
     [floor] = told(profile, "rounding")
-    assert floor["prompts"] == 12
+    assert floor["prompts"] == 18
 
 
 def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsys):
