@@ -100,8 +100,8 @@ class Budget:
 
 
 def share_for(check: SpanCheck, deviation: float) -> float | None:
-    """Return the share of checked tokens to compute at a sample's mean deviation, 0.0 without levels; None for all.
-    NaN is beyond every level."""
+    """Return the share of checked tokens to compute at this mean deviation, 0.0 without levels; None for all. NaN is
+    beyond every level."""
     if not check.levels:
         return 0.0
     return next((level.share for level in check.levels if deviation <= level.deviation), None)
@@ -118,6 +118,17 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
         found += [first + np.arange(head), first + chosen]
         first += length
     return np.concatenate(found)
+
+
+def mean_of_all(
+    compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32], lengths: Sequence[int], window: int
+) -> float:
+    """Return the mean deviation of all checked tokens, as a sample of them estimates it: each `compared` token counts
+    for its part of its window, since the first window of a span is sampled whole. The rest is as for `suspects_of`."""
+    window_of = windows_of(lengths, window)
+    own = window_of[compared]
+    weights = (np.bincount(window_of) / np.maximum(np.bincount(own, minlength=int(window_of[-1]) + 1), 1))[own]
+    return float(np.average(deviations.astype(np.float64), weights=weights))
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
@@ -197,7 +208,7 @@ def closed(
 class SampleFound:
     """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
     largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample.
-    `deviation`: the sample's mean."""
+    `deviation`: the mean that it estimates, of all checked tokens."""
 
     tokens: int = 0
     kept_tokens: int = 0
@@ -258,7 +269,7 @@ class PendingCheck:
     ) -> tuple[npt.NDArray[np.bool_], SampleFound, float | None]:
         """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], what it found, and the share
         of the checked tokens that has to be computed, as `share_for` does."""
-        mean = float(deviations.mean(dtype=np.float64))
+        mean = mean_of_all(compared, deviations, self.lengths, self.check.window_tokens)
         share = share_for(self.check, mean)
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens

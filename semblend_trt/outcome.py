@@ -56,7 +56,7 @@ class ReuseReport:
     """What became of one request's prompt tokens; `outcome` is the value of an Outcome.
 
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
-    `sampled_tokens` before them, whose mean deviation is `sampled_deviation`. `largest_kept` is the largest deviation
+    `sampled_tokens` before them, which estimate a mean of `sampled_deviation`. `largest_kept` is the largest deviation
     among those reused. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
     among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex;
     `max_kl` (nats) and `risk` are of its bound, None without one. While a check's result is not known, what it decides

@@ -22,7 +22,7 @@ WINDOW_TOKENS = 32  # a check's default
 
 @dataclass(frozen=True, slots=True)
 class BudgetLevel:
-    """If a sample's mean deviation is at most `deviation`, the `share` of the checked tokens is computed."""
+    """If a sample estimates a mean deviation of at most `deviation`, the `share` of the checked tokens is computed."""
 
     deviation: float
     share: float
@@ -47,10 +47,11 @@ class SpanCheck:
     as above; the others keep the donor's KV in all layers. If that would check more than `max_span_share` of the
     tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little.
 
-    With `levels`, by rising deviation, the sample's mean deviation gives a budget: that of the first level that it does
-    not exceed. A share of 0 changes nothing. With a larger one all tokens are checked, and that share of them is
-    computed too: those with the largest product of deviation and attention. The attention is what the prompt's last
-    rows give to a token over the moved KV, in the upper half of the layers. Beyond the last level all is computed."""
+    With `levels`, by rising deviation, the mean deviation that the sample estimates gives a budget: that of the first
+    level that it does not exceed. A share of 0 changes nothing. With a larger one all tokens are checked, and a share
+    of them is computed too: those with the largest product of deviation and attention. The attention is what the
+    prompt's last rows give to a token over the moved KV, in the upper half of the layers. Beyond the last level
+    all is computed."""
 
     layer: int
     threshold: float | None = None
@@ -71,7 +72,7 @@ class CheckEvidence:
     `checked_tokens` were compared with their donor's KV, in whole windows; `sampled_tokens` of all windows came first.
     `reused_tokens` keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest
     deviation of a compared and reused token, else 0.0. `is_dropped`: everything was computed, as too little was
-    saved, or too much at risk: `exceeds_levels`. `sampled_deviation`: the sample's mean deviation, else 0.0."""
+    saved, or too much at risk: `exceeds_levels`. `sampled_deviation`: the mean that a sample estimates, else 0."""
 
     request_id: int
     offered_tokens: int

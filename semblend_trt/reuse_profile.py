@@ -114,7 +114,7 @@ class ProfileCheck(_Part):
 
 
 class ProfileLevel(_Part):
-    """If a sample's mean deviation is at most `deviation`, the `share` of a plan's checked tokens is computed."""
+    """If a sample estimates a mean of at most `deviation`, the `share` of a plan's checked tokens is computed."""
 
     deviation: Annotated[float, Field(ge=0.0)]
     share: Annotated[float, Field(ge=0.0, le=1.0)]

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import Budget, PendingCheck, choose, closed, sample_of, share_for, suspects_of
+from engine_wrapper.deviation_check import (
+    Budget,
+    PendingCheck,
+    choose,
+    closed,
+    mean_of_all,
+    sample_of,
+    share_for,
+    suspects_of,
+)
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
 
@@ -209,3 +218,16 @@ def test_a_sample_that_is_no_number_exceeds_every_level(value):
     values = np.array([0.0, value, 0.0], dtype=np.float32)
     suspects, sample, share = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
     assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)
+
+
+def test_a_sample_estimates_the_mean_of_all_tokens():
+    """The first window of a run, which is sampled whole and deviates most, counts for no more than its tokens."""
+    lengths, window = (200, 40), 32
+    rng = np.random.default_rng(0)
+    of_all = np.where(np.arange(240) % 200 < window, 0.5, 0.01).astype(np.float32) * rng.uniform(0.9, 1.1, 240)
+    compared = sample_of(lengths, 16, window, seed=0)
+    found = mean_of_all(compared, of_all[compared].astype(np.float32), lengths, window)
+    assert found == pytest.approx(of_all.mean(), rel=0.05)
+    assert of_all[compared].mean() > 1.5 * found
+    broken = np.where(compared == compared[-1], np.nan, of_all[compared]).astype(np.float32)
+    assert np.isnan(mean_of_all(compared, broken, lengths, window))

@@ -40,7 +40,7 @@ Table = tuple[BudgetLevel, ...]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One prompt. `deviation`: the sample's mean. `kl`: nats from cold over its answer, at each share that was tried.
+    """One prompt. `deviation`: what the sample estimates. `kl`: nats from cold over its answer, at each share tried.
     Prompts of a family's `group` count as one, and the worst of them decides."""
 
     family: str
