@@ -94,9 +94,10 @@ def _own_state_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _reuse_of_tiny_prompts():
-    """Tiny prompts are reused, though computing them takes no longer."""
+    """Tiny prompts are reused, though computing them takes no longer, and however busy the machine is."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SEMBLEND_MIN_SAVING", "0")
+        environment.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "2000")
         yield
 
 
