@@ -222,7 +222,7 @@ def _bounded_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> No
         theirs, (row, goal) = _median(stock[f"{other}_ms"]), VLLM_BOUNDED[name]
         sampled, way = served["sampled"]["sampled_tokens"], "and nothing more was computed"
         if share:
-            way = f"then all tokens ran there, and {share:.0%}, with short gaps between them, in the others"
+            way = f"then all tokens ran there, and {share:.0%} were chosen for the others"
         baseline = (
             f"{ttft:,.1f} ms over stock vLLM's {other} {theirs:,.1f} ms; other text in front and after; {sampled:,} "
             f"sampled in the {layer} lowest of {ours['layers']} layers, {way}; {_reused(served)}; {_spread(ours[name])}"
