@@ -120,10 +120,9 @@ def run_works(
     is_likely = may_pass and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
     speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
-    left, are_kept = list(works), True
+    left = list(works)
     for index, deviations in _run_samples(works, compared, max_rows, lowest):
         left[index], known = works[index].after_sample(compared[index], deviations)
-        are_kept = are_kept and known is not None and not known.is_dropped
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
@@ -131,7 +130,10 @@ def run_works(
         masses = mass([works[index].if_all_is_kept() for index in asked])
         read = np.split(HostCopy(torch.cat(masses)).read(), np.cumsum([len(each) for each in masses[:-1]]))
         for index, own in zip(asked, read, strict=True):
-            left[index] = left[index].weighed(own)
+            left[index], known = left[index].weighed(own)
+            if known is not None and evidence_sink is not None:
+                evidence_sink(known)
+    are_kept = all(len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True))
     if speculative is not None and are_kept:
         return speculative
     return run_left(left)

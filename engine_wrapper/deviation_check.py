@@ -120,15 +120,17 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
     return np.concatenate(found)
 
 
-def mean_of_all(
+def window_means(
     compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32], lengths: Sequence[int], window: int
-) -> float:
-    """Return the mean deviation of all checked tokens, as a sample of them estimates it: each `compared` token counts
-    for its part of its window, since the first window of a span is sampled whole. The rest is as for `suspects_of`."""
+) -> npt.NDArray[np.float64]:
+    """Return what a sample says of each checked token: the mean of the sampled ones in its window, infinite without
+    one, float64. Their mean estimates that of all tokens. The rest is as for `suspects_of`."""
     window_of = windows_of(lengths, window)
-    own = window_of[compared]
-    weights = (np.bincount(window_of) / np.maximum(np.bincount(own, minlength=int(window_of[-1]) + 1), 1))[own]
-    return float(np.average(deviations.astype(np.float64), weights=weights))
+    sums, counts = (np.bincount(window_of[compared], each, int(window_of[-1]) + 1) for each in (deviations, None))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = sums / counts
+    found: npt.NDArray[np.float64] = np.where(np.isnan(means), np.inf, means)[window_of]
+    return found
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
@@ -207,8 +209,9 @@ def closed(
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
     """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
-    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample.
-    `deviation`: the mean that it estimates, of all checked tokens."""
+    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample. If
+    no more is compared, `of_rows` are the means of windows, infinite where it fails. `deviation`: the mean that it
+    estimates, of all checked tokens."""
 
     tokens: int = 0
     kept_tokens: int = 0
@@ -269,14 +272,18 @@ class PendingCheck:
     ) -> tuple[npt.NDArray[np.bool_], SampleFound, float | None]:
         """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], what it found, and the share
         of the checked tokens that has to be computed, as `share_for` does."""
-        mean = mean_of_all(compared, deviations, self.lengths, self.check.window_tokens)
+        means = window_means(compared, deviations, self.lengths, self.check.window_tokens)
+        mean = float(means.mean())
         share = share_for(self.check, mean)
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
         )
+        if self.check.compares_all:
+            found = np.zeros(len(suspects), dtype=np.float32)
+            found[compared] = deviations
+        else:
+            found = np.where(suspects, np.inf, means).astype(np.float32)
         suspects |= share != 0.0
-        found = np.zeros(len(suspects), dtype=np.float32)
-        found[compared] = deviations
         kept = deviations[~suspects[compared]]
         passed = int(np.count_nonzero(~suspects))
         sample = SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects], mean)
@@ -305,7 +312,7 @@ class PendingCheck:
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
-            checked_tokens=choice.computed.size,
+            checked_tokens=choice.computed.size if self.check.compares_all else 0,
             reused_tokens=reused,
             recomputed_tokens=offered - reused,
             largest_kept=max(choice.largest_kept, self.sample.largest_kept),

@@ -99,7 +99,7 @@ class SequenceWork:
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[SequenceWork, CheckEvidence | None]:
         """Return the work that is left once the sample found these deviations; its rows enter layer 0 again. Windows
-        that passed have no rows any more. If nothing is left to check, the evidence is known. If a share of the tokens
+        that passed have no rows any more. If nothing is left to decide, the evidence is known. If a share of the tokens
         has to be computed, `weighed` comes next."""
         assert self.pending is not None
         suspects, sample, share = self.pending.judge(compared, deviations)
@@ -114,14 +114,26 @@ class SequenceWork:
             stays[part.start : part.stop] = True
         firsts = [int(np.count_nonzero(stays[: part.start])) for part in parts]
         rows = tuple(range(first, first + len(part)) for first, part in zip(firsts, parts, strict=True))
-        return replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share)), None
+        work = replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share))
+        return (work, None) if share or self.pending.check.compares_all else work._decide_by_sample()
 
-    def weighed(self, attention: npt.NDArray[np.float32]) -> SequenceWork:
-        """Return the work whose budget chooses by `attention`, float32, of each position from 0 on."""
+    def weighed(self, attention: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence | None]:
+        """Return the work whose budget chooses by `attention`, float32, of each position from 0 on. If no more is
+        compared, the evidence is known."""
         pending = self.pending
         assert pending is not None
         budget = Budget(pending.share, attention[self.positions[pending.checked]])
-        return replace(self, pending=replace(pending, budget=budget))
+        work = replace(self, pending=replace(pending, budget=budget))
+        return (work, None) if pending.check.compares_all else work._decide_by_sample()
+
+    def _decide_by_sample(self) -> tuple[SequenceWork, CheckEvidence]:
+        """Return the work without the rows that keep the donor's KV, and the check's evidence."""
+        assert self.pending is not None
+        assert self.pending.sample.of_rows is not None
+        work, evidence = self.decide(self.pending.sample.of_rows)
+        stays = self.active(0)
+        stays[self.pending.checked] = work.drops_at[self.pending.checked] > self.pending.check.layer
+        return work._of(stays), evidence
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """Return the work after its check found these deviations, and the check's evidence."""

@@ -43,7 +43,7 @@ def plan_work(plan: SemanticKvPlan) -> Floats:
         share = check.levels[0].share if sampled and check.levels else 0
         if sampled:  # in a forward of its own, as is the attention by which a share is chosen
             found = found * (1 + depth + (share > 0)) + depth * sampled / moved[1] * moved
-        lowest = max(lowest, 0 if sampled and not share else depth)
+        lowest = max(lowest, 0 if sampled and not (share and check.compares_all) else depth)
         lowest += (check.largest_share or share) * (1 - lowest)
     return np.append(found + lowest * moved, check is not None)
 

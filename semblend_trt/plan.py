@@ -51,7 +51,10 @@ class SpanCheck:
     level that it does not exceed. A share of 0 changes nothing. With a larger one all tokens are checked, and a share
     of them is computed too: those with the largest product of deviation and attention. The attention is what the
     prompt's last rows give to a token over the moved KV, in the upper half of the layers. Beyond the last level
-    all is computed."""
+    all is computed.
+
+    Without `compares_all`, the sample alone says what a token deviates by: the mean of its window. What is suspect, and
+    what a level asks for, is computed in all layers. No layer runs on the other tokens."""
 
     layer: int
     threshold: float | None = None
@@ -63,6 +66,7 @@ class SpanCheck:
     sample_every: int = 0
     sample_threshold: float = 0.0
     levels: tuple[BudgetLevel, ...] = ()
+    compares_all: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class ProfileCheck(_Part):
     window_tokens: Annotated[int, Field(ge=1, le=_MAX_WINDOW_TOKENS)] = WINDOW_TOKENS
     sample_every: Annotated[int, Field(ge=0, le=_MAX_WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
+    compares_all: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -249,6 +250,8 @@ class ReuseProfile(_Part):
             )
         if (self.policy == "verified") != (check is not None):
             raise ValueError(f"policy {self.policy} and check {check} do not fit; verified, and only it, has one")
+        if check is not None and not (check.compares_all or check.sample_every):
+            raise ValueError("compares_all is false and sample_every is 0; a check has to compare some tokens")
         if self.boundary and check is not None and check.sample_every:
             raise ValueError(
                 f"boundary {self.boundary} computes every token, and a sample of one in {check.sample_every} does not; "

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import attention_of, micro_batches, with_lowest_layers_run
+from engine_wrapper.deviation_check import window_means
 from engine_wrapper.layer_schedule import MASS_ROWS
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
@@ -282,10 +283,14 @@ KEEP_ALL = 1e30
 LEVELLED = SpanCheck(1, KEEP_ALL, window_tokens=4, sample_every=2, sample_threshold=KEEP_ALL)
 
 
+@pytest.mark.parametrize("compares_all", [True, False])
 @pytest.mark.parametrize("max_rows", [None, MAX_ROWS])
 @pytest.mark.parametrize(("share", "limit"), [(0.0, KEEP_ALL), (0.3, KEEP_ALL), (1.0, KEEP_ALL), (0.0, 1e-9)])
-def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_plan, share, limit, max_rows):
-    plan = make_plan(tokens_of(LENGTH), SPANS, check=replace(LEVELLED, levels=(BudgetLevel(limit, share),)))
+def test_a_samples_mean_deviation_gives_the_share_that_is_computed(
+    bench, make_plan, share, limit, max_rows, compares_all
+):
+    check = replace(LEVELLED, levels=(BudgetLevel(limit, share),), compares_all=compares_all)
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=check)
     wanted = place_donor(bench, plan)
     (logits,) = bench.run(bench.planned(plan), max_rows=max_rows)
     (evidence,) = bench.evidence
@@ -294,8 +299,35 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(bench, make_p
     assert evidence.exceeds_levels == evidence.is_dropped
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
+    assert bool(evidence.checked_tokens) == (compares_all and (is_whole or share > 0))
     assert len(bench.weighed) == (share > 0)
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_if_not_all_are_compared_the_samples_windows_and_attention_choose_and_no_layer_runs_on_the_rest(
+    make_plan, share
+):
+    check = replace(LEVELLED, sample_threshold=0.5, levels=(BudgetLevel(KEEP_ALL, share),), compares_all=False)
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=check)
+    tokens = tokens_of(LENGTH)[plan.prefix_end :]
+    (work,) = works_of([SequenceSlice(1, plan.prefix_end, tokens, tuple(range(LENGTH)), plan)], NUM_LAYERS)
+    rng = np.random.default_rng(0)
+    checked, compared = work.pending.checked, work.sampled_tokens()
+    found = rng.uniform(0.1, 0.4, len(compared)).astype(np.float32)
+    found[:4] = 1.0  # the first window fails, and its neighbour is suspect, too
+    attention = rng.random(LENGTH, dtype=np.float32)
+    left, evidence = work.after_sample(compared, found)
+    if share:
+        assert evidence is None
+        left, evidence = left.weighed(attention)
+    means = window_means(compared, found, work.pending.lengths, 4) * attention[work.positions[checked]]
+    means[:8] = np.inf
+    computed = np.sort(np.argsort(-means)[: max(8, round(share * len(checked)))])
+    others = np.setdiff1d(np.arange(len(work.positions)), checked)
+    assert left.positions.tolist() == np.sort(work.positions[np.append(others, checked[computed])]).tolist()
+    assert (left.drops_at == NUM_LAYERS).all()
+    assert (evidence.checked_tokens, evidence.recomputed_tokens) == (0, len(computed))
 
 
 @pytest.mark.parametrize("max_rows", [None, MAX_ROWS])

@@ -14,10 +14,10 @@ from engine_wrapper.deviation_check import (
     PendingCheck,
     choose,
     closed,
-    mean_of_all,
     sample_of,
     share_for,
     suspects_of,
+    window_means,
 )
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
@@ -220,14 +220,16 @@ def test_a_sample_that_is_no_number_exceeds_every_level(value):
     assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)
 
 
-def test_a_sample_estimates_the_mean_of_all_tokens():
+def test_a_sample_estimates_the_mean_of_all_tokens_and_of_their_windows():
     """The first window of a run, which is sampled whole and deviates most, counts for no more than its tokens."""
     lengths, window = (200, 40), 32
     rng = np.random.default_rng(0)
     of_all = np.where(np.arange(240) % 200 < window, 0.5, 0.01).astype(np.float32) * rng.uniform(0.9, 1.1, 240)
     compared = sample_of(lengths, 16, window, seed=0)
-    found = mean_of_all(compared, of_all[compared].astype(np.float32), lengths, window)
-    assert found == pytest.approx(of_all.mean(), rel=0.05)
-    assert of_all[compared].mean() > 1.5 * found
+    found = window_means(compared, of_all[compared].astype(np.float32), lengths, window)
+    assert found.mean() == pytest.approx(of_all.mean(), rel=0.05)
+    assert of_all[compared].mean() > 1.5 * found.mean()
+    assert found[:window] == pytest.approx(of_all[:window].mean())
     broken = np.where(compared == compared[-1], np.nan, of_all[compared]).astype(np.float32)
-    assert np.isnan(mean_of_all(compared, broken, lengths, window))
+    assert np.isinf(window_means(compared, broken, lengths, window)).tolist() == [False] * 232 + [True] * 8
+    assert np.isinf(window_means(compared[:-1], broken[:-1], lengths, 1)).any()

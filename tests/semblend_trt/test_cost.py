@@ -1,5 +1,7 @@
 """What plans cost: the work of a plan, prices from measured times, and whether a plan saves enough."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,7 @@ def pairs(begin, end):
         # A window of 32, and one token in 16 of the 368 after it.
         ({"check": SpanCheck(1, 0.1, sample_every=16)}, 1.5, 600 + (600 + 32 + 23) / 2, 1),
         ({"check": LEVELLED}, 2.5, 2 * 600 + (600 + 32 + 23) / 2 + 400 / 2 + 100 / 2, 1),
+        ({"check": replace(LEVELLED, compares_all=False)}, 2.5, 2 * 600 + (600 + 32 + 23) / 2 + 100, 1),
     ],
 )
 def test_the_work_of_a_plan_is_what_it_computes_if_its_check_finds_nothing(execution, forwards, rows, checks):

@@ -198,6 +198,10 @@ def test_another_version_differs(monkeypatch):
             "sample_every is 17; it may be at most window_tokens, 16",
         ),
         ({"check": ProfileCheck(layer=2, threshold=0.2, sample_every=33)}, "sample_every is 33.* window_tokens, 32"),
+        (
+            {"check": ProfileCheck(layer=2, threshold=0.2, compares_all=False)},
+            "sample_every is 0; a check has to compare",
+        ),
         ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
         ({"generations": 65}, "generations"),
         ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
