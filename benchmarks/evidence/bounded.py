@@ -1,8 +1,9 @@
 """How far answers are from cold's under stated bounds, on SmolLM2, beside other choices of what is computed.
 
-`python -m benchmarks.evidence.bounded --model smollm2` runs four --parts. Under `frontier`, more and more tokens are
-computed: by the profile's check, by attention alone, at random, by CacheBlend and EPIC; `plot` draws it. --kept holds
-what was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
+`python -m benchmarks.evidence.bounded --model smollm2` runs five --parts. Under `frontier`, more and more tokens are
+computed: by the profile's check, by one that compares all tokens in its lowest layers, by attention alone, at random,
+by CacheBlend and EPIC; `plot` draws it. `positions` says what rounding does at other positions. --kept holds what was
+served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import json
 import math
 import re
 import time
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -32,28 +35,37 @@ from validation.calibration.calibration import FRESH, Calibration
 from validation.calibration.command import parse_calibrate, teller
 from validation.calibration.observer import Observer, trial_of
 from validation.calibration.prepared import Prepared
+from validation.models import transformers_model
 from validation.results import Results, say
 from validation.samples import Sample
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from validation.cases import Case
 
 NAME, POINTS, SUFFIX = "smollm2", "smollm2_frontier.jsonl", ".json.gz"
+# Positions that a prompt is moved by.
+SHIFT = 64
 KLS = {"rounding": None, "0.01": 0.01, "0.05": 0.05}  # None is twice the rounding floor
 SHARE_GOALS = {"0.01_volatile": 0.03, "0.01_instruction": 0.12, "0.01_headings": 0.28, "0.01_replaced": 0.40}
 # A family, a computed share, and the goal of the mean KL there.
 POINT_GOALS = {"another_order_quarter": ("order", 0.25, 0.012), "headings_fifth": ("headings", 0.20, 0.0009)}
 SMALL = ("--groups", "6", "--tokens", "512", "--max-tokens", "8", "--risk", "0.7", "--shares", "0,0.3")
-FLOORS, FLOOR, OURS, BLEND = tuple(arm.name for arm in ROUNDING_ARMS), "floor", "profile", "cacheblend"
-LADDERS = {OURS: (0.0, 0.05, 0.1, 0.2, 0.35, 0.6), BLEND: (5, 15, 30, 50), "epic": (8, 32, 128)}
-LADDERS |= {"attention": (0.1, 0.2, 0.35), "random": (0.1, 0.2, 0.35)}
+FLOORS, FLOOR, OURS, ALL, BLEND = (
+    tuple(arm.name for arm in ROUNDING_ARMS),
+    "floor",
+    "profile",
+    "all_tokens",
+    "cacheblend",
+)
+LADDERS = {OURS: (0.0, 0.05, 0.1, 0.2, 0.35, 0.6), BLEND: (5, 15, 30), "epic": (8, 32)}
+LADDERS |= {ALL: (0.05, 0.2), "attention": (0.1, 0.3), "random": (0.1, 0.3)}
 # `Budget.chosen` takes the largest products of deviation and attention; each of the rules stands in for it.
 _chosen = Budget.chosen
 RULES: dict[str, Callable[[Budget, Any], Any]] = {
     OURS: _chosen,
+    ALL: _chosen,
     "attention": lambda budget, deviations: _chosen(budget, np.ones_like(deviations)),
     "random": lambda budget, found: np.random.default_rng(0).permutation(len(found)) < round(budget.share * len(found)),
 }
@@ -105,7 +117,7 @@ def calibrate(asked: Namespace, options: Namespace, rows: Results) -> None:
     rows.add(f"calibrate_{NAME}_minutes", (time.perf_counter() - began) / 60.0, "minutes", how, 10.0)
     [floor] = [each["floor"] for each in run.figures if each["what"] == "rounding"]
     observed = [Observation(**each) for each in json.loads((folder / "observations.json").read_bytes())]
-    fit = {each.group for each in observed if int(each.group.rpartition("-")[2]) < asked.groups // 2}
+    fit = {each.group for each in observed if int(each.group.rpartition("-")[2]) < run.fitted}
     for family, own in _grouped(observed, "family").items():
         others = [each for each in observed if each.family != family]
         first, second = ([each for each in others if (each.group in fit) is is_fit] for is_fit in (True, False))
@@ -152,8 +164,9 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
         for arm in (*ROUNDING_ARMS, *plain):
             recorder._samples(arm, cases, arm.name)
         for kind, rule in RULES.items():
+            check = base.check.model_copy(update={"compares_all": kind == ALL or base.check.compares_all})
             for share in LADDERS[kind]:
-                trial = trial_of(base, share)
+                trial = trial_of(base.model_copy(update={"check": check}), share)
                 with mock.patch.object(Budget, "chosen", rule):
                     recorder.served(trial, cases, trial.bounds[0], f"{kind}_{share:g}")
     lines = list[str]()
@@ -170,6 +183,24 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
     write_bytes(options.json / POINTS, "".join(lines).encode())
     for family, points in _by_family(options.json / POINTS).items():
         add_frontier(family, points, rows)
+
+
+def positions(asked: Namespace, _: Namespace, rows: Results) -> None:
+    """Add the KL of a cold run from one that is the same but for its positions, which only rounding can tell apart."""
+    prepared, found = Prepared(Namespace(**vars(asked) | {"families": "volatile"}), asked.dtype), list[float]()
+    model = transformers_model(prepared.engines, asked.model, asked.device, asked.dtype)
+    for case in prepared.cases(asked.seed, 0, asked.groups // 2):
+        ids = torch.tensor([prepared.tokeniser.tokenise(case).prompt], device=model.device)
+        with torch.inference_mode():
+            whole = model.generate(ids, max_new_tokens=asked.max_tokens, do_sample=False)
+            places = torch.arange(whole.shape[1], device=model.device)[None]
+            own, moved = (
+                model(whole, position_ids=places + shift).logits[0, ids.shape[1] - 1 : -1].float().log_softmax(-1)
+                for shift in (0, SHIFT)
+            )
+        found.append(float(torch.nn.functional.kl_div(moved, own, log_target=True, reduction="batchmean")))
+    how = f"{len(found)} prompts of {','.join(prepared.names)}, {SHIFT} positions later; Transformers, {asked.dtype}"
+    rows.add(f"{NAME}_kl_other_positions", fmean(found), "nats", how)
 
 
 def plot(_: Namespace, options: Namespace, __: Results) -> None:
@@ -244,7 +275,8 @@ def _kept(path: Path) -> tuple[float, dict[str, Sample]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts that are asked for."""
-    parser, parts = parser_of(__doc__, FOLDER), {each.__name__: each for each in (calibrate, bounds, frontier, plot)}
+    parser = parser_of(__doc__, FOLDER)
+    parts = {each.__name__: each for each in (calibrate, bounds, frontier, positions, plot)}
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kept", type=Path, default=Path("results/bounded"), help="folder of what was served")
     parser.add_argument("--test", type=int, nargs=2, default=(100, 3), help="groups and questions in each, of a family")

@@ -78,9 +78,9 @@ _MODELS[LITTLE] = {
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
 # Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
 _IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
-# What `bounded` measures: the check's layer, and the share of the tokens that is computed at any deviation.
-VOLATILE = "volatile_ms"
-BOUNDS = {VOLATILE: (3, 0.0), "chosen_ms": (3, 0.15), "chosen_lowest_ms": (1, 0.15)}
+# What `bounded` measures: the share of the tokens that is computed at any deviation, and whether all are compared.
+VOLATILE, CHECK_LAYER = "volatile_ms", 3
+BOUNDS = {VOLATILE: (0.0, False), "chosen_ms": (0.15, True), "chosen_by_sample_ms": (0.15, False)}
 # Moved text is placed as it is.
 UNCHECKED = "unchecked_ms"
 # Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
@@ -203,9 +203,10 @@ class VllmArm:
             "sampled_ms": profile.model_copy(update={"check": self._sampled}),
             UNCHECKED: profile.model_copy(update=unchecked),
         }
-        for each, (layer, share) in BOUNDS.items():
-            own = ProfileCheck(layer=layer, threshold=1.0, sample_threshold=1.0, sample_every=SAMPLE_EVERY)
-            self._profiles[each] = trial_of(profile.model_copy(update={"check": own, "floor": 0.5}), share)
+        own = ProfileCheck(layer=CHECK_LAYER, threshold=1.0, sample_threshold=1.0, sample_every=SAMPLE_EVERY)
+        for each, (share, compares_all) in BOUNDS.items():
+            changed = {"check": own.model_copy(update={"compares_all": compares_all}), "floor": 0.5}
+            self._profiles[each] = trial_of(profile.model_copy(update=changed), share)
         self.use_profile("shifted_ms")
         self._costs: CostModel | None = None
 
@@ -361,7 +362,7 @@ class VllmArm:
         asked, problems = self.sizes.turns * (1 + _IN_TURN), list[str | None]()
         for name, each in served_of.items():
             # Short gaps between chosen tokens are computed too.
-            kept = 1 - 3 * BOUNDS[name][1] if name in BOUNDS else 1
+            kept = 1 - 3 * BOUNDS[name][0] if name in BOUNDS else 1
             problems.append(each.problem(round(len(document) * asked * kept)))
             sampled, wanted = each.counts.get("sampled", {}).get("requests", 0), 0 if name == "shifted_ms" else asked
             if each.counts and sampled != wanted:

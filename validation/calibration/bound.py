@@ -1,9 +1,9 @@
 """The bound on what reuse does to answers: which share of a plan is computed at which deviation of its sample.
 
-Nested tables of levels, from tight to loose, are fixed with one half of the groups. The other half tests them in that
-order, up to the first that is not shown to hold. That tests a fixed sequence (Angelopoulos et al., Learn then Test,
-arXiv 2110.01052), so one bound errs with a probability of at most 1 - CONFIDENCE, if later prompts are exchangeable
-with these. Several bounds are not corrected for each other."""
+Nested tables of levels, from tight to loose, are fixed with some of the groups. The others test them in that order, up
+to the first that is not shown to hold. That tests a fixed sequence (Angelopoulos et al., Learn then Test, arXiv
+2110.01052), so one bound errs with a probability of at most 1 - CONFIDENCE, if later prompts are exchangeable with
+these. Several bounds are not corrected for each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from validation.samples import Sample
 
 # The shares that are tried of a plan's checked tokens, and the bounds on KL beside twice the rounding floor, in nats.
-SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
 MAX_KLS = (0.005, 0.01, 0.02, 0.05, 0.1)
 # Smaller values are rounding, and have no logarithm.
 LEAST = 1e-6

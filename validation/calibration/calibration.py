@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from validation.metrics import CONFIDENCE
 from validation.results import versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from semblend_trt.reuse_profile import ProfileBound
     from validation.calibration.bound import Broken, Observation
@@ -31,6 +32,10 @@ FRESH = 1_000
 # Deeper layers see more, and all below a check runs on what it compares.
 # A run's first tokens deviate most and cost little: on SmolLM2 eight take most of the KL that changed headings make.
 _DEEPEST_CHECK, _HEAD_TOKENS = 3, 8
+# One of so many groups fixes what the others test: more tests allow more misses, and few groups fix a line.
+FIT_PARTS = 4
+# The computed share at which checks with and without a comparison of all tokens are tried.
+_COMPARED = 0.2
 
 
 @dataclass(slots=True)
@@ -52,50 +57,44 @@ class Calibration:
         base = self._base()
         if base is None:
             return self._profile()
-        seed, half = self.prepared.prompts["seed"], self._half
-        fit = [*self.prepared.cases(seed, 0, half, base), *self.prepared.own(0)]
-        test = [*self.prepared.cases(seed, half, half, base), *self.prepared.own(1, 2)]
+        seed, groups = self.prepared.prompts["seed"], self.prepared.prompts["groups"]
+        fit = [*self.prepared.cases(seed, 0, self.fitted, base), *self.prepared.own(0)]
+        test = [*self.prepared.cases(seed, self.fitted, groups - self.fitted, base), *self.prepared.own(1, 2)]
         observer = self.prepared.observer([*fit, *test])
         floor = self._floor(observer.rounding(fit))
         observed = observer.observations(base, [*fit, *test], self.shares, "calibrate")
-        names = dict.fromkeys(case.workload for case in test)
-        bounds = self._bounds(observed, names, {case.group for case in fit}, floor)
-        fresh = [*self.prepared.cases(seed + FRESH, 0, half, base), *self.prepared.own(3)]
+        bounds = self._bounds(observed, test, floor)
+        fresh = [*self.prepared.cases(seed + FRESH, 0, self.fitted, base), *self.prepared.own(3)]
         trial = base.model_copy(update={"bounds": bounds, "floor": floor})
         bounds = self._confirmed(self.prepared.observer(fresh), trial, fresh)
-        return self._profile(base.check, base.head_tokens, bounds, floor) if bounds else self._profile()
+        if not bounds:
+            return self._profile()
+        return self._profile(base.check, head_tokens=base.head_tokens, bounds=bounds, floor=floor)
 
-    def _profile(
-        self,
-        check: ProfileCheck | None = None,
-        head_tokens: int = 0,
-        bounds: Sequence[ProfileBound] = (),
-        floor: float | None = None,
-    ) -> ReuseProfile:
+    def _profile(self, check: ProfileCheck | None = None, **fields: Any) -> ReuseProfile:
         return ReuseProfile.made_for(
             self.prepared.namespace,
             self.prepared.geometry,
             policy="exact" if check is None else "verified",
             check=check,
-            head_tokens=head_tokens,
-            bounds=list(bounds),
-            floor=floor,
             template=self.prepared.form.template_digest,
             figures=list(self.figures),
             versions=versions(),
             command=self.command,
+            **fields,
         )
 
     @property
-    def _half(self) -> int:
-        return int(self.prepared.prompts["groups"]) // 2
+    def fitted(self) -> int:
+        """How many groups of each family fix what the others test."""
+        return int(self.prepared.prompts["groups"]) // FIT_PARTS
 
     def _base(self) -> ReuseProfile | None:
         """Return the profile with the check whose levels are to be found; None where no check holds.
 
         Models that read stock lists have traps, which a dense check rules out. For others the check's layer is the one
         whose deviations say most of what unchecked reuse does."""
-        fit = [*self.prepared.cases(self.prepared.prompts["seed"], 0, self._half), *self.prepared.own(0)]
+        fit = [*self.prepared.cases(self.prepared.prompts["seed"], 0, self.fitted), *self.prepared.own(0)]
         observer = self.prepared.observer(fit)
         if self.prepared.form.has_marks:
             return self._dense(observer, fit)
@@ -108,12 +107,24 @@ class Calibration:
             self.tell(f"no layer from {facts.lowest_check_layer} to {_DEEPEST_CHECK} can be checked")
             return None
         self.figures.append({"what": "layers", "correlation": {str(layer): each for layer, each in by_layer.items()}})
-        return self._sampled(max(by_layer, key=by_layer.__getitem__))
+        return self._cheaper(observer, fit, max(by_layer, key=by_layer.__getitem__))
 
-    def _sampled(self, layer: int) -> ReuseProfile:
+    def _cheaper(self, observer: Observer, fit: Sequence[Case], layer: int) -> ReuseProfile:
+        """Return the check of all tokens, or of the sample with as many more computed: the one with the lower KL."""
+        depth, found = layer / self.prepared.engines.facts.num_layers, dict[bool, float]()
+        for compares_all, share in ((True, _COMPARED), (False, depth + (1.0 - depth) * _COMPARED)):
+            title = f"all tokens {'' if compares_all else 'not '}compared"
+            observed = observer.observations(self._sampled(layer, compares_all), fit, (share,), title)
+            found[compares_all] = geometric_mean([max(each.kl[0], LEAST) for each in observed] or [LEAST])
+            self.tell(f"{title}, {share:.0%} computed above: KL of {found[compares_all]:.2g} nats (geometric mean)")
+        self.figures.append({"what": "compared", "kl_with": found[True], "kl_without": found[False]})
+        return self._sampled(layer, found[True] < found[False])
+
+    def _sampled(self, layer: int, compares_all: bool = True) -> ReuseProfile:
         """Return a profile with a check whose levels alone decide."""
         check = ProfileCheck(layer=layer, threshold=MAX_THRESHOLD, sample_threshold=MAX_THRESHOLD)
-        return self._profile(check.model_copy(update={"sample_every": SAMPLE_EVERY}), _HEAD_TOKENS)
+        changes = {"sample_every": SAMPLE_EVERY, "compares_all": compares_all}
+        return self._profile(check.model_copy(update=changes), head_tokens=_HEAD_TOKENS)
 
     def _dense(self, observer: Observer, fit: Sequence[Case]) -> ReuseProfile | None:
         """Return the profile with the cheapest dense check that holds, after a sample; None if none holds."""
@@ -125,12 +136,12 @@ class Calibration:
         parts = [[case for case in fit if (case.workload in names) is is_trap] for is_trap in (True, False)]
         for candidate in candidates(harmless, traps, facts.num_layers, facts.lowest_check_layer)[: self.max_tries]:
             if self._holds(candidate, observer, parts):
-                return self._profile(candidate.sampled(harmless), candidate.head_tokens)
+                return self._profile(candidate.sampled(harmless), head_tokens=candidate.head_tokens)
         return None
 
     def _holds(self, candidate: Candidate, observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
         """Return whether no family has more groups over the loosest bound than the risk."""
-        profile, inferior = self._profile(candidate.check, candidate.head_tokens), None
+        profile, inferior = self._profile(candidate.check, head_tokens=candidate.head_tokens), None
         for part in parts:
             broken = broken_of(observer.served(profile, part, None, candidate.name), MAX_KLS[-1])
             inferior = inferior or next(
@@ -152,16 +163,14 @@ class Calibration:
         self.tell(f"rounding floor: {floor:.2g} nats, which {1.0 - self.risk:.0%} of cold's own answers stay within")
         return floor
 
-    def _bounds(
-        self, observed: Sequence[Observation], names: Iterable[str], of_fit: set[str], floor: float
-    ) -> list[ProfileBound]:
-        """Return the bounds that hold for the families of these names, by the groups that are not `of_fit`."""
-        fit, test = ([each for each in observed if (each.group in of_fit) is is_fit] for is_fit in (True, False))
-        tested = Counter(dict.fromkeys(names, 0))
+    def _bounds(self, observed: Sequence[Observation], cases: Sequence[Case], floor: float) -> list[ProfileBound]:
+        """Return the bounds that hold for the families of these `cases`, which fix no level."""
+        groups = {case.group for case in cases}
+        fit, test = ([each for each in observed if (each.group in groups) is is_test] for is_test in (False, True))
+        tested = Counter(dict.fromkeys((case.workload for case in cases), 0))
         tested.update(name for name, _ in {(each.family, each.group) for each in test})
         for name, missing in missing_groups(tested, self.risk).items():
-            few = f"{tested[name]} groups with moved text are too few for a risk of {self.risk:g}"
-            self.tell(f"{name}: {few}; {missing} are missing")
+            self.tell(f"{name}: {tested[name]} groups with moved text; a risk of {self.risk:g} needs {missing} more")
         for name in filter(tested.__getitem__, tested):
             kl = [each.kl[0] for each in test if each.family == name]
             told = {"prompts": len(kl), "groups": tested[name], "unchecked_kl": math.fsum(kl) / len(kl)}

@@ -12,7 +12,7 @@ from semblend_trt.files import check_writable
 from semblend_trt.reuse_profile import ProfileBound, ReuseProfile
 from validation import arguments, models
 from validation.calibration.bound import MAX_KLS, SHARES, broken_of, groups_needed, missing_groups
-from validation.calibration.calibration import FRESH, Calibration, shown
+from validation.calibration.calibration import FIT_PARTS, FRESH, Calibration, shown
 from validation.calibration.prepared import PROMPT_OPTIONS, Prepared
 from validation.engines import TRTLLM
 from validation.families.catalog import FAMILIES
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _CALIBRATE = f"""
 Finds how much of a plan has to be computed, by the deviation of its sample, so that at most a share of the answers (the
 risk) is further than a bound from cold's: {", ".join(map(str, MAX_KLS))} nats and twice the rounding floor, which is
-measured. The distance is the mean KL over the tokens of cold's own answer, so no label is needed. Half of the groups of
-every family fix what is tried, the others show that it holds ({CONFIDENCE:.0%}), and new prompts confirm it. For models
-that read stock lists, a dense check is searched first. Exit status: 0 the profile allows reuse, 1 no bound is shown and
-the profile allows exact spans only, 2 bad usage or an error, 130 interrupted.
+measured. The distance is the mean KL over the tokens of cold's own answer, so no label is needed. One in {FIT_PARTS}
+groups of every family fixes what is tried, the others show that it holds ({CONFIDENCE:.0%}), and new prompts confirm
+it. For models that read stock lists, a dense check is searched first. Exit status: 0 the profile allows reuse, 1 no
+bound is shown and the profile allows exact spans only, 2 bad usage or an error, 130 interrupted.
 """
 _CONFIRM = f"""
 Adds an engine to a reuse profile that was made in another one: serves prompts that it was not made with, cold and under
@@ -78,7 +78,7 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     arguments.add(parser, *arguments.MODEL, "--prompts", "--log")
     arguments.add(parser, *(name for name in arguments.FAMILIES if name not in ("--groups", "--questions")))
     # 93 groups show a risk of 0.05 although one is over the bound.
-    arguments.add(parser, "--groups", default=190, help="groups of each family, half of which show the bound")
+    arguments.add(parser, "--groups", default=124, help="groups of each family; most of them show the bound")
     # Answers on the same documents count as one observation.
     arguments.add(parser, "--questions", default=1)
     return parser
@@ -89,7 +89,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     check_writable(options.output)
     arguments.check_integers(options, max_tries=1)
     shares = _shares(options.shares)
-    _check_groups({"--groups": options.groups // 2}, options.risk)
+    _check_groups({f"--groups {options.groups}": options.groups - options.groups // FIT_PARTS}, options.risk)
     prepared, tell = Prepared(options, options.dtype), teller()
     own = Counter(name for name, _ in {(case.workload, case.group) for case in prepared.own(1, 2)})
     _check_groups({f"The family {name!r} of your own prompts": count for name, count in own.items()}, options.risk)
@@ -118,8 +118,8 @@ def _check_groups(tested: Mapping[str, int], risk: float) -> None:
         raise ConfigurationError(f"--risk is {risk:g}; it must lie between 0 and 1.")
     for name, missing in missing_groups(tested, risk).items():
         raise ConfigurationError(
-            f"{name} leaves {tested[name]} groups, half of all, to show a bound; a risk of {risk:g} needs "
-            f"{groups_needed(risk)}, so {2 * missing} groups are missing."
+            f"{name} leaves {tested[name]} groups to show a bound; a risk of {risk:g} needs {groups_needed(risk)}, so "
+            f"{missing} are missing."
         )
 
 

@@ -71,10 +71,6 @@ class PromptDeviations:
         means: npt.NDArray[np.float64] = sums / np.diff(starts, append=is_first.size)
         return means
 
-    def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens keep the donor's KV, bool [checked tokens]: after span heads, what passes `check`."""
-        return self.kept_and_compared(check, head_tokens)[0]
-
     def kept_and_compared(
         self, check: SpanCheck | None, head_tokens: int
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -194,16 +190,10 @@ class DeviationCollector:
             # A cache that knows nothing of the model keeps all tokens of layers with a window, too.
             cache, decoder = DynamicCache(), self._model.base_model
             decoder(padded, use_cache=True, **{cache_keyword(type(decoder).forward): cache})
-        # Transformers 4.53 keeps its caches in two lists, later ones in layers.
-        layers = getattr(cache, "layers", None)
-        found = (
-            zip(cache.key_cache, cache.value_cache, strict=True)
-            if layers is None
-            else ((layer.keys, layer.values) for layer in layers)
-        )
+        pairs = ((layer.keys, layer.values) for layer in cache.layers)
         # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
         rows = torch.stack(
-            [torch.stack(pair if self._geometry.kv_factor == 2 else [latent_rows(*pair)]) for pair in found]
+            [torch.stack(pair if self._geometry.kv_factor == 2 else [latent_rows(*pair)]) for pair in pairs]
         )
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
         return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)

@@ -53,7 +53,9 @@ class Planter:
             return [0.0] * len(plants)
         above, sums = slice(full_layers_of(profile), None), list[float]()
         for found in self.deviations_of(plants):
-            kept = () if found is None else found.values[above, found.kept(terms.check, terms.head_tokens)]
+            kept = (
+                () if found is None else found.values[above, found.kept_and_compared(terms.check, terms.head_tokens)[0]]
+            )
             sums.append(float(np.nansum(kept, dtype=np.float64)))
         return sums
 

@@ -67,7 +67,7 @@ def test_rows_compare_with_stock_and_have_the_goals(tmp_path):
 
 def test_bounded_rows_have_a_file_of_their_own_and_the_worst_run_counts(tmp_path):
     declined = TOLD | {"outcomes": {"backend_declined_reuse": 4}, "reasons": {"does_not_pay": 4}}
-    served, names = TOLD | {"sampled": {"sampled_tokens": 60}}, ("volatile_ms", "chosen_ms", "chosen_lowest_ms")
+    served, names = TOLD | {"sampled": {"sampled_tokens": 60}}, ("volatile_ms", "chosen_ms", "chosen_by_sample_ms")
     ours = {name: [140.0] * 3 for name in names} | {"tokens": 24_576, "layers": 28}
     slower = {"model": "smollm2", "ms": {"512": {"64": [10.1] * 3, "480": [4.0] * 3}}}
     slower["served"] = {"512": {"64": declined, "480": TOLD}}
@@ -86,7 +86,7 @@ def test_bounded_rows_have_a_file_of_their_own_and_the_worst_run_counts(tmp_path
     assert [(row.name, row.value, row.goal) for row in rows] == [
         ("vllm_bounded_volatile_24k_over_exact_hit", pytest.approx(7), 1.2),
         ("vllm_bounded_15_24k_over_cold", pytest.approx(0.2), 0.27),
-        ("vllm_bounded_15_24k_over_cold_lowest_check", pytest.approx(0.2), 0.17),
+        ("vllm_bounded_15_24k_over_cold_by_sample", pytest.approx(0.2), 0.17),
         ("reuse_over_cold_ttft_smollm2_512", pytest.approx(1.01), 1.02),
     ]
     assert "of 8 requests 4 reused, declined {'does_not_pay': 4}" in rows[-1].baseline

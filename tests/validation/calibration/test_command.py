@@ -16,9 +16,9 @@ from validation.models import shipped_model
 from validation.trtllm_engine import TrtllmEngines
 
 FAMILIES = "reordered,header_trap"
-# Six groups show this risk, if none of them is over a bound.
+# Six groups show this risk, if none of them is over a bound; two more fix what they test.
 RISK = 0.4
-SHORT = ("--tokens", "400", "--max-tokens", "4", "--risk", str(RISK), "--groups", "12", "--shares", "0,0.3")
+SHORT = ("--tokens", "400", "--max-tokens", "4", "--risk", str(RISK), "--groups", "8", "--shares", "0,0.3")
 # As the shipped profile's.
 CHECK = ProfileCheck(layer=2, threshold=0.22, max_span_share=0.5, min_saved_share=0.1)
 UNCHECKED = ProfileCheck(layer=1, threshold=1.0, sample_every=16, sample_threshold=1.0)
@@ -56,7 +56,7 @@ def check_of(path, engines, capsys):
     for bound in profile.bounds:
         confirmed = [each for each in told(profile, "bound_confirmed") if each["max_kl"] == bound.max_kl]
         assert {name for each in confirmed for name in each["families"]} == set(FAMILIES.split(","))
-        assert all(each["prompts"] == 6 for each in confirmed)
+        assert all(each["prompts"] == 2 for each in confirmed)
         assert profile.evidence_refusal(bound.max_kl, RISK) is None
     assert profile.evidence_refusal(0.1, 0.01) is None
     assert profile.terms_for(0.1, 0.01) is None
@@ -97,7 +97,10 @@ def test_a_model_without_marks_gets_the_layer_whose_deviations_say_most(shipped,
     best = max(layers["correlation"], key=layers["correlation"].get)
     assert profile.check is None or str(profile.check.layer) == best
     [floor] = told(profile, "rounding")
-    assert floor["prompts"] == 18
+    assert floor["prompts"] == 6
+    [compared] = told(profile, "compared")
+    is_better = compared["kl_with"] < compared["kl_without"]
+    assert profile.check is None or profile.check.compares_all == is_better
 
 
 def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsys):
@@ -113,7 +116,7 @@ def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsy
     [
         (["--max-tries", "0"], "--max-tries is 0"),
         (["--risk", "1"], "--risk is 1; it must lie between 0 and 1"),
-        (["--groups", "100"], "--groups leaves 50 groups, half of all, to show a bound; a risk of 0.05 needs 59"),
+        (["--groups", "76"], "--groups 76 leaves 57 groups to show a bound; a risk of 0.05 needs 59, so 2 are missing"),
         (["--shares", "0.1,0.2"], "--shares is '0.1,0.2'; name 0 and"),
         (["--shares", "0,all"], "--shares is '0,all'; name 0 and"),
         (["--shares", "0,1"], "--shares is '0,1'; name 0 and"),
@@ -134,7 +137,7 @@ def test_own_prompts_in_too_few_groups_are_refused(tmp_path_factory, check_refus
     path = tmp_path_factory.mktemp("own") / "cases.jsonl"
     path.write_text("".join(json.dumps({"donors": ["text"], "prompt": "text"}) + "\n" for _ in range(8)))
     check_refused(
-        ["calibrate", *SHORT, "--prompts", str(path)], "'prompts' of your own prompts leaves 4 groups, half of all"
+        ["calibrate", *SHORT, "--prompts", str(path)], "'prompts' of your own prompts leaves 4 groups to show a bound"
     )
 
 

@@ -43,7 +43,7 @@ def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profi
     assert missed[0] > 0
     assert chosen[:3] == planter.hardest(plants, half, 3)
     [prompt] = planter.deviations_of(chosen[:1])
-    kept = prompt.kept(half.terms.check, half.head_tokens)
+    kept = prompt.kept_and_compared(half.terms.check, half.head_tokens)[0]
     assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
     # What a policy computes whole is not missed.
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})

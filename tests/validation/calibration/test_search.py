@@ -68,10 +68,17 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(found, check, heads
 def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
     values = np.array([[0.0] * 6, [9.0, 9.0, 0.1, 9.0, 0.3, 0.1]], dtype=np.float32)
     prompt = PromptDeviations("f", values, (1, 2, 3), 4, 10)
-    assert prompt.kept(None, 1).tolist() == [False, False, True, False, True, True]
-    assert prompt.kept(SpanCheck(1, 0.2), 1).tolist() == [False, False, True, False, False, True]
-    assert prompt.kept(SpanCheck(1, 0.2, max_span_share=0.4), 1).tolist() == [False, False, True, False, False, False]
-    assert not prompt.kept(SpanCheck(1, 0.2), 3).any()
+    assert prompt.kept_and_compared(None, 1)[0].tolist() == [False, False, True, False, True, True]
+    assert prompt.kept_and_compared(SpanCheck(1, 0.2), 1)[0].tolist() == [False, False, True, False, False, True]
+    assert prompt.kept_and_compared(SpanCheck(1, 0.2, max_span_share=0.4), 1)[0].tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not prompt.kept_and_compared(SpanCheck(1, 0.2), 3)[0].any()
 
 
 def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens():
