@@ -39,11 +39,11 @@ class ArmServer:
     tokeniser: Tokeniser
     audit: AuditFile
 
-    def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
+    def serve_donors(self, donors: Sequence[list[int]], salts: str | Sequence[str | None] | None = None) -> list[int]:
         """Serve all donors together if the arm serves any, and return their request numbers."""
         if not (self.arm.serves_donors and donors):
             return []
-        outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salt)
+        outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salts)
         self.engine.settle()
         return [output.request_id for output in outputs]
 
@@ -156,8 +156,10 @@ class BatchServer(_CaseServer):
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         # A group's donors one after the other: each may itself be served from earlier ones.
+        salts = [group[0].group if server.arm.isolated else None for group in chunk]
         for donors in zip_longest(*(self._tokens[group[0].id].donors for group in chunk)):
-            server.serve_donors([donor for donor in donors if donor is not None])
+            own = [(donor, salt) for donor, salt in zip(donors, salts, strict=True) if donor is not None]
+            server.serve_donors([donor for donor, _ in own], [salt for _, salt in own])
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]

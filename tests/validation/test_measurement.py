@@ -1,5 +1,7 @@
 """Prefixes that are expected to be exact, and answers along cold's own."""
 
+from dataclasses import replace
+
 import pytest
 
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
@@ -44,3 +46,12 @@ def test_judged_arms_are_forced_along_colds_own_answer(shipped):
     assert {each.case_id: each.answer for each in plain if each.case_id in trap} == {
         name: moved[name].answer for name in trap
     }
+
+
+def test_a_group_of_an_isolated_arm_finds_its_own_donors_only(shipped):
+    [own] = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
+    cases = [own, replace(own, id="bare", group="bare", donors=())]
+    server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=2))
+    for isolated in (False, True):
+        first, bare = server.samples(replace(MOVED, isolated=isolated))
+        assert (first.reused_tokens > 100, bare.reused_tokens > 100) == (True, not isolated)

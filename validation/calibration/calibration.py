@@ -52,8 +52,8 @@ class Calibration:
 
     def run(self) -> ReuseProfile:
         """Return the profile; without bounds it allows exact spans only. Raises SemBlendError."""
-        rule = {"risk": self.risk, "confidence": CONFIDENCE, "shares": list(self.shares)}
-        self.figures += [{"what": "rule", **rule}, {"what": "prompts", **self.prepared.prompts}]
+        self.figures.append({"what": "rule", "risk": self.risk, "confidence": CONFIDENCE, "shares": list(self.shares)})
+        self.figures.append({"what": "prompts", **self.prepared.prompts})
         base = self._base()
         if base is None:
             return self._profile()
@@ -67,9 +67,8 @@ class Calibration:
         fresh = [*self.prepared.cases(seed + FRESH, 0, self.fitted, base), *self.prepared.own(3)]
         trial = base.model_copy(update={"bounds": bounds, "floor": floor})
         bounds = self._confirmed(self.prepared.observer(fresh), trial, fresh)
-        if not bounds:
-            return self._profile()
-        return self._profile(base.check, head_tokens=base.head_tokens, bounds=bounds, floor=floor)
+        terms = {"head_tokens": base.head_tokens, "bounds": bounds, "floor": floor} if bounds else {}
+        return self._profile(base.check if bounds else None, **terms)
 
     def _profile(self, check: ProfileCheck | None = None, **fields: Any) -> ReuseProfile:
         return ReuseProfile.made_for(

@@ -36,7 +36,8 @@ _OF_ONE_PROMPT = {
 
 
 class Observer:
-    """Serves `cases` of one model without their references, as no label is needed; cold answers each once."""
+    """Serves `cases` of one model without their references, as no label is needed; cold answers each once. Groups find
+    their own donors only: a donor that itself reuses what moved, as it would from other groups, is not kept."""
 
     def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
         self._layers, self._has_other_dtype = engines.facts.num_layers, engines.has_other_dtype
@@ -71,10 +72,8 @@ class Observer:
     ) -> list[Observation]:
         """Return what each share does to the prompts of which a check compared something; the other prompts had
         nothing to move. Raises SemBlendError if the engine refuses the profile."""
-        by_share = [
-            self.served(trial, cases, trial.bounds[0], f"{title}, {share:.0%} computed")
-            for share, trial in ((share, trial_of(profile, share)) for share in shares)
-        ]
+        trials = [(trial_of(profile, share), f"{title}, {share:.0%} computed") for share in shares]
+        by_share = [self.served(trial, cases, trial.bounds[0], name) for trial, name in trials]
         return [
             Observation(each[0].workload, each[0].group, each[0].sampled_deviation, tuple(map(distance_of, each)))
             for each in zip(*by_share, strict=True)
@@ -84,7 +83,7 @@ class Observer:
     def _samples(self, arm: Arm, cases: Iterable[Case], title: str) -> list[Sample]:
         asked = [self._cases[case.id] for case in cases]
         with progress(title, len(asked)) as on_step:
-            return self._server.samples(arm, asked, on_step) if asked else []
+            return self._server.samples(replace(arm, isolated=True), asked, on_step) if asked else []
 
 
 def trial_of(profile: ReuseProfile, share: float) -> ReuseProfile:
