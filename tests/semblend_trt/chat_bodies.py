@@ -1,4 +1,4 @@
-"""Chats as clients send them, and templates of seven kinds as models bring them, written for the tests."""
+"""Chats as clients send them, and templates of five kinds as models bring them, written for the tests."""
 
 
 def _call(number, name, arguments, **more):
@@ -184,31 +184,6 @@ TEMPLATES = {
 </think>
 
 {% endif %}{% endif %}""",
-    # Qwen3-Coder: arguments as tags, which takes an object; tools are written by a macro.
-    "qwen3_coder": """
-{%- macro shown(schema, depth) -%}
-{%- for key, value in schema.items() %}
-{{ '  ' * depth }}<{{ key }}>{% if value is mapping %}{{ shown(value, depth + 1) }}{% else %}{{ value }}{% endif %}
-{%- endfor -%}
-{%- endmacro -%}
-{%- if messages[0].role == 'system' -%}
-{%- set system, rest = messages[0].content, messages[1:] -%}
-{%- else -%}
-{%- set system, rest = 'You code.', messages -%}
-{%- endif -%}
-<|im_start|>system
-{{ system }}{% for tool in tools or [] %}{{ shown(tool.function, 1) }}{% endfor %}<|im_end|>
-{% for message in rest %}<|im_start|>{{ message.role }}
-{{ message.content | trim }}
-{%- for call in message.tool_calls or [] %}
-<function={{ call.function.name }}>
-{%- for name, value in call.function.arguments.items() %}
-<parameter={{ name }}>{{ value if value is string else value | tojson }}</parameter>
-{%- endfor %}
-</function>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
     # GLM-4.5: a macro takes a content apart, which is parts therefore; arguments as tags.
     "glm": """
 {%- macro visible(content) -%}
@@ -232,37 +207,6 @@ TEMPLATES = {
 {%- endfor -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}""",
-    # Llama 3.1: headers, a date, tools in the first question, one call a turn.
-    "llama3": """
-{{- bos_token -}}
-{%- set chat = messages -%}
-{%- if chat[0].role == 'system' -%}
-{%- set system, chat = chat[0].content | trim, chat[1:] -%}
-{%- else -%}
-{%- set system = '' -%}
-{%- endif -%}
-<|start_header_id|>system<|end_header_id|>
-
-Today: {{ date_string if date_string is defined else '26 Jul 2024' }}
-{{ system }}<|eot_id|>
-{%- for message in chat -%}
-{%- if message.tool_calls -%}
-{%- if message.tool_calls | length != 1 -%}{{ raise_exception('One call a turn.') }}{%- endif -%}
-{%- set call = message.tool_calls[0].function -%}
-<|start_header_id|>assistant<|end_header_id|>
-
-{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
-{%- else -%}
-<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
-
-{% if loop.first and tools %}{{ tools | tojson(indent=4) }}
-
-{% endif %}{{ message.content | trim if message.content is string else message.content | tojson }}<|eot_id|>
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif -%}""",
     # Mistral: users and assistants in turn or an exception, tools before the last question, ids of nine characters.
     "mistral": """
 {%- set chat = messages[1:] if messages[0].role == 'system' else messages -%}

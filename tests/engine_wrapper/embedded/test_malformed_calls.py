@@ -284,14 +284,6 @@ def test_an_end_that_is_told_twice_is_one_end(llm):
     assert not runtime.faults
 
 
-def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
-    engine, runtime = with_donor(llm)
-    engine.serve(1001, PROMPT[::-1], ended_with=[*BLOCKS[:6], 3, *BLOCKS[7:]])
-    assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
-    engine.run([], [])
-    assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
-
-
 def used_again(engine, request_id):
     others = [block + 30 for block in BLOCKS]
     engine.ask(request_id, PROMPT, 0, 4, None)

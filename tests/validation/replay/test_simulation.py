@@ -2,7 +2,7 @@
 
 import functools
 import math
-from itertools import accumulate, combinations, count, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -79,36 +79,12 @@ def corpus(requests):
     )
 
 
-def conversations(requests):
-    """A trace of N turns of eight live conversations, each of which ends after 20 turns."""
-    random, numbers, live, lines = np.random.default_rng(5), count(1), {}, []
-    for index in range(requests):
-        while len(live) < 8:
-            number = next(numbers)
-            live[number] = ["header", f"page {number}"]
-        number = int(random.choice(list(live)))
-        live[number].append(f"turn {number} {index}")
-        lines.append(line(index, live[number], [900, 500, *[300] * (len(live[number]) - 2)]))
-        if len(live[number]) == 22:
-            del live[number]
-    return trace_of(lines)
-
-
 def test_policies_differ_and_equal_traces_give_equal_outcomes():
     def reused(policy):
         return simulate(corpus(150), SPAN, policy, 12_000).reused.tolist()
 
     assert reused("adaptive_semantic") == reused("adaptive_semantic")
     assert len({sum(reused(policy)) for policy in ("lru", "lfu", "size_aware", "adaptive_semantic")}) == 4
-
-
-@pytest.mark.parametrize(("make", "other"), [(conversations, "lru"), (corpus, "lfu")])
-def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(make, other):
-    """Turns of conversations want the least recently used to go, documents of a corpus the least often used."""
-    trace = make(400)
-    capacity = sum(trace.spans.tokens) // 4
-    adaptive, plain = (simulate(trace, SPAN, policy, capacity).reused.sum() for policy in ("adaptive_semantic", other))
-    assert adaptive > 0.97 * plain
 
 
 @pytest.mark.parametrize("policy", list(ReplayPolicy))
@@ -182,16 +158,6 @@ def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has
     assert cache.used_tokens == SIZES["c"]
 
 
-@pytest.mark.parametrize("as_prefixes", [False, True])
-@settings(max_examples=40)
-@given(requests=requests_of(30, 5), places=st.integers(1, 6))
-def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(as_prefixes, requests, places):
-    trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
-    rule = ReuseRule("rule", as_prefixes)
-    best = simulate(trace, rule, simulation.OPTIMUM, 10 * places).reused.sum()
-    assert all(simulate(trace, rule, policy.value, 10 * places).reused.sum() <= best for policy in Eviction)
-
-
 @settings(max_examples=30)
 @given(requests=requests_of(6, 3), places=st.integers(1, 3))
 def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
@@ -208,15 +174,6 @@ def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), simulation.OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
-
-
-def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go():
-    names = "abcdefghijkl"
-    trace = trace_from([*names, *names], dict.fromkeys(names, 10))
-    cache = BlockCache(trace.spans, simulation.Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
-    for block in range(12):
-        cache.serve([block], 0.0)
-    assert [block for block in range(12) if block in cache] == [10, 11]
 
 
 WHAT = st.sampled_from(["add", "use", "remove", "evict", "wait"])
@@ -289,30 +246,6 @@ def test_adaptive_order_is_that_of_the_score(steps):
     assert all(seconds[kind] == pytest.approx(use.seconds(kind), rel=0.11) for kind in BlockKind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "uses", "every_seconds", "order"),
-    [
-        # Turns of a conversation are used every second until it ends; then those of a live one are worth more.
-        (BlockKind.ASSISTANT_HISTORY, 3998, 1.0, ["used", "new"]),
-        # The same pause says little of a kind whose blocks wait long for their next use.
-        (BlockKind.RETRIEVED_CONTEXT, 38, 100.0, ["new", "used"]),
-    ],
-)
-def test_uses_keep_a_block_only_until_it_is_overdue(kind, uses, every_seconds, order):
-    """One block was used so often, the last time 30 s ago; the other one has just come."""
-    now = 0.0
-    policy = simulation.AdaptiveSemanticEviction(lambda: now)
-    used = BlockHistory(100, 1, kind=kind)
-    policy.added("used", used)
-    for tick in range(2, uses + 2):
-        now += every_seconds
-        used.uses, used.last_use, used.last_seconds = used.uses + 1, tick, now
-        policy.used("used")
-    now += 30.0
-    policy.added("new", BlockHistory(100, uses + 2, block=1, kind=kind, last_seconds=now))
-    assert list(policy.candidates()) == order
-
-
 def code(seconds=0.0, uses=0):
     return BlockHistory(1, uses=uses, kind=BlockKind.CODE, last_seconds=seconds)
 
@@ -335,14 +268,6 @@ def test_factors_follow_hits_regrets_and_unused_blocks():
         use.came_back(BlockKind.CODE, 1.0)
         use.evicted(BlockHistory(1, block=block))
     assert (use.factors[BlockKind.CODE], use.factors[BlockKind.OTHER]) == (simulation.MOST, simulation.LEAST)
-
-
-@pytest.mark.parametrize("name", [ReplayPolicy.STATIC_SEMANTIC, ReplayPolicy.ADAPTIVE_SEMANTIC])
-def test_semantic_policies_keep_a_system_prompt_over_a_question(name):
-    policy = replay_policy(name, lambda: 0.0)
-    policy.added("a", BlockHistory(50, 1, block=1, kind=BlockKind.SYSTEM_PROMPT))
-    policy.added("b", BlockHistory(50, 2, block=2, kind=BlockKind.USER_QUERY))
-    assert list(policy.candidates()) == ["b", "a"]
 
 
 def seconds_after(gaps):
