@@ -168,12 +168,6 @@ def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
     assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
 
 
-def test_policy_off_keeps_and_finds_nothing(shifted):
-    llm, output = shifted(POLICY="off")
-    assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
-    assert llm.connector_scheduler.donor_index is None  # nothing was even reserved
-
-
 def test_every_request_ends_in_exactly_one_outcome(engine):
     llm = engine()
     outcomes = []

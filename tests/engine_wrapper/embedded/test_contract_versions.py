@@ -287,22 +287,6 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
-@pytest.mark.parametrize("contract", FIELDS)
-@pytest.mark.parametrize("is_pinned", [True, False], ids=["disaggregated", "without block reuse"])
-def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
-    changes = (
-        {"cache_transceiver_config": {"backend": "DEFAULT"}} if is_pinned else {"cache": {"enable_block_reuse": False}}
-    )
-    llm, _ = twins_being_saved(make_engine, contract, **changes)
-    if is_pinned:
-        evict_prefixes(llm)
-        assert len(llm.block_manager._tree) > 0
-    else:
-        assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    llm.settle()
-    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-
-
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, contract):
     llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
@@ -327,11 +311,6 @@ def test_1_2_takes_v1_even_if_v2_was_asked_for(make_engine):
 def test_layer_groups_hold_every_layer_once(make_engine, groups):
     with pytest.raises(ConfigurationError, match="each of the model's 3 layers must be in exactly one group"):
         make_engine("main", groups)
-
-
-def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
-    with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
-        make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
 
 
 def test_a_base_without_grouped_methods_is_read_as_one_that_takes_flat_ids(make_engine, make_llm, monkeypatch):

@@ -9,12 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation
-from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
@@ -235,112 +233,6 @@ def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
         writing.__exit__(None, None, None)
     assert used_blocks(tier) == 4
-
-
-class TwoTiers(RuleBasedStateMachine):
-    """A scheduler's catalog and a rank that obeys it, with saves and offloads running in the background."""
-
-    def __init__(self):
-        super().__init__()
-        limits = Capacities(
-            HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
-        )
-        self.catalog = DonorCatalog(limits, Eviction.LRU)
-        self.number = 0
-        self.admitted = []
-        self.saving = {}
-        self.tokens = {}
-        self.leases = []
-
-    @initialize(at_once=st.sampled_from([0, 1, 3, 100]))
-    def open(self, at_once):
-        self.rank = Rank(at_once=at_once)
-
-    @rule(bound=st.integers(1, 24))
-    def admit(self, bound):
-        donor_id = str(self.number)
-        self.number += 1
-        before = {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases}
-        try:
-            moves = self.catalog.reserve(donor_id, bound)
-        except CapacityError:
-            return
-        assert {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases} == before
-        for dropped in moves.dropped:
-            self.rank.store.drop(dropped)
-            del self.tokens[dropped]
-        for offloaded in moves.offloaded:
-            self.rank.saver.offload(offloaded)
-        self.admitted.append((donor_id, bound, moves.tier))
-
-    @precondition(lambda self: self.admitted and len(self.saving) < 4)
-    @rule(share=st.floats(0, 1))
-    def finish(self, share):
-        donor_id, bound, tier = self.admitted.pop(0)
-        tokens = max(1, int(bound * share))
-        slot = min(set(range(4)) - set(self.saving))
-        self.saving[slot] = (donor_id, tokens)
-        self.rank.save(slot, donor_id, tier, pattern(int(donor_id), tokens))
-
-    @precondition(lambda self: self.admitted)
-    @rule()
-    def abort(self):
-        assert self.catalog.cancel(self.admitted.pop()[0])
-
-    @rule()
-    def poll(self):
-        self.rank.saver.drain()  # what happens next must not hang on how fast the background is
-        for slot, saved in self.rank.saver.finished():
-            donor_id, tokens = self.saving.pop(slot)
-            assert (saved.donor_id, saved.tokens, saved.error) == (donor_id, tokens, None)
-            self.catalog.commit(donor_id, tokens)
-            self.tokens[donor_id] = tokens
-        assert self.rank.saver.lost() == []
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def lease(self, data):
-        donor_id = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.leases.append((self.catalog.lease(donor_id), self.catalog.tier(donor_id)))
-
-    @rule()
-    def release(self):
-        while self.leases:
-            self.leases.pop()[0].release()
-
-    @invariant()
-    def every_ready_donor_is_readable_and_right(self):
-        for donor_id, tokens in self.tokens.items():
-            assert self.catalog._entries[donor_id].is_readable
-            assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
-        assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
-
-    @invariant()
-    def budgets_hold(self):
-        stats, store = self.catalog.stats(), self.rank.store
-        assert stats.used_bytes <= HOST_TOKENS * TOKEN_BYTES == store.host.byte_budget
-        assert stats.device_blocks_used <= ARENA_BLOCKS
-        assert store.host.used_bytes <= store.host.byte_budget
-        assert used_blocks(store.device) <= ARENA_BLOCKS
-
-    @invariant()
-    def no_block_has_two_owners(self):
-        owned = [block for donor in self.rank.store.device._donors.values() for block in donor.block_ids.tolist()]
-        assert len(owned) == len(set(owned))
-
-    def teardown(self):
-        self.release()
-        self.poll()
-        store, stats = self.rank.store, self.catalog.stats()
-        reserved = sum(bound for _, bound, tier in self.admitted if tier is Tier.HOST) * TOKEN_BYTES
-        reserved_blocks = sum(-(-bound // 4) for _, bound, tier in self.admitted if tier is Tier.DEVICE)
-        assert store.host.used_bytes == stats.used_bytes - reserved
-        assert used_blocks(store.device) == stats.device_blocks_used - reserved_blocks
-        self.rank.saver.close()
-
-
-TestTwoTiers = TwoTiers.TestCase
-TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
