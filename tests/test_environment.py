@@ -150,6 +150,14 @@ def test_a_lock_names_no_place_of_files():
     assert lock({"install": [hashed, item("ours", dir_info={})]}) == [f"some-thing==1.0 --hash=sha256:{'a' * 64}"]
 
 
+def test_the_newest_packages_are_tried_in_an_environment_of_their_own(make, tmp_path):
+    steps = make("--dry-run", "newest", "GPU=").stdout
+    assert f"-m venv {tmp_path}/venv-newest" in steps
+    assert f"-c {tmp_path}/venv-newest/constraints.txt -e '.[dev]'" in steps
+    assert "requirements-ci.txt" not in steps
+    assert "-m pytest" in steps
+
+
 @pytest.mark.parametrize("target", ["gpu-test", "bench"])
 def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path, target):
     refused = make("GPU=", target)

@@ -71,21 +71,6 @@ def test_fully_covered_prompt_leaves_one_token(taught):
     assert (output.reused_tokens, output.computed_tokens) == (len(DOCUMENT) - 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "cached", "outcome"),
-    [
-        (DONOR, (len(DONOR) - 1) // serving.BLOCK * serving.BLOCK, "exact_prefix_route"),
-        (text(99, 300), 0, "cold_fallback"),
-    ],
-    ids=["repeated", "unrelated"],
-)
-def test_repeats_are_left_to_the_engine_and_unrelated_prompts_fire_nothing(engine, taught, prompt, cached, outcome):
-    output = serve(taught, prompt)
-    assert (output.reused_tokens, output.reuse_outcome) == (0, outcome)
-    assert output.cached_tokens >= cached
-    assert token_ids(output) == token_ids(serve(engine.cold(), prompt))
-
-
 @pytest.mark.known_defect(21)
 @pytest.mark.parametrize(("donor_salt", "target_salt"), [("a", "b"), ("a", None), (None, "a")])
 def test_salts_isolate(engine, donor_salt, target_salt):

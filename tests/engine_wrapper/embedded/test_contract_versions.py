@@ -287,6 +287,22 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
+@pytest.mark.parametrize("contract", FIELDS)
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["disaggregated", "without block reuse"])
+def test_what_a_save_pins_in_other_set_ups(make_engine, contract, is_pinned):
+    changes = (
+        {"cache_transceiver_config": {"backend": "DEFAULT"}} if is_pinned else {"cache": {"enable_block_reuse": False}}
+    )
+    llm, _ = twins_being_saved(make_engine, contract, **changes)
+    if is_pinned:
+        evict_prefixes(llm)
+        assert len(llm.block_manager._tree) > 0
+    else:
+        assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, contract):
     llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})

@@ -86,14 +86,6 @@ def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
     assert serves_on(llm)
 
 
-@pytest.mark.parametrize("salt", ["", " ", "grüße-\U0001f511", "\x00", "a\nb"])
-def test_odd_salts_are_salts(llm, salt):
-    llm.generate([PROMPT], TWO, cache_salt=salt)
-    llm.settle()
-    assert llm.generate([PROMPT], TWO, cache_salt=salt)[0].cached_tokens > 90
-    assert llm.generate([PROMPT], TWO, cache_salt=salt + "2")[0].cached_tokens == 0
-
-
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
