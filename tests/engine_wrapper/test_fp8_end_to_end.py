@@ -105,14 +105,6 @@ def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
         assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
-def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine):
-    outputs = []
-    for backend in ("TRTLLM", "FLASHINFER"):
-        llm = engine(None, contract="1.2", attn_backend=backend)
-        outputs.append(serve(llm, DONOR))
-    assert_same(*outputs, tolerance=0.0)
-
-
 def held_while_served(llm, prompt, positions):
     """KV at these positions of a prompt behind its prefill, [layers, kv_factor, kv_heads, positions, head_dim]."""
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Chats as clients send them, and templates of five kinds as models bring them, written for the tests."""
+"""Chats as clients send them, and templates of four kinds as models bring them, written for the tests."""
 
 
 def _call(number, name, arguments, **more):
@@ -138,14 +138,6 @@ REFUSED = {
     "arguments of a processor": (_chat(USER, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs"),
 }
 
-_ALTERNATE = """
-{%- for message in turns -%}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
-{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
-{%- endif -%}
-{%- endfor -%}
-"""
-
 TEMPLATES = {
     # Qwen3: the thoughts of turns before the last question are dropped, and thinking can be turned off.
     "qwen3": """
@@ -207,32 +199,6 @@ TEMPLATES = {
 {%- endfor -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}""",
-    # Mistral: users and assistants in turn or an exception, tools before the last question, ids of nine characters.
-    "mistral": """
-{%- set chat = messages[1:] if messages[0].role == 'system' else messages -%}
-{%- set turns = chat | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined') | list -%}"""
-    + _ALTERNATE
-    + """
-{%- set last = (chat | selectattr('role', 'equalto', 'user') | list)[-1] -%}
-{{- bos_token -}}
-{%- for message in chat -%}
-{%- if message.tool_calls -%}
-[TOOL_CALLS] [
-{%- for call in message.tool_calls -%}
-{%- if call.id | length != 9 -%}{{ raise_exception('An id has nine characters.') }}{%- endif -%}
-{{ call.function | tojson }}, {"id": "{{ call.id }}"}{{ ', ' if not loop.last }}
-{%- endfor -%}
-]{{ eos_token }}
-{%- elif message.role == 'tool' -%}
-[TOOL_RESULTS] {"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
-{%- elif message.role == 'user' -%}
-{%- if tools and message == last -%}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}
-[INST] {% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}
-
-{% endif %}{{ message.content }}[/INST]
-{%- else %} {{ message.content }}{{ eos_token }}
-{%- endif -%}
-{%- endfor -%}""",
     # Gemma 3: no system, the assistant is the model, and contents are parts.
     "gemma": """
 {{- bos_token -}}
@@ -242,9 +208,12 @@ TEMPLATES = {
 {%- set turns = messages[1:] -%}
 {%- else -%}
 {%- set prefix, turns = '', messages -%}
-{%- endif -%}"""
-    + _ALTERNATE
-    + """
+{%- endif -%}
+{%- for message in turns -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
+{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message['role'] != 'system' -%}
 <start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}

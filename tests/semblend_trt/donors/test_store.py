@@ -1,7 +1,6 @@
 """Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own."""
 
 import threading
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -339,31 +338,6 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
 
 
 ROW = 48
-
-
-@given(rows=st.integers(0, 20), steps=st.lists(st.integers(-6, 9), max_size=40))
-def test_every_free_row_can_be_had_and_none_twice(rows, steps):
-    """A positive step takes so many rows, any other gives back what was taken first."""
-    memory, held = HostMemory(rows * ROW, lock=False), []
-    for step in steps:
-        used = sum(part.size for ranges in held for part in ranges)
-        if step <= 0:
-            if held:
-                memory.give_back(held.pop(0))
-        elif step * ROW > rows * ROW - used:
-            with pytest.raises(CapacityError, match="raise SEMBLEND_HOST_BYTES"):
-                memory.take(step, ROW)
-        else:
-            held.append(memory.take(step, ROW))
-            assert sum(part.size for part in held[-1]) == step * ROW
-        bounds = sorted(part for ranges in held for part in ranges)
-        assert all(part.start % ROW == part.size % ROW == 0 and 0 <= part.start < part.end for part in bounds)
-        assert all(left.end <= right.start for left, right in pairwise(bounds))
-        assert sum(hole.size for hole in memory._holes) == rows * ROW - sum(part.size for part in bounds)
-    for ranges in held:
-        memory.give_back(ranges)
-    if rows:
-        assert len(memory.take(rows, ROW)) == 1
 
 
 def test_more_memory_than_there_is_cannot_be_locked():
