@@ -23,13 +23,6 @@ def taught(engine):
     return llm
 
 
-def test_boundary_at_the_top_equals_cold(engine, shifted):
-    llm, output = shifted(**BOUNDARY)
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    assert (report.reused_tokens, report.recomputed_tokens) == (0, len(DOCUMENT))
-    assert_same(output, serve(engine.cold(), SHIFTED))
-
-
 def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     llm = engine(STOCK, cache={"max_tokens": 512}, POLICY="exact")
     teach(llm, DONOR, *(text(seed, 400) for seed in range(20, 24)))
