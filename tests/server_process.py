@@ -41,10 +41,6 @@ class ServerProcess:
     def pid(self):
         return self._process.pid
 
-    @property
-    def log(self):
-        return "".join(self._said)
-
     def kill(self):
         self._process.kill()
         self._process.wait()

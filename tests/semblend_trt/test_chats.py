@@ -42,12 +42,8 @@ def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm():
     assert '{"type": "function", "function": ' + clock + "}" in tools
 
 
-def test_templates_that_go_through_the_arguments_of_a_call_are_rendered():
-    shown = "<arg_key>city</arg_key><arg_value>Rome</arg_value>"
-    assert shown in rendered(READ["a call without tools"], TEMPLATES["glm"])
-
-
-def test_documents_variables_and_effort_reach_the_template():
+def test_arguments_documents_variables_and_effort_reach_the_template():
+    assert "<arg_key>city</arg_key><arg_value>Rome<" in rendered(READ["a call without tools"], TEMPLATES["glm"])
     assert "Oslo is not." in rendered(READ["documents"], TEMPLATES["granite"])
     assert rendered(READ["a variable of the template"], "{{ date_string }}") == "1 May 2030"
     shown = "{{ reasoning_effort }} {{ enable_thinking }}"

@@ -77,6 +77,7 @@ def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the
     catalog.reserve("saving", 20)
     lease = catalog.lease("a")
     assert keep(catalog, "b", 15) == TierMoves(Tier.HOST)
+    assert not catalog.cancel("b")  # it is held
     lease.release()
     assert keep(catalog, "c", 20) == TierMoves(Tier.DEVICE, offloaded=("a",))
     with pytest.raises(CapacityError, match="5 device blocks of 4"):

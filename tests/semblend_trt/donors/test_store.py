@@ -1,6 +1,7 @@
 """Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own."""
 
 import threading
+from itertools import permutations
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -338,6 +339,15 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
 
 
 ROW = 48
+
+
+def test_what_is_given_back_in_any_order_is_one_piece_again():
+    for order in permutations(range(3)):
+        memory = HostMemory(3 * ROW, lock=False)
+        taken = [memory.take(1, ROW) for _ in order]
+        for at in order:
+            memory.give_back(taken[at])
+        assert len(memory.take(3, ROW)) == 1
 
 
 def test_more_memory_than_there_is_cannot_be_locked():
