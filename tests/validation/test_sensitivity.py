@@ -14,8 +14,7 @@ from validation.report import summary
 PLACES = 6
 SHOWN = (COLD, COLD_AGAIN, POSITION_FIX)
 ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_layers=8, boundary=2))
-# What every move on a CPU ends in: loads of plans, and saves, which move one range by nothing.
-kv_move = kv_move_by_torch
+kv_move = kv_move_by_torch  # what every move on a CPU ends in
 
 
 def without_rotation(moves, target, rotation):

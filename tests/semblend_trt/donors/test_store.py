@@ -26,7 +26,7 @@ GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 CPU = torch.device("cpu")
-ARENA_BLOCKS, HOST_TOKENS, MAX_DONORS = 6, 30, 6
+ARENA_BLOCKS, HOST_TOKENS = 6, 30
 SAVE_BLOCKS = 8
 SAVED = (("first", 1), ("behind", 2), ("at once", 3))
 
