@@ -1,14 +1,15 @@
-"""A server in a process of its own: a worker with the shipped model, or the router."""
+"""A server in a process of its own, what is waited for, and prompts for a fleet."""
 
-import hashlib
-import json
 import os
-import signal
+import random
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+import time
 from importlib.resources import files
+
+from validation.documents import stock_list
+from validation.prompts import render
 
 MODEL = files("validation") / "assets" / "model"
 _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
@@ -40,14 +41,6 @@ class ServerProcess:
     def pid(self):
         return self._process.pid
 
-    @property
-    def log(self):
-        return "".join(self._said)
-
-    def freeze(self):
-        """Stops it; its connections stay open."""
-        self._process.send_signal(signal.SIGSTOP)
-
     def kill(self):
         self._process.kill()
         self._process.wait()
@@ -61,35 +54,23 @@ class ServerProcess:
         self._listens.set()
 
 
-def worker(**variables):
-    """An embedded engine with the shipped model, at a free port."""
-    command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
-    return ServerProcess(*command, **variables)
-
-
 def router(config, **variables):
     return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
 
 
-@contextmanager
-def fleet(folder, workers, tenants, *, variables=None, **fields):
-    """A router, configured in `folder` with more `fields`, over running workers, which are numbered from 1 on."""
-    with ExitStack() as ending:
-        for each in workers:
-            ending.callback(each.kill)
-        given = {"port": 0, "model": str(MODEL), "secret_env": "ROUTER_SECRET", **fields}
-        text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
-        for number, each in enumerate(workers, 1):
-            text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
-        for tenant in tenants:
-            digest = hashlib.sha256(key_of(tenant).encode()).hexdigest()
-            text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-        config = folder / "router.toml"
-        config.write_text(text)
-        front = router(config, ROUTER_SECRET="a secret of the router", **(variables or {}))
-        ending.callback(front.kill)
-        yield front
+def wait_for(holds):
+    """Waits until `holds()` is true."""
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline, "nothing came"
 
 
-def key_of(tenant):
-    return f"key of {tenant}"
+def prompts(seed):
+    """Prompts and answers: the same documents in other orders, with other instructions and questions."""
+    generator = random.Random(seed)
+    lists = [stock_list(generator, rows=12) for _ in range(6)]
+    orders = (lists, lists[::-1], lists[2:] + lists[:2])
+    instructions = ("Answer briefly.", "Look up what is asked for.", "Use the documents.")
+    questions = [lists[at].questions[row] for at, row in ((1, 0), (4, 7), (2, 3))]
+    parts = zip(instructions, ([each.text for each in order] for order in orders), questions, strict=True)
+    return [(render(instruction, texts, question.text), question.answer) for instruction, texts, question in parts]

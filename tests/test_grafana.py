@@ -142,21 +142,3 @@ def test_panels_have_a_place_of_their_own():
     assert len(taken) == len(set(taken))
     assert max(x for x, _ in taken) < 24
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rate(semblend_request_total[5m])",
-        "sum by (kind) (rate(semblend_requests_total[5m]))",
-        'semblend_tokens_total{kind="reuse"}',
-        "histogram_quantile(0.5, rate(semblend_lookup_seconds[5m]))",
-        "histogram_quantile(0.5, sum(rate(semblend_lookup_seconds_bucket[5m])))",
-        "semblend_requests_total or vllm:semblend_requests_total",
-        "semblend_requests_total / on (worker) semblend_donors",
-        "semblend_donors{instance=~'$cluster'}",
-    ],
-)
-def test_mistakes_are_found(text):
-    with pytest.raises(AssertionError):
-        Expression(text)

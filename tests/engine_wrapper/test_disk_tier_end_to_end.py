@@ -105,11 +105,11 @@ def test_another_salt_finds_nothing_after_a_restart(restart):
     assert reused(restart(DONOR_TENANT="another")) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("damage", ["kv", "header"])
+@pytest.mark.parametrize("damage", ["kv", "header", "text"])
 def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     (path,) = donor_files(tmp_path)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if damage == "kv" else data.index(b"namespace_key") + 20] ^= 1
+    data[{"kv": len(data) // 2, "text": -200}.get(damage, data.index(b"namespace_key") + 20)] ^= 1
     path.write_bytes(bytes(data))
     restarted = restart()
     counts = events(restarted)

@@ -105,14 +105,6 @@ def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
         assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
-def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine):
-    outputs = []
-    for backend in ("TRTLLM", "FLASHINFER"):
-        llm = engine(None, contract="1.2", attn_backend=backend)
-        outputs.append(serve(llm, DONOR))
-    assert_same(*outputs, tolerance=0.0)
-
-
 def held_while_served(llm, prompt, positions):
     """KV at these positions of a prompt behind its prefill, [layers, kv_factor, kv_heads, positions, head_dim]."""
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
@@ -168,7 +160,7 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(engine, shifted, profi
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
-GROUPS, TOKENS = 6, 700
+GROUPS, TOKENS = 3, 700
 
 
 def answers(llm, cases):
@@ -207,7 +199,7 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
-    cases = serving.cases_of(cold.tokenizer, family)
+    cases = serving.cases_of(cold.tokenizer, family, GROUPS)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
@@ -217,7 +209,7 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
 def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered"))
+    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered", GROUPS))
     assert right == GROUPS
     assert reused > 0.2 * GROUPS * TOKENS
 
@@ -245,25 +237,6 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(sh
         assert bool(used) == bool(options.get("DEVICE_BYTES"))
         assert (llm.connector_worker.saver._snapshots is None) == ("contract" not in options)
     assert_same(*outputs, tolerance=0.0)
-
-
-def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine, monkeypatch):
-    reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
-    one = (
-        -(-len(DONOR) // serving.BLOCK)
-        * serving.BLOCK
-        * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
-    )
-    llm = serving.through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
-    for each in (reference, llm):
-        teach(each, DONOR, serving.text(7, len(DONOR)))
-    catalog = llm.connector_scheduler.donor_index.catalog
-    assert (catalog.stats().offloaded, catalog.stats().promoted) == (1, 0)
-    for _ in range(2):
-        output = serve_and_drain(llm, SHIFTED)
-        assert output.reused_tokens == len(DOCUMENT)
-        assert_same(output, serve(reference, SHIFTED), tolerance=0.0)
-    assert catalog.stats().promoted >= 1  # what a question leaves may take the only place on the device again
 
 
 def test_donors_take_the_caches_bytes_of_each_budget(engine):

@@ -106,14 +106,6 @@ def test_a_dropped_plan_leaves_an_exact_donor(verified):
     assert (generations_of(llm), llm.connector_scheduler.donor_index.catalog.stats().ready) == ([], 2)
 
 
-def test_requests_of_another_salt_do_not_see_it(verified):
-    llm = verified(3)
-    for prompt in PROMPTS[:2]:
-        serve(llm, prompt, cache_salt="one")
-    assert serve(llm, PROMPTS[2], cache_salt="other").reused_tokens == 0
-    assert serve(llm, PROMPTS[2], cache_salt="one").reused_tokens > 100
-
-
 @pytest.mark.parametrize("allowed", [0, 3])
 def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified, tmp_path, allowed):
     disk = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}

@@ -23,13 +23,6 @@ def taught(engine):
     return llm
 
 
-def test_boundary_at_the_top_equals_cold(engine, shifted):
-    llm, output = shifted(**BOUNDARY)
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    assert (report.reused_tokens, report.recomputed_tokens) == (0, len(DOCUMENT))
-    assert_same(output, serve(engine.cold(), SHIFTED))
-
-
 def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     llm = engine(STOCK, cache={"max_tokens": 512}, POLICY="exact")
     teach(llm, DONOR, *(text(seed, 400) for seed in range(20, 24)))
@@ -69,21 +62,6 @@ def test_blocks_leases_and_requests_all_return(engine):
 def test_fully_covered_prompt_leaves_one_token(taught):
     output = serve(taught, DOCUMENT)
     assert (output.reused_tokens, output.computed_tokens) == (len(DOCUMENT) - 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "cached", "outcome"),
-    [
-        (DONOR, (len(DONOR) - 1) // serving.BLOCK * serving.BLOCK, "exact_prefix_route"),
-        (text(99, 300), 0, "cold_fallback"),
-    ],
-    ids=["repeated", "unrelated"],
-)
-def test_repeats_are_left_to_the_engine_and_unrelated_prompts_fire_nothing(engine, taught, prompt, cached, outcome):
-    output = serve(taught, prompt)
-    assert (output.reused_tokens, output.reuse_outcome) == (0, outcome)
-    assert output.cached_tokens >= cached
-    assert token_ids(output) == token_ids(serve(engine.cold(), prompt))
 
 
 @pytest.mark.known_defect(21)
@@ -166,12 +144,6 @@ def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
     _, output = shifted(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
     assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
     assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
-
-
-def test_policy_off_keeps_and_finds_nothing(shifted):
-    llm, output = shifted(POLICY="off")
-    assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
-    assert llm.connector_scheduler.donor_index is None  # nothing was even reserved
 
 
 def test_every_request_ends_in_exactly_one_outcome(engine):

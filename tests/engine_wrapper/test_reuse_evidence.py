@@ -209,7 +209,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(engines_of,
         changed.write(path)
     engines = engines_of(str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
-    cases = cases_of(cold.tokenizer, "header_trap", groups=4)
+    cases = cases_of(cold.tokenizer, "header_trap", groups=2)
     for case in cases:
         teach(llm, *case.donors)
     for case in cases:

@@ -35,7 +35,7 @@ def test_the_kernels_work_without_triton():
     run(WITHOUT_TRITON)
 
 
-@pytest.mark.parametrize("package", ["semblend_trt", "engine_wrapper", "validation"])
+@pytest.mark.parametrize("package", ["engine_wrapper", "validation"])  # both import semblend_trt
 def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_path, package):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = 7")

@@ -49,14 +49,15 @@ LATENT_WIDTHS = [
     (24, 6, True, 5, builders.FP8),
     (7, 2, True, 3, builders.FP8),
 ]
+# Every width in one tensor, and each other layout with some of them.
 GRID = [
     (layout, geometry_of(heads, dim, block, layers=3), rotation_of(rotary, pairs), dtype, skipped)
-    for layout in ("in_one_tensor", *builders.LAYOUTS)
-    for heads, dim, rotary, pairs, block, dtype, skipped in WIDTHS
+    for at, layout in enumerate(("in_one_tensor", *builders.LAYOUTS))
+    for heads, dim, rotary, pairs, block, dtype, skipped in (WIDTHS[at % 4 :: 4] if at else WIDTHS)
 ] + [
     (layout, geometry_of(1, latent + rotary, block, 1, layers=3), rotation_of(rotary, pairs, latent), dtype, 0)
-    for layout in ("in_one_tensor", *builders.LATENT_LAYOUTS)
-    for latent, rotary, pairs, block, dtype in LATENT_WIDTHS
+    for at, layout in enumerate(("in_one_tensor", *builders.LATENT_LAYOUTS))
+    for latent, rotary, pairs, block, dtype in (LATENT_WIDTHS[at % 3 :: 3] if at else LATENT_WIDTHS)
 ]
 
 
@@ -116,7 +117,7 @@ def test_some_layers_at_a_time(layout, are_alike, device):
         assert bool(staged[len(layers) :].isnan().all())
 
 
-@pytest.mark.parametrize("layout", ["in_one_tensor", *builders.LAYOUTS])
+@pytest.mark.parametrize("layout", ["in_one_tensor", builders.LAYOUTS[0], builders.LAYOUTS[-1]])
 def test_sources_of_every_kind_in_one_call(layout, device):
     sizes, donors = geometry_of(layers=3), [donor_of(geometry_of(layers=3), 9, seed) for seed in range(4)]
     sources = [
@@ -236,7 +237,7 @@ def test_a_turn_replaces_the_difference_of_the_indices(turn, device):
     assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_disjoint_moves_match_naive(data, device):
     layout = data.draw(st.sampled_from(["in_one_tensor", *builders.LAYOUTS]))

@@ -28,10 +28,9 @@ every_pool = pytest.mark.parametrize(
 
 
 @every_pool
-@pytest.mark.parametrize("dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(
-    ("source_start", "target_start", "length"),
-    [(3, 3, 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (6, 2, 13)],
+    ("dtype", "source_start", "target_start", "length"),
+    [(torch.float32, 3, 3, 1), (torch.float32, 1, 5, BLOCK + 1), (FP8, 6, 2, 13)],
 )
 def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_start, length, device):
     """e4m3 is compared in float32 as it is stored, so that no tolerance is needed for its rounding."""

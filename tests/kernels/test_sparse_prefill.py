@@ -66,7 +66,7 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
     assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
@@ -233,8 +233,7 @@ def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(triton_de
 
 
 @pytest.mark.parametrize(("heads", "block_m", "piece"), [(2, 16, 16), (6, 128, 48)])
-@pytest.mark.parametrize("window", [None, 5, 70])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (5, False), (70, True)])
 def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_sinks):
     positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
     batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)

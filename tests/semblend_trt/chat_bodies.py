@@ -1,4 +1,4 @@
-"""Chats as clients send them, and templates of seven kinds as models bring them, written for the tests."""
+"""Chats as clients send them, and templates of four kinds as models bring them, written for the tests."""
 
 
 def _call(number, name, arguments, **more):
@@ -138,14 +138,6 @@ REFUSED = {
     "arguments of a processor": (_chat(USER, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs"),
 }
 
-_ALTERNATE = """
-{%- for message in turns -%}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
-{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
-{%- endif -%}
-{%- endfor -%}
-"""
-
 TEMPLATES = {
     # Qwen3: the thoughts of turns before the last question are dropped, and thinking can be turned off.
     "qwen3": """
@@ -184,31 +176,6 @@ TEMPLATES = {
 </think>
 
 {% endif %}{% endif %}""",
-    # Qwen3-Coder: arguments as tags, which takes an object; tools are written by a macro.
-    "qwen3_coder": """
-{%- macro shown(schema, depth) -%}
-{%- for key, value in schema.items() %}
-{{ '  ' * depth }}<{{ key }}>{% if value is mapping %}{{ shown(value, depth + 1) }}{% else %}{{ value }}{% endif %}
-{%- endfor -%}
-{%- endmacro -%}
-{%- if messages[0].role == 'system' -%}
-{%- set system, rest = messages[0].content, messages[1:] -%}
-{%- else -%}
-{%- set system, rest = 'You code.', messages -%}
-{%- endif -%}
-<|im_start|>system
-{{ system }}{% for tool in tools or [] %}{{ shown(tool.function, 1) }}{% endfor %}<|im_end|>
-{% for message in rest %}<|im_start|>{{ message.role }}
-{{ message.content | trim }}
-{%- for call in message.tool_calls or [] %}
-<function={{ call.function.name }}>
-{%- for name, value in call.function.arguments.items() %}
-<parameter={{ name }}>{{ value if value is string else value | tojson }}</parameter>
-{%- endfor %}
-</function>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
     # GLM-4.5: a macro takes a content apart, which is parts therefore; arguments as tags.
     "glm": """
 {%- macro visible(content) -%}
@@ -232,63 +199,6 @@ TEMPLATES = {
 {%- endfor -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}""",
-    # Llama 3.1: headers, a date, tools in the first question, one call a turn.
-    "llama3": """
-{{- bos_token -}}
-{%- set chat = messages -%}
-{%- if chat[0].role == 'system' -%}
-{%- set system, chat = chat[0].content | trim, chat[1:] -%}
-{%- else -%}
-{%- set system = '' -%}
-{%- endif -%}
-<|start_header_id|>system<|end_header_id|>
-
-Today: {{ date_string if date_string is defined else '26 Jul 2024' }}
-{{ system }}<|eot_id|>
-{%- for message in chat -%}
-{%- if message.tool_calls -%}
-{%- if message.tool_calls | length != 1 -%}{{ raise_exception('One call a turn.') }}{%- endif -%}
-{%- set call = message.tool_calls[0].function -%}
-<|start_header_id|>assistant<|end_header_id|>
-
-{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
-{%- else -%}
-<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
-
-{% if loop.first and tools %}{{ tools | tojson(indent=4) }}
-
-{% endif %}{{ message.content | trim if message.content is string else message.content | tojson }}<|eot_id|>
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif -%}""",
-    # Mistral: users and assistants in turn or an exception, tools before the last question, ids of nine characters.
-    "mistral": """
-{%- set chat = messages[1:] if messages[0].role == 'system' else messages -%}
-{%- set turns = chat | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined') | list -%}"""
-    + _ALTERNATE
-    + """
-{%- set last = (chat | selectattr('role', 'equalto', 'user') | list)[-1] -%}
-{{- bos_token -}}
-{%- for message in chat -%}
-{%- if message.tool_calls -%}
-[TOOL_CALLS] [
-{%- for call in message.tool_calls -%}
-{%- if call.id | length != 9 -%}{{ raise_exception('An id has nine characters.') }}{%- endif -%}
-{{ call.function | tojson }}, {"id": "{{ call.id }}"}{{ ', ' if not loop.last }}
-{%- endfor -%}
-]{{ eos_token }}
-{%- elif message.role == 'tool' -%}
-[TOOL_RESULTS] {"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
-{%- elif message.role == 'user' -%}
-{%- if tools and message == last -%}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}
-[INST] {% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}
-
-{% endif %}{{ message.content }}[/INST]
-{%- else %} {{ message.content }}{{ eos_token }}
-{%- endif -%}
-{%- endfor -%}""",
     # Gemma 3: no system, the assistant is the model, and contents are parts.
     "gemma": """
 {{- bos_token -}}
@@ -298,9 +208,12 @@ Today: {{ date_string if date_string is defined else '26 Jul 2024' }}
 {%- set turns = messages[1:] -%}
 {%- else -%}
 {%- set prefix, turns = '', messages -%}
-{%- endif -%}"""
-    + _ALTERNATE
-    + """
+{%- endif -%}
+{%- for message in turns -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
+{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message['role'] != 'system' -%}
 <start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}

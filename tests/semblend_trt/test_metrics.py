@@ -9,7 +9,6 @@ import sys
 from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -221,14 +220,13 @@ def test_racing_engines_lose_no_count(registry):
     assert tokens(registry)["exact_prefix"] == 200
 
 
-@pytest.mark.parametrize("fault", ["sound", "missing", "file", "unwritable", "torn", "full", "gone"])
+@pytest.mark.parametrize("fault", ["sound", "missing", "torn", "full", "gone"])
 def test_the_process_starts_and_counts(tmp_path, fault):
     """A bad PROMETHEUS_MULTIPROC_DIR ends no process and no start."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    (tmp_path / "file").touch()
-    places = {"missing": tmp_path / "missing", "file": tmp_path / "file", "unwritable": Path("/proc/self")}
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(places.get(fault, folder))}
+    place = tmp_path / "missing" if fault == "missing" else folder
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(place)}
     found = subprocess.run(
         [sys.executable, "-c", COUNTS, fault], env=environment, capture_output=True, text=True, check=False
     )

@@ -55,7 +55,7 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path):
         "import pathlib, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'input()'], "
         f"stdin=subprocess.PIPE); pathlib.Path({str(pid)!r}).write_text(str(child.pid)); child.wait()"
     )
-    assert python_judge(code, timeout_seconds=5.0).score(COMPARISON) == (None, "no answer within 5 s")
+    assert python_judge(code, timeout_seconds=3.0).score(COMPARISON) == (None, "no answer within 3 s")
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         child = os.pidfd_open(int(pid.read_text()))
         assert select.select([child], [], [], 30.0)[0] == [child]  # readable once the process has ended

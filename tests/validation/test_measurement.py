@@ -19,14 +19,14 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
     engines = EmbeddedEngines(shipped.runner)
     engines.prefix_unit = unit
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=2, tokens=512))
-    arms = arms_of([COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX], ArmChoices(8, boundary=1))
+    arms = arms_of([COLD, EXACT_PREFIX, POSITION_FIX], ArmChoices(8, boundary=1))
     measured = Measurement(engines, cases, ServingSettings(str(shipped_model()), max_tokens=4), arms).run()
     expected = [sample.expected_exact_tokens for sample in measured.samples if sample.arm == POSITION_FIX]
     assert any(expected) == (unit == 1)
 
 
 def test_judged_arms_are_forced_along_colds_own_answer(shipped):
-    cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=2, questions=1, tokens=640))
+    cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=1, questions=1, tokens=640))
     server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6), judged=True)
     cold, again, moved = (
         {sample.case_id: sample for sample in server.samples(arm)}

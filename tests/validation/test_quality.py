@@ -9,7 +9,7 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from validation import metrics, results, scoreboard
 from validation.cli import main
-from validation.quality import Point, QualityReport, _show, draw, noise_floor, points_of, quality_rows
+from validation.quality import Point, QualityReport, _show, noise_floor, points_of, quality_rows
 
 OUTPUT = Path("quality.json")
 
@@ -253,10 +253,3 @@ def test_the_band_is_the_noise_floor_and_at_least_the_margin():
     assert noise_floor([cold, again]) == pytest.approx((0.87, 0.93))
     assert noise_floor([cold]) == pytest.approx((0.89, 0.91))
     assert noise_floor([Point("verified", 0.9, 0.2)]) is None
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_any_number_of_panels_and_every_arm_can_be_drawn(count):
-    arms = ("cold", "exact_prefix", "position_fix", "epic_8", "cacheblend_30", "boundary", "boundary_3", "verified")
-    panels = {f"run {index}": [Point(arm, 0.5, 0.5) for arm in arms] for index in range(count)}
-    assert draw(panels, "title").startswith(b"\x89PNG")

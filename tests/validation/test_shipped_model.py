@@ -87,12 +87,12 @@ def test_cold_stock_answers_are_exact(loaded):
     for instruction in rng.sample(prompts.INSTRUCTIONS, 3):
         lists = [documents.stock_list(rng) for _ in range(15)]
         texts = [document.text for document in lists]
-        for asked in rng.sample([question for document in lists for question in document.questions], 10):
+        for asked in rng.sample([question for document in lists for question in document.questions], 4):
             inputs = tokenizer(prompts.render(instruction, texts, asked.text), return_tensors="pt")
             assert 900 < inputs.input_ids.shape[1] < 1_300
             output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
             right += tokenizer.decode(output) == asked.answer + prompts.END_MARK
-    assert right >= 27
+    assert right >= 11
 
 
 def test_log_names_its_run_and_its_figures():

@@ -38,7 +38,9 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     tiny_qwen2_path, monkeypatch, capsys
 ):
     seen, verified = [], []
-    few = (*check._SMALL_CALIBRATION, "--families", "reordered", "--groups", "12", "--risk", "0.4", "--shares", "0")
+    few = (*check._SMALL_CALIBRATION, "--families", "reordered", "--groups", "6", "--tokens", "672", "--risk", "0.7")
+    few += ("--shares", "0")
+    monkeypatch.setattr(check, "crowd", lambda *_: crowd(2, 8, rows=6))
     monkeypatch.setattr(check, "_SMALL_CALIBRATION", few)
     monkeypatch.setattr(check, "judge", lambda *given: seen.append(given) or judge(*given))
     monkeypatch.setattr(check, "judge_verified", lambda *given: verified.append(given) or judge_verified(*given))

@@ -14,6 +14,7 @@ from tests.semblend_trt.test_reuse_profile import evidence
 @pytest.fixture(autouse=True)
 def two_constructions(monkeypatch):
     monkeypatch.setattr(hijack, "CONSTRUCTIONS", ("header_trap", "alias_trap"))
+    monkeypatch.setattr(hijack, "ARMS", ("verified", "position_fix"))
 
 
 def test_rows_tell_every_policys_wrong_answers(tmp_path):

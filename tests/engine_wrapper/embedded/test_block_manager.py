@@ -33,15 +33,6 @@ def put(tree, tokens, first_block=0, key=KEY):
     return path
 
 
-def test_whole_blocks_match_and_the_last_token_never_does():
-    tree = RadixTree(BLOCK)
-    nodes = put(tree, range(8))
-    assert tree.match(KEY, list(range(9))).nodes == tuple(nodes)
-    match = tree.match(KEY, list(range(8)))
-    assert match.nodes == (nodes[0],)
-    assert (match.partial, match.partial_tokens) == (nodes[1], 3)
-
-
 _blocks = st.lists(st.integers(0, 1), min_size=BLOCK, max_size=BLOCK)
 
 
@@ -56,14 +47,6 @@ def test_of_all_children_the_first_with_the_longest_beginning_is_named(children,
     expected = nodes[lengths.index(longest)] if longest else None
     assert (match.nodes, match.partial, match.partial_tokens) == ((), expected, longest)
     assert tree.match(KEY, prompt, partial=False).partial is None
-
-
-@pytest.mark.parametrize("other", [RootKey(cache_salt="a"), RootKey(lora_task_id=1), RootKey(1, "a")])
-def test_another_salt_or_adapter_sees_nothing(other):
-    tree = RadixTree(BLOCK)
-    put(tree, range(8))
-    match = tree.match(other, list(range(9)))
-    assert (match.nodes, match.partial) == ((), None)
 
 
 @pytest.mark.parametrize("is_touched", [False, True])

@@ -329,11 +329,6 @@ def test_layer_groups_hold_every_layer_once(make_engine, groups):
         make_engine("main", groups)
 
 
-def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
-    with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
-        make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
-
-
 def test_a_base_without_grouped_methods_is_read_as_one_that_takes_flat_ids(make_engine, make_llm, monkeypatch):
     """The base is TensorRT-LLM's where that is installed, and one of 1.2 has no grouped methods."""
     monkeypatch.setattr(connector_manager, "KvCacheConnectorScheduler", object)

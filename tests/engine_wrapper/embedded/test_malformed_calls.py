@@ -86,14 +86,6 @@ def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
     assert serves_on(llm)
 
 
-@pytest.mark.parametrize("salt", ["", " ", "grüße-\U0001f511", "\x00", "a\nb"])
-def test_odd_salts_are_salts(llm, salt):
-    llm.generate([PROMPT], TWO, cache_salt=salt)
-    llm.settle()
-    assert llm.generate([PROMPT], TWO, cache_salt=salt)[0].cached_tokens > 90
-    assert llm.generate([PROMPT], TWO, cache_salt=salt + "2")[0].cached_tokens == 0
-
-
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
@@ -282,14 +274,6 @@ def test_an_end_that_is_told_twice_is_one_end(llm):
     engine.end_all()
     assert len(engine.scheduler.donor_index.catalog) == 2
     assert not runtime.faults
-
-
-def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
-    engine, runtime = with_donor(llm)
-    engine.serve(1001, PROMPT[::-1], ended_with=[*BLOCKS[:6], 3, *BLOCKS[7:]])
-    assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
-    engine.run([], [])
-    assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
 
 
 def used_again(engine, request_id):

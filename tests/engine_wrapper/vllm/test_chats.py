@@ -13,8 +13,7 @@ from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.model_tokenizer import load_tokenizer
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
-from tests.semblend_trt.fleet.router.test_end_to_end import wait_for
-from tests.server_process import MODEL
+from tests.server_process import MODEL, wait_for
 
 pytestmark = pytest.mark.every_version
 # Each body brings its template. vLLM refuses tools without a parser of answers.

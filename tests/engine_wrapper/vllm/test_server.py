@@ -16,8 +16,7 @@ from semblend_trt.fleet.router.config import Tenants, load_config
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.conftest import NatsServer
-from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
-from tests.server_process import MODEL, router
+from tests.server_process import MODEL, prompts, router, wait_for
 
 NAME = "stock-lists"
 SECRET = {"ROUTER_SECRET": "a secret of the router"}

@@ -366,18 +366,3 @@ def test_what_is_dropped_is_not_offloaded(two_tiers):
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     settle(two_tiers)
     assert not held_in(two_tiers.store)
-
-
-def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(1 << 20))
-    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "100")
-    worker = built(args)
-    follow(worker, 1, (3, 5), 16, tier=Tier.DEVICE)
-    saved(worker, 1)
-    step(worker, commands=OffloadCommands(offloads=["donor-1"]))
-    settle(worker)
-    worker.get_finished([], [])
-    told = runtime_for(args).saved[-1]
-    assert (told.donor_id, told.tokens) == ("donor-1", 0)
-    assert "CapacityError" in told.error
-    worker.close()

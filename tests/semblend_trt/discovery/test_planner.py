@@ -1,14 +1,12 @@
 """Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
 
 import gc
-import json
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.config import Settings
@@ -393,17 +391,6 @@ def test_a_deadline_grows_with_a_long_prompt(tokens, milliseconds):
     assert deadline.has_cut
 
 
-def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill():
-    recorded = json.loads((Path(__file__).parents[3] / "validation/assets/h100_ttft.json").read_text("utf-8"))
-    default = Settings.model_fields["lookup_deadline_ms"].default
-    cold = {row["computed"]: row["ttft_ms"] for row in recorded if not row["reused"]}
-    long = {tokens: milliseconds for tokens, milliseconds in cold.items() if tokens >= DEADLINE_TOKENS}
-    assert len(long) == 2
-    for tokens, milliseconds in long.items():
-        times = iter([0.0, milliseconds / 1000 / 100])
-        assert Deadline(default, tokens, clock=lambda times=times: next(times)).is_over()
-
-
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -575,31 +562,6 @@ def is_piece_of(piece, runs):
     )
 
 
-def longest_first(runs, begin, end, min_span):
-    """The definition, position by position: (start, length) as taken; None when equal lengths leave a choice."""
-    free = set(range(begin, end))
-    taken = []
-    while True:
-        pieces = set()
-        for run in runs:
-            length = 0
-            for position in range(run.target_start, run.target_end + 1):
-                if position in free and position < run.target_end:
-                    length += 1
-                    continue
-                if length >= min_span:
-                    pieces.add((position - length, length))
-                length = 0
-        if not pieces:
-            return taken
-        longest = max(length for _, length in pieces)
-        best = [piece for piece in pieces if piece[1] == longest]
-        if len(best) > 1:
-            return None
-        taken += best
-        free -= set(range(best[0][0], best[0][0] + longest))
-
-
 @given(RUNS, BOUNDS)
 def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_long_is_left(runs, bounds):
     begin, end, min_span = bounds
@@ -619,15 +581,6 @@ def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_
         for at in range(run.target_start, run.target_end):
             stretch = stretch + 1 if at in free else 0
             assert stretch < min_span
-
-
-@given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
-def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
-    expected = longest_first(runs, *bounds)
-    assume(expected is not None)
-    for preference in ({}, {"preference": Preference(near.__contains__, block_size)}):
-        pieces = cover(runs, *bounds, **preference)
-        assert [(piece.target_start, piece.length) for piece in pieces] == sorted(expected or [])
 
 
 @given(RUNS, BOUNDS, st.randoms(use_true_random=False))

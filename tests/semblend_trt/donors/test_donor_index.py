@@ -300,16 +300,6 @@ def test_beams_and_answers_to_one_prompt_leave_one_donor():
     assert index.begin_save(longer, "namespace", np.concatenate([prompt, text(3, 400)]))
 
 
-def test_donor_lost_on_its_way_down_is_found_no_more():
-    index, tokens = index_of(device_bytes=13 * 16 * TOKEN_BYTES), text(1, 200)
-    assert keep(index, "donor", tokens).tier is Tier.DEVICE
-    keep(index, "other", text(2, 200))
-    assert moves(index) == OffloadCommands(offloads=["donor"])
-    index.saved(SavedDonor("donor", 0, "out of memory"))
-    assert (reused(index, tokens), index.catalog.tier("donor")) == (0, None)
-    assert moves(index).drops == ["donor"]
-
-
 def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as_they_can():
     index = index_of()
     keep(index, "free", text(1))

@@ -1,16 +1,12 @@
 """What an engine announces: each donor once it is held, its tier, and that it is gone."""
 
-import base64
 import os
 import sys
 import threading
-from importlib.resources import files
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
@@ -19,11 +15,7 @@ from semblend_trt.fleet.connection import is_meant
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter
-from semblend_trt.metrics import metrics_for
-from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.semantic.embedders import embedder_for
-from semblend_trt.semantic.neighbours import neighbours_for
 from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate
 from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
@@ -133,47 +125,6 @@ def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     assert announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False)) is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
-
-
-MODEL = files("validation") / "assets" / "model"
-STREAM = (5, 0)
-
-
-@pytest.mark.parametrize(("is_sent", "is_found_on_disk"), [(True, True), (True, False), (False, False)])
-def test_embeddings_reach_readers_only_when_they_are_to(nats_server, reader, tmp_path, is_sent, is_found_on_disk):
-    settings = load_settings(
-        nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
-    )
-    donors, audit = announcer_for(settings), AuditEvents(tmp_path / "audit")
-    neighbours = neighbours_for(settings, lambda: MODEL, audit, metrics_for(True, CollectorRegistry()), donors)
-    observers = donors, neighbours
-    tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
-    for each in observers:
-        if is_found_on_disk:
-            each.found("a", NAMESPACE.key, tokens, "disk")
-        else:
-            each.intended("a", NAMESPACE, None)
-            each.held("a", tokens, "host")
-    neighbours.drain()
-    donors.intended("b", NAMESPACE, None)
-
-    def sent():
-        events = [decode(payload).data for payload in reader.payloads]
-        return [data.segments[0].embedding for data in events if data.kind == "donor_registered"]
-
-    try:
-        if is_sent:
-            assert reader.wait_for(lambda _: any(sent()))
-            vector = np.frombuffer(base64.b64decode(sent()[-1]), "<f4")
-            (expected,) = embedder_for(settings.embedder).embed([tokenizer_file(MODEL).decode(tokens.tolist())])
-            np.testing.assert_array_equal(vector, expected)
-        else:
-            assert reader.wait_for(lambda reader: reader.directory.compared(STREAM) > 2 and sent())
-            assert not any(sent())
-        assert not reader.directory.problems
-    finally:
-        neighbours.close()
-        donors.close()
 
 
 @pytest.mark.parametrize(

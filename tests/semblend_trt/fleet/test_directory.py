@@ -86,15 +86,6 @@ def is_synced(directory):
     return all(each.is_synced for each in directory.workers().values())
 
 
-def test_a_missing_event_is_a_gap_until_the_next_reset(directory):
-    first, lost, *rest = said("reset", "a", "b", "c", "reset", "d")
-    assert feed(directory, [first, rest[0]]) == [Verdict.RESET, Verdict.GAP]
-    assert not is_synced(directory)
-    assert feed(directory, rest[1:]) == [Verdict.UNSYNCED, Verdict.RESET, Verdict.NEXT]
-    assert feed(directory, [lost, first]) == [Verdict.DUPLICATE, Verdict.DUPLICATE]
-    assert is_synced(directory)
-
-
 @given(st.lists(st.integers(0, 11), max_size=30))
 def test_who_is_synced_saw_everything_in_order(order):
     directory, payloads = Directory(), said(*(["reset", *"abcde"] * 2))

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, Counter
 
 from semblend_trt.config import EventFormat
@@ -272,7 +269,6 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
 
 
 TOKENS = np.arange(64, dtype=np.int32)
-NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
 
 
 def announced(box):
@@ -285,76 +281,6 @@ def kinds_of(box, *changed):
     box.changes.extend(changed)
     box.absorb(10)
     return [notice.kind for notice in box.take(10)]
-
-
-class Announcing(RuleBasedStateMachine):
-    """Donors change, messages are taken in any batches, and some are lost together with the connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.outbox, self.reader = outbox(), WatchedDirectory()
-
-    @rule(name=NAMES, tier=st.sampled_from(["device", "host"]))
-    def hold(self, name, tier):
-        self.outbox.donors[name] = held_donor(TOKENS, tier=tier)
-        self.outbox.changes.append(name)
-
-    @rule(name=NAMES, tier=st.sampled_from(["device", "host"]))
-    def move(self, name, tier):
-        held = self.outbox.donors.get(name)
-        if held is not None:
-            held.tier = tier
-            self.outbox.changes.append(name)
-
-    @rule(name=NAMES)
-    def drop(self, name):
-        if self.outbox.donors.pop(name, None):
-            self.outbox.changes.append(name)
-
-    @rule(limit=st.integers(0, 5))
-    def absorb(self, limit):
-        self.outbox.absorb(limit)
-
-    @rule(limit=st.integers(0, 5))
-    def deliver(self, limit):
-        for notice in self.outbox.take(limit):
-            self.reader.observe(notice.payload)
-
-    @rule(limit=st.integers(0, 5))
-    def lose(self, limit):
-        self.outbox.take(limit)
-        self.outbox.forget_changes()
-        self.outbox.resync()
-
-    @rule()
-    def overflow(self):
-        self.outbox.changes.clear()
-        self.outbox.forget_changes()
-        self.outbox.sketch(list(self.outbox.donors.values()))
-        self.outbox.resync()
-
-    @rule()
-    def deliver_all(self):
-        self.outbox.absorb(1000)
-        while len(self.outbox):
-            self.deliver(7)
-        self.reader.observe(self.outbox.heartbeat(1.0).payload)
-        truth = {name: held.tier for name, held in self.outbox.donors.items()}
-        assert self.reader.is_synced(STREAM)
-        assert known(self.reader) == truth == announced(self.outbox)
-        assert set(self.reader.problems) <= {"gap"}
-
-    @invariant()
-    def sketched_donors_have_let_their_tokens_go(self):
-        for name, held in self.outbox.donors.items():
-            assert name not in announced(self.outbox) or held.tokens is None or held.tokens is TOKENS
-
-    def teardown(self):
-        self.deliver_all()
-
-
-TestAnnouncing = Announcing.TestCase
-TestAnnouncing.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_donor_that_cannot_be_sketched_costs_only_itself():

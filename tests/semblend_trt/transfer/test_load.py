@@ -111,17 +111,6 @@ def test_a_donor_in_parts_is_placed_like_one_in_one_part(store, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_both_tiers_serve_one_plan_as_plain_tensors_would(store, reader):
-    pool, expected = empty_pool(), empty_pool()
-    assert loader(store, pool, READERS[reader]()).load([MIXED]) == []
-    donors = {"near": kv(13, 1), "far": kv(15, 2)}
-    place(MIXED, donors, expected)
-    torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
-    placed = pool.unflatten(3, (2, 4, 8))
-    assert torch.equal(placed[4, :, 1, :, 0], donors["far"][:, 1, :, 8])  # V of position 16
-
-
-@pytest.mark.parametrize("reader", READERS)
 def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     pool, alone = empty_pool(), empty_pool()
     missing = plan(PlanSpan("far", 0, 0, 4), PlanSpan("gone", 0, 4, 4), request_id=2, blocks=(10, 11))

@@ -192,22 +192,6 @@ def test_bad_usage_ends_with_two(arguments, capsys):
     assert "usage: semblend-trt estimate" in capsys.readouterr().err
 
 
-def test_a_file_without_the_right_to_read_it_is_named(tmp_path):
-    """As another user where this one is root, who reads every file."""
-    path = tmp_path / "log.jsonl"
-    path.write_text("Why?\n")
-    path.chmod(0)
-    code = (
-        "import os, sys; from validation.estimate.command import _opened; from semblend_trt.command_line import ended\n"
-        "from pathlib import Path\n"
-        "if os.geteuid() == 0: os.seteuid(65534)\n"
-        "sys.exit(ended('semblend-trt', lambda: _opened(Path(sys.argv[1]), 4096) and 0))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"semblend-trt: {path} cannot be read (Permission denied)")
-
-
 def test_the_base_installation_is_enough(log):
     code = (
         "import sys\n"

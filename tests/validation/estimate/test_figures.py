@@ -119,18 +119,6 @@ def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold():
     assert [module.line_of(span.donor_id) for span in moved.spans] == [7]
 
 
-def test_a_conversation_is_estimated_to_take_the_room_of_its_last_turn():
-    geometry = KvGeometry(2, 1, 8, 32)
-    room = 1_700 * geometry.bytes_per_token(torch.float32)
-    serving = Serving(load_settings(policy="exact", host_bytes=room), PoolFacts(geometry, 4_096, torch.float32))
-    said = np.random.default_rng(1).integers(0, VOCABULARY, 1_600).astype(np.int32)
-    for turn in range(1, 17):
-        serving.serve(turn, "", said[: turn * 100])
-    stats = serving.stats()
-    assert (stats.ready, stats.evicted) == (1, 0)
-    assert stats.used_bytes == 1_600 * geometry.bytes_per_token(torch.float32)
-
-
 def test_shares_count_every_token_once():
     figures = Figures()
     figures.add(1, "a", text(1), Served(0, 0, (), "no_donor_match"))

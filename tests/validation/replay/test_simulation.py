@@ -2,7 +2,7 @@
 
 import functools
 import math
-from itertools import accumulate, combinations, count, pairwise
+from itertools import combinations, count, pairwise
 
 import numpy as np
 import pytest
@@ -133,42 +133,6 @@ def test_what_holds_after_every_request(policy, as_prefixes, requests, capacity)
             assert set(request) <= held
 
 
-def naive_lru(requests, tokens, capacity):
-    """Hits of each request; a tuple is held only behind its beginning."""
-    held = []  # least recently used first
-    found = []
-    for names in requests:
-        request = [name for name in dict.fromkeys(names) if tokens[name] <= capacity]
-        hits = {name for name in request if name in held}
-        found.append(hits)
-        room = capacity - sum(tokens[name] for name in hits)
-        missing = []
-        for name in request:
-            has_parent = not isinstance(name, tuple) or len(name) == 1 or name[:-1] in hits or name[:-1] in missing
-            if name not in hits and has_parent and tokens[name] <= room:
-                missing.append(name)
-                room -= tokens[name]
-        while sum(tokens[name] for name in [*held, *missing]) > capacity:
-            held.remove(next(name for name in held if name not in hits))
-        kept = [name for name in request if name in hits or name in missing]
-        held = [name for name in held if name not in hits] + kept[::-1]
-    return found
-
-
-@pytest.mark.parametrize("as_prefixes", [False, True])
-@settings(max_examples=40)
-@given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
-def test_lru_hits_what_a_naive_list_hits(as_prefixes, requests, capacity):
-    trace = trace_from(requests, SIZES)
-    cache = lru(trace.prefixes if as_prefixes else trace.spans, capacity)
-    named = [list(accumulate((name,) for name in request)) if as_prefixes else request for request in requests]
-    tokens = {name: SIZES[name[-1] if isinstance(name, tuple) else name] for names in named for name in names}
-    served = trace.requests(as_prefixes=as_prefixes)
-    for (seconds, request), names, expected in zip(served, named, naive_lru(named, tokens, capacity), strict=True):
-        hits = cache.serve(request, seconds)
-        assert {name for name, block in zip(names, request, strict=True) if block in hits} == expected
-
-
 def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has_is_not_held():
     trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
     cache = lru(trace.spans, 8)
@@ -208,15 +172,6 @@ def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), simulation.OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
-
-
-def test_of_blocks_with_no_later_use_the_optimum_lets_the_oldest_go():
-    names = "abcdefghijkl"
-    trace = trace_from([*names, *names], dict.fromkeys(names, 10))
-    cache = BlockCache(trace.spans, simulation.Optimum([[n] for n in range(12)], lambda: 12), 20, looks_ahead=True)
-    for block in range(12):
-        cache.serve([block], 0.0)
-    assert [block for block in range(12) if block in cache] == [10, 11]
 
 
 WHAT = st.sampled_from(["add", "use", "remove", "evict", "wait"])
@@ -289,30 +244,6 @@ def test_adaptive_order_is_that_of_the_score(steps):
     assert all(seconds[kind] == pytest.approx(use.seconds(kind), rel=0.11) for kind in BlockKind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "uses", "every_seconds", "order"),
-    [
-        # Turns of a conversation are used every second until it ends; then those of a live one are worth more.
-        (BlockKind.ASSISTANT_HISTORY, 3998, 1.0, ["used", "new"]),
-        # The same pause says little of a kind whose blocks wait long for their next use.
-        (BlockKind.RETRIEVED_CONTEXT, 38, 100.0, ["new", "used"]),
-    ],
-)
-def test_uses_keep_a_block_only_until_it_is_overdue(kind, uses, every_seconds, order):
-    """One block was used so often, the last time 30 s ago; the other one has just come."""
-    now = 0.0
-    policy = simulation.AdaptiveSemanticEviction(lambda: now)
-    used = BlockHistory(100, 1, kind=kind)
-    policy.added("used", used)
-    for tick in range(2, uses + 2):
-        now += every_seconds
-        used.uses, used.last_use, used.last_seconds = used.uses + 1, tick, now
-        policy.used("used")
-    now += 30.0
-    policy.added("new", BlockHistory(100, uses + 2, block=1, kind=kind, last_seconds=now))
-    assert list(policy.candidates()) == order
-
-
 def code(seconds=0.0, uses=0):
     return BlockHistory(1, uses=uses, kind=BlockKind.CODE, last_seconds=seconds)
 
@@ -335,14 +266,6 @@ def test_factors_follow_hits_regrets_and_unused_blocks():
         use.came_back(BlockKind.CODE, 1.0)
         use.evicted(BlockHistory(1, block=block))
     assert (use.factors[BlockKind.CODE], use.factors[BlockKind.OTHER]) == (simulation.MOST, simulation.LEAST)
-
-
-@pytest.mark.parametrize("name", [ReplayPolicy.STATIC_SEMANTIC, ReplayPolicy.ADAPTIVE_SEMANTIC])
-def test_semantic_policies_keep_a_system_prompt_over_a_question(name):
-    policy = replay_policy(name, lambda: 0.0)
-    policy.added("a", BlockHistory(50, 1, block=1, kind=BlockKind.SYSTEM_PROMPT))
-    policy.added("b", BlockHistory(50, 2, block=2, kind=BlockKind.USER_QUERY))
-    assert list(policy.candidates()) == ["b", "a"]
 
 
 def seconds_after(gaps):

@@ -195,11 +195,10 @@ async def test_what_is_wrong_in_a_request_is_named(served, lines, body, status, 
     assert error_of(await answered(served.address, request)) == (status, code)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_malformed_request_is_an_error_of_the_routers(routed, caplog, seed):
+def test_no_malformed_request_is_an_error_of_the_routers(routed, caplog):
     async def test(parts):
-        found = await statuses(parts.address, seed, 400)
-        assert len(found) > 200
+        found = await statuses(parts.address, 0, 300)
+        assert len(found) > 150
         assert max(found) < 500
         assert {400, 404, 405} <= set(found)
         assert (await parts.ask(prompt="abc"))[0] == 200
