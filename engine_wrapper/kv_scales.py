@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.self_check import LayoutError
+from semblend_trt.errors import LayoutError
 from semblend_trt.namespace import unknown_value
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scale_of
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
+from semblend_trt.errors import LayoutError
 from semblend_trt.outcome import Scope, advice
 from semblend_trt.pool_facts import needs_scales
 from semblend_trt.runtime import Weights

@@ -19,7 +19,6 @@ from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.self_check import (
     MAX_TOKENS,
     MIN_TOKENS,
-    LayoutError,
     difference,
     differences,
     raise_difference,
@@ -27,6 +26,7 @@ from engine_wrapper.self_check import (
 from engine_wrapper.trtllm.hooks import hook_decoder
 from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
 from kernels.layout import pool_view
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import (
     MAX_TOKENS,
     MIN_TOKENS,
-    LayoutError,
     differences,
     raise_difference,
     sample_difference,
@@ -32,6 +31,7 @@ from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from kernels.device import HostCopy
 from kernels.layout import PagedKv
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 from semblend_trt.transfer.load import block_vector
 

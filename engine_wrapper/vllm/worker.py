@@ -10,7 +10,6 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -28,7 +27,7 @@ from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, LayoutError
 from semblend_trt.outcome import Scope, advice
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights, runtime_for

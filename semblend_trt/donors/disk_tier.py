@@ -35,7 +35,7 @@ import torch
 from semblend_trt.background import Background, OnceAMinute
 from semblend_trt.donors.catalog import DonorText
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
-from semblend_trt.errors import DonorUnavailableError, SemBlendError
+from semblend_trt.errors import DonorUnavailableError, ReasonedError
 from semblend_trt.files import open_file, open_folder, refuse_others
 
 if TYPE_CHECKING:
@@ -69,12 +69,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
 
 
-class DonorFileError(SemBlendError):
+class DonorFileError(ReasonedError):
     """A file cannot be used; `reason` is one of FILE_REASONS."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
