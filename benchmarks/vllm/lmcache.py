@@ -19,15 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.bench_model import (
-    DONOR_INSTRUCTION,
-    INSTRUCTION,
-    NEW_TOKENS,
-    QUESTION,
-    Prompts,
-    label,
-    write_config,
-)
+from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, label, write_config
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.connector.model_facts import model_facts
