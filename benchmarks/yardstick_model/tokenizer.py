@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import importlib.resources
 import itertools
 import random
@@ -52,11 +51,6 @@ def read_books(path: Path) -> list[str]:
     if sum(map(len, books)) < 100_000:
         raise CorpusError(f"The text file {path} holds fewer than 100,000 characters besides the shipped excerpt.")
     return [book for book in books if book]
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def paragraphs(books: list[str], characters: int) -> list[str]:

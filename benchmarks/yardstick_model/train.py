@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -34,7 +35,6 @@ from .tokenizer import (
     encode_books,
     packaged,
     read_books,
-    sha256,
     train_tokenizer,
 )
 
@@ -80,7 +80,7 @@ def heading(arguments: argparse.Namespace) -> dict[str, object]:
         "transformers": transformers.__version__,
         "device": device,
         "arguments": plain,
-        "text_sha256": sha256(arguments.text),
+        "text_sha256": hashlib.sha256(arguments.text.read_bytes()).hexdigest(),
     }
 
 
