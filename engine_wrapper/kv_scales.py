@@ -27,11 +27,6 @@ E4M3 = ("fp8", "fp8_e4m3")
 Scale = float | tuple[float, ...]
 
 
-def scale_of(held: Any, owner: str, name: str) -> float:
-    """Return the one scale in `held`; else as `scales_in`."""
-    return scales_in(held, owner, name, heads=1)[0]
-
-
 def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]:
     """Return the scale in `held`, or one for each head; errors name `owner` and `name`. Waits for the device. Raises
     LayoutError `kv_scales`, with the value, if it is missing, for other heads, or not finite and above 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,12 +40,6 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
                         row = row_of(fresh, kind, layer, head, position)
                     difference += float((row.float() - donor).square().sum())
                     norm += float(donor.square().sum())
-                column.append(_relative(difference, norm))
+                column.append((difference / norm) ** 0.5 if norm else math.inf if difference else 0.0)
             columns.append(column)
     return torch.tensor(columns, dtype=torch.float32).reshape(-1, kv_factor).T
-
-
-def _relative(difference: float, norm: float) -> float:
-    if difference == 0:
-        return 0.0
-    return (difference / norm) ** 0.5 if norm else float("inf")

@@ -373,18 +373,19 @@ def key_path(given: Path | None, sealed: Path) -> Path:
     """Return `given`, else `semblend-trt/donor-key` in the user's state folder (XDG base directory specification).
 
     Raises OSError, also where the key would lie in `sealed`, the folder of the files."""
-    path = given or _state_folder() / "semblend-trt" / "donor-key"
+    path = given
+    if path is None:
+        state = os.environ.get("XDG_STATE_HOME", "")
+        try:
+            home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            raise OSError(
+                "this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file"
+            ) from error
+        path = home / "semblend-trt" / "donor-key"
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(sealed)):
         raise OSError(f"the key {path} lies among the files that it seals; set SEMBLEND_DISK_KEY_PATH to one elsewhere")
     return path
-
-
-def _state_folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        return Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    except RuntimeError as error:
-        raise OSError("this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file") from error
 
 
 def read_key(path: Path) -> bytes:
