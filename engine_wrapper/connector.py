@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from engine_wrapper.kv_scales import digest_of
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, scales_of
 from engine_wrapper.trtllm.hooks import find_executor
 from kernels.layout import PagedKv
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.errors import SemBlendError
+from semblend_trt.errors import LayoutError, SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights
 

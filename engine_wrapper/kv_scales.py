@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.self_check import LayoutError
+from semblend_trt.errors import LayoutError
 from semblend_trt.namespace import unknown_value
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 E4M3 = ("fp8", "fp8_e4m3")
 # One for all heads, or one for each.
 Scale = float | tuple[float, ...]
-
-
-def scale_of(held: Any, owner: str, name: str) -> float:
-    """Return the one scale in `held`; else as `scales_in`."""
-    return scales_in(held, owner, name, heads=1)[0]
 
 
 def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.batch import Batch
-from semblend_trt.errors import SemBlendError
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
@@ -30,14 +30,6 @@ KEEP_ALL = 1e30
 _EXACT_BOUND, _ROUNDED_BOUND = 1e-3, 0.05
 
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
-
-
-class LayoutError(SemBlendError):
-    """Plans cannot be executed on this engine. It is counted under `reason`."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 def _check_plan(tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, sample_every: int = 0) -> SemanticKvPlan:

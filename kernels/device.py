@@ -23,18 +23,12 @@ Event = torch.cuda.Event
 _FP8_CAPABILITY = (8, 9)
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Return whether Triton is installed and runs: on CUDA, and with TRITON_INTERPRET=1 on the CPU, for tests."""
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and has_triton()
-
-
 def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool:
     """Return whether a kernel on `target`'s device can read and write all tensors; their channels must be side by side.
 
-    The tensors must lie on one device that `has_kernels`. Sources may also lie in pinned host memory, which a card
-    reads in place."""
-    if not has_kernels(target.device):
+    Triton must be installed. The tensors lie on one CUDA device, or for tests on the CPU with TRITON_INTERPRET=1.
+    Sources may also lie in pinned host memory, which a card reads in place."""
+    if not (target.is_cuda or (target.is_cpu and os.environ.get("TRITON_INTERPRET") == "1")) or not has_triton():
         return False
     if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
         return False

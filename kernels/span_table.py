@@ -134,7 +134,8 @@ def span_table(
 
     host = torch.empty(end, dtype=torch.int64, pin_memory=base.is_cuda)
     words = host.numpy()
-    unit_bytes = _unit_bytes(base, memories)
+    aligned = base.data_ptr() % _VECTOR_BYTES == 0 and all(memory.is_aligned() for memory in memories)
+    unit_bytes = _VECTOR_BYTES if aligned else base.element_size()
     records = _write_memories(words, addresses_at, memories, (layers, kinds), base.data_ptr(), unit_bytes)
     for index, target in enumerate(targets):
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
@@ -142,16 +143,14 @@ def span_table(
     factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(known)}
     own = [records[id(sources[id(move.source)])] for move in moves]
     _write_spans(words[SPANS_AT:tiles_at], moves, own, target_position, factor_of)
-    _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
+    # Of each tile its span, and its first token there.
+    pairs = words[tiles_at:factors_at].reshape(-1, 2)
+    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
+    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
         _write_factors(words[factors_at:rows_at], known, turning)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
-
-
-def _unit_bytes(base: torch.Tensor, memories: Sequence[Memory]) -> int:
-    aligned = base.data_ptr() % _VECTOR_BYTES == 0 and all(memory.is_aligned() for memory in memories)
-    return _VECTOR_BYTES if aligned else base.element_size()
 
 
 def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArray[np.int64]:
@@ -205,13 +204,6 @@ def _write_spans(
         for source, move in zip(sources, moves, strict=True)
     ]
     spans[:, 8:11] = np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
-
-
-def _write_tiles(words: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], tile_tokens: int) -> None:
-    """Write the pair of each tile; `tiles`: how many tiles each span has."""
-    pairs = words.reshape(-1, 2)
-    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
-    pairs[:, 1] = (np.arange(len(pairs)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
 
 
 def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:

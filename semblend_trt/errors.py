@@ -5,6 +5,14 @@ class SemBlendError(Exception):
     """Base of every error raised by this project."""
 
 
+class ReasonedError(SemBlendError):
+    """An error that is counted by its short name, `reason`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class PlanError(SemBlendError, ValueError):
     """A reuse plan breaks one of its invariants; `invariant` is the invariant's short name."""
 
@@ -29,12 +37,12 @@ class ProfileError(ConfigurationError):
         self.reason = reason
 
 
-class UnsupportedModelError(SemBlendError):
-    """The model has a feature whose KV cannot be moved safely; `reason` is its short name in metrics."""
+class UnsupportedModelError(ReasonedError):
+    """The model has a feature whose KV cannot be moved safely."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+
+class LayoutError(ReasonedError):
+    """Plans cannot be executed on this engine."""
 
 
 class DonorUnavailableError(SemBlendError):

@@ -90,7 +90,6 @@ class CacheNamespace:
     backend_cache_layout: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     key: str = field(init=False, repr=False)
-    _unsalted: dict[str | None, CacheNamespace] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in _TEXT_FIELDS:
@@ -115,19 +114,13 @@ class CacheNamespace:
         A request's adapter adds to one that the engine always applies. Raises NamespaceError."""
         if "tenant_key" in self.extra:
             raise NamespaceError("the namespace is bound to a request already; bind the engine's own namespace instead")
-        if cache_salt is None and adapter in self._unsalted:
-            return self._unsalted[adapter]
         extra = {**self.extra, "tenant_key": tenant_key(cache_salt)}
         if cache_salt is not None:
             extra["cache_salt"] = salt_digest(cache_salt)
         applied = self.adapter if adapter is None else adapter
         if adapter is not None and self.adapter is not None:
             applied = json.dumps([self.adapter, adapter])
-        bound = replace(self, extra=extra, adapter=applied)
-        # Salts may be secrets, so they are never remembered.
-        if cache_salt is None and len(self._unsalted) < MAX_REMEMBERED:
-            self._unsalted[adapter] = bound
-        return bound
+        return replace(self, extra=extra, adapter=applied)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form, read back by `from_dict`; it holds no raw salt."""

@@ -20,15 +20,8 @@ MAX_REPORTS = 4096
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
 _RECEIPT = (
     *("outcome", "reason", "policy", "profile", "max_kl", "risk", "generation", "exact_prefix_tokens"),
-    *(
-        "offered_tokens",
-        "sampled_tokens",
-        "sampled_deviation",
-        "checked_tokens",
-        "reused_tokens",
-        "recomputed_tokens",
-        "largest_kept",
-    ),
+    *("offered_tokens", "sampled_tokens", "sampled_deviation", "checked_tokens", "reused_tokens"),
+    *("recomputed_tokens", "largest_kept"),
 )
 
 

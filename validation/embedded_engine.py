@@ -56,14 +56,6 @@ class _ArmLLM(LLM):
             self.connector_scheduler._audit.flush()
 
 
-def _fits_again(runner: ModelRunner) -> bool:
-    """True if the device has room for the weights in float32 too, and as much for KV."""
-    if runner.device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(runner.device)
-    return bool(free > 8 * sum(each.numel() for each in runner.model.parameters()))
-
-
 class EmbeddedEngines:
     """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`."""
 
@@ -73,7 +65,9 @@ class EmbeddedEngines:
 
     def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
         self.runner, self.kv_dtype = runner, kv_dtype
-        self.has_other_dtype = kv_dtype == "auto" and _fits_again(runner)
+        # On a card there must be room for the weights in float32 too, and as much for KV.
+        needed = 8 * sum(each.numel() for each in runner.model.parameters()) if runner.device.type == "cuda" else 0
+        self.has_other_dtype = kv_dtype == "auto" and (not needed or torch.cuda.mem_get_info(runner.device)[0] > needed)
         self._other: ModelRunner | None = None
         self.tokenizer: Any = runner.tokenizer
         self.facts = runner.facts

@@ -123,13 +123,9 @@ def judged(
         score: float | None = None
         problem: str | None = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
         if timeouts < MAX_TIMEOUTS:
-            answers = {
-                "reference": sample.reference,
-                "cold": cold[sample.case_id, sample.repeat],
-                "answer": sample.answer,
-            }
-            asked = {"id": sample.case_id, "arm": sample.arm, "prompt": prompts[sample.case_id], **answers}
-            score, problem = judge.score(asked)
+            given = {"prompt": prompts[sample.case_id], "reference": sample.reference}
+            answers = {"cold": cold[sample.case_id, sample.repeat], "answer": sample.answer}
+            score, problem = judge.score({"id": sample.case_id, "arm": sample.arm, **given, **answers})
             timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
         done.append(replace(sample, judge_score=score, judge_error=problem))
         on_step(sample.case_id)

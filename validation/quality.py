@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from validation.cases import Case
-
 FILE_STEM = "quality"
 # Of the columns that a terminal shows.
 _WIDTHS = (18, 14, 8, 8, 11, 8, 6, 7)
@@ -79,6 +77,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     arms = arms_of(dict.fromkeys((COLD, *FLOOR_ARMS, *asked_arms)), choices)
     own = arguments.own_cases(options, engines.tokenizer)
     cases = own or write_cases(engines, asked)
+    traps = {case.workload for case in own if case.donor_answer is not None}
+    of_own = {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in own}
+    kinds = of_own or {case.workload: family(case.workload).kind.value for case in cases}
     server = BatchServer(engines, cases, settings, judged=True)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
@@ -91,7 +92,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     report = QualityReport(
         model=smollm2.shown_name(settings.model),
         samples=samples,
-        kinds=_kinds_of_own(own) if own else {case.workload: family(case.workload).kind.value for case in cases},
+        kinds=kinds,
         settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
         measured=Measured.now(command, device, options.machine),
         seconds=seconds,
@@ -104,12 +105,6 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
     return _show(report, options.output, page_path)
-
-
-def _kinds_of_own(cases: Sequence[Case]) -> dict[str, str]:
-    """Return each family's kind: one with a donors' answer is a trap."""
-    traps = {case.workload for case in cases if case.donor_answer is not None}
-    return {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in cases}
 
 
 def _show(report: QualityReport, output: Path, page_path: Path | None = None) -> bool:
@@ -127,10 +122,6 @@ def _show(report: QualityReport, output: Path, page_path: Path | None = None) ->
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
 
 
 @dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
@@ -230,18 +221,7 @@ class QualityReport:
 
     def grids(self) -> list[Grid]:
         """Return a table of what the reusing arms do, with a row for each line."""
-        headings = [
-            "family",
-            "arm",
-            "KL",
-            "floor",
-            "95 % below",
-            "changed",
-            "right",
-            "in cold",
-            "reused",
-            "computed",
-        ]
+        headings = ["family", "arm", "KL", "floor", "95 % below", "changed", "right", "in cold", "reused", "computed"]
         colds, rows = {line.family: line.contains for line in self.lines if line.arm == COLD}, []
         for line in self._moved:
             kls = (line.answer_kl, self.floor(line.family), line.answer_kl_q95)
@@ -249,7 +229,8 @@ class QualityReport:
             bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
             said = "; ".join(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)
             arm = ARM_NAMES.get(line.arm, line.arm)
-            rows.append([line.family, arm, *map(_short, kls), *map(_percent, shares), said])
+            percents = ("-" if each is None else f"{each:.0%}" for each in shares)
+            rows.append([line.family, arm, *map(_short, kls), *percents, said])
         return [("Answers beside cold's", [*headings, "bounds"], rows)]
 
     def to_dict(self) -> dict[str, Any]:

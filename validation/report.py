@@ -396,7 +396,13 @@ def end_to_end_rows(
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
         for label, size in (("2k", "2048"), ("4k", "4096")):
             shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
-            _add_speedup(results, f"{name}_{label}_ttft_speedup", arm, shifted)
+            own = [s for s in shifted if s.arm == arm]
+            speedup, cold_s = median(s.speedup for s in own), median(s.ttft_s for s in shifted if s.arm == COLD)
+            prompt, computed = mean(s.prompt_tokens for s in own), mean(s.computed_tokens for s in own)
+            if speedup is not None and cold_s is not None:
+                told = f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+                bound = GateBounds().min_speedup
+                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", told, bound, "higher")
     for name, arm, workloads in (
         (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
         (f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP)),
@@ -421,12 +427,3 @@ def end_to_end_rows(
         name = f"{engine}wrapper_exactness_max_logit_diff"
         results.add(name, exactness.difference, "logits", exactness.against, goal)
     return results.rows
-
-
-def _add_speedup(results: Results, name: str, arm: str, timed: Sequence[Sample]) -> None:
-    ours = [s for s in timed if s.arm == arm]
-    speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in timed if s.arm == COLD)
-    prompt, computed = mean(s.prompt_tokens for s in ours), mean(s.computed_tokens for s in ours)
-    if speedup is not None and cold is not None:
-        baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
-        results.add(name, speedup, "x", baseline, GateBounds().min_speedup, "higher")

@@ -82,21 +82,6 @@ class Row:
             raise ValueError(f"the row {self.name} has no objects in machine and versions")
 
 
-def row(
-    name: str,
-    value: float,
-    unit: str,
-    *,
-    goal: float | None = None,
-    better: Better = "lower",
-    baseline: str,
-    measured: Measured,
-) -> Row:
-    """Make a row; `holds` follows from value, goal and direction. Raises ValueError for a value that is not finite."""
-    value, goal = float(value), None if goal is None else float(goal)
-    return Row(name, value, unit, goal, better, _holds(value, goal, better), baseline, **asdict(measured))
-
-
 class Results:
     """The rows of one run, by default of this program with `arguments` (None: its own) on `device`.
     Rows of a `dry` run have no goals, and are written only if a folder is given."""
@@ -117,10 +102,11 @@ class Results:
     def add(
         self, name: str, value: float, unit: str, baseline: str, goal: float | None = None, better: Better = "lower"
     ) -> None:
-        """Add a figure. Raises ValueError when the value is not finite.
+        """Add a figure. `holds` follows from value, goal and direction. Raises ValueError when the value is not finite.
         It shows the figure at once, so that a run that is cut short has shown what it measured."""
-        goal = None if self.dry else goal
-        added = row(name, value, unit, goal=goal, better=better, baseline=baseline, measured=self.measured)
+        value, goal = float(value), None if self.dry or goal is None else float(goal)
+        holds = _holds(value, goal, better)
+        added = Row(name, value, unit, goal, better, holds, baseline, **asdict(self.measured))
         self.rows.append(added)
         if self._is_shown:
             say(_line(added))

@@ -79,7 +79,8 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
     lines = []
     for (place, name), each in chosen.items():
         value, machine = f"{figure(each.value)} {each.unit}".strip(), place.partition("/")[0]
-        cells = (f"`{name}`", value, goal_of(each), "yes" if each.holds else "**no**", each.baseline, machine)
+        goal = "-" if each.goal is None else f"{'>=' if each.better == 'higher' else '<='} {figure(each.goal)}"
+        cells = (f"`{name}`", value, goal, "yes" if each.holds else "**no**", each.baseline, machine)
         lines.append([printable(cell).replace("|", "\\|") for cell in cells])
     return output.markdown_table("row | value | goal | holds | against | machine", lines) + "\n"
 
@@ -113,11 +114,6 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
     if not found:
         raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
     return found
-
-
-def goal_of(row: Row) -> str:
-    """Return the goal with its direction, `-` for a row without one."""
-    return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
 
 
 def figure(value: float) -> str:

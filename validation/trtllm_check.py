@@ -97,9 +97,6 @@ class Served:
     texts: tuple[str, ...]
     events: tuple[dict[str, Any], ...]
 
-    def ended_requests(self) -> list[dict[str, Any]]:
-        return ended_requests(self.events)
-
 
 def serve(
     model: str, dtype: str, prompts: Sequence[str], connector: str | None, variables: Mapping[str, str]
@@ -252,7 +249,7 @@ def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
 def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
     """Check that reuse under the profile is right as often as cold, and that the engine takes the profile."""
     right = {"stock": asked.right(stock), "verified": asked.right(verified)}
-    ended = verified.ended_requests()
+    ended = ended_requests(verified.events)
     refused = sorted({str(event["reason"]) for event in ended if "profile" in str(event["reason"])})
     reused = sum(int(event["reused_tokens"]) for event in ended)
     what = f"share of right answers {right}; {reused} tokens reused; the profile was refused: {refused}"
@@ -287,7 +284,7 @@ def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
     """The engines answer every prompt, and every connector sees every request."""
     prompts = len(asked.prompts)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
-    unseen = [arm for arm, each in served.items() if arm != STOCK and len(each.ended_requests()) < prompts]
+    unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
     started = [event for each in served.values() for event in each.events if event["event"] == "scheduler_initialized"]
     refused = sorted({str(event["refusal"]) for event in started if event["refusal"]})
     what = f"{prompts} prompts; unanswered in {silent}, not seen by the connector in {unseen}, refused: {refused}"
@@ -298,7 +295,7 @@ def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
     """The connector offers text from other places: the wrapper is attached, and its self-check has passed."""
     offered, segmented = {}, {}
     for arm in (RECOMPUTED, REUSED):
-        first, _ = asked.twice(served[arm].ended_requests())
+        first, _ = asked.twice(ended_requests(served[arm].events))
         offered[arm] = sum(int(event.get("offered_tokens") or 0) for event in first)
         lookups = [event for event in served[arm].events if event["event"] == "lookup"]
         segmented[arm] = any(each.get("kind") == "request_local" and each["diagnostics"]["holes"] for each in lookups)
@@ -312,7 +309,7 @@ def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
     for arm in (RECOMPUTED, REUSED):
         plans = [event for event in served[arm].events if event["event"] == "plan_dispatched"]
         moved = {each["request_id"]: [to for _, donor, to, _ in each["spans"] if donor != to] for each in plans}
-        first, second = asked.twice(served[arm].ended_requests())
+        first, second = asked.twice(ended_requests(served[arm].events))
         for before, after in zip(first, second, strict=True):
             # Of a plan that moves a span, the tokens before the first such span are exact.
             exact = min(moved.get(before["request_id"]) or [after["exact_prefix_tokens"]])

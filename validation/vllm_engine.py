@@ -150,13 +150,23 @@ class VllmEngine:
         gc.collect()
 
     def _ask(self, asked: Sequence[Asked]) -> list[Any]:
+        from vllm import SamplingParams as Params
+
         engine, ended = self._llm.llm_engine, dict[str, Any]()
         names = [f"validation{each.number}" for each in asked]
         self._asked += len(asked)
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
             self._readings[name] = _Reading(tuple(each.params.forced_token_ids or ()))
-            engine.add_request(name, {"prompt_token_ids": each.prompt, **salted}, _sampling(each.params))
+            stops = each.params.stop_token_ids
+            sampling = Params(
+                max_tokens=each.params.max_tokens,
+                temperature=0.0,
+                stop_token_ids=None if stops is None else list(stops),
+                ignore_eos=each.params.ignore_eos,
+                detokenize=False,
+            )
+            engine.add_request(name, {"prompt_token_ids": each.prompt, **salted}, sampling)
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
@@ -194,15 +204,3 @@ def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
             return
         ask_shortly()
     raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
-
-
-def _sampling(params: SamplingParams) -> Any:
-    from vllm import SamplingParams as Params
-
-    return Params(
-        max_tokens=params.max_tokens,
-        temperature=0.0,
-        stop_token_ids=None if params.stop_token_ids is None else list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        detokenize=False,
-    )

@@ -21,7 +21,7 @@ from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.planter import PLANTED, Planter, write_plants
-from validation.cases import Tokeniser
+from validation.cases import Case, Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.measurement import BatchServer, ServingSettings
@@ -31,21 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.cases import Case
     from validation.results import Results
     from validation.samples import Answer
 
 # Families in which the donor's text before what is shared decides what the shared text says.
-CONSTRUCTIONS = (
-    PLANTED,
-    "header_trap",
-    "far_header_trap",
-    "mid_sentence_trap",
-    "alias_trap",
-    "pronoun_trap",
-    "unit_trap",
-    "date_trap",
-)
+_SAID_BEFORE = ("header", "far_header", "mid_sentence", "alias", "pronoun", "unit", "date")
+CONSTRUCTIONS = (PLANTED, *(f"{name}_trap" for name in _SAID_BEFORE))
 TRIES, VICTIMS, SEED = 16, 4, 100_000
 # Factors for the strongest construction.
 MORE_TRIES, MORE_VICTIMS = 32, 6
@@ -97,12 +88,14 @@ def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
 
 
 def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
-    """Search plants against one model and serve their victims under every arm."""
+    """Search plants against one model, and serve under every arm the victims of those that its policy misses most."""
     runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
-    cases = [
-        case for name in CONSTRUCTIONS for case in strongest(runner, profile, name, *effort(name, tries, victims), seed)
-    ]
+    engines, collector = EmbeddedEngines(runner), DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
+    planter, cases = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise), list[Case]()
+    for name in CONSTRUCTIONS:
+        plants, most = effort(name, tries, victims)
+        cases += planter.hardest(write_plants(engines, FamilyRequest(seed=seed), [name], plants), profile, most)
     answers = _answers(runner, target, cases)
     served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
@@ -115,17 +108,6 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
     held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
     return Attack(target.name, len(served), wrong, hijacked, fires, held)
-
-
-def strongest(
-    runner: ModelRunner, profile: ReuseProfile, construction: str, tries: int, victims: int, seed: int
-) -> list[Case]:
-    """Return the victims of the construction's plants that the profile's policy misses most."""
-    engines = EmbeddedEngines(runner)
-    plants = write_plants(engines, FamilyRequest(seed=seed), [construction], tries)
-    collector = DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
-    planter = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise)
-    return planter.hardest(plants, profile, victims)
 
 
 def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:

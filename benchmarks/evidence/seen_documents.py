@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,12 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigurationError(f"{options.model} has no reuse profile; name one with --profile.")
     runner, model = load(options.model, options.device, options.dtype), Path(options.model or shipped_model())
     tokenizer, tokeniser = runner.tokenizer, Tokeniser(runner, ANSWER_TOKENS)
-    queries = queries_of(
-        options.queries,
-        options.documents,
-        form_for(tokenizer),
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-    )
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    queries = queries_of(options.queries, options.documents, form_for(tokenizer), encode)
     pool_tokens = 4 * max(len(query.tokens) for query in queries)
     is_dry = options.queries < QUERIES or options.documents < DOCUMENTS
     rows, name = Results(arguments, str(runner.device), dry=is_dry), f"_{options.name}" if options.name else ""

@@ -134,12 +134,7 @@ def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int)
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events")
     # Nothing asks for heartbeats or resyncs.
     publisher = EventPublisher(
-        options,
-        Emitter(0, 0, 1),
-        EventCounters(enabled=False),
-        form=form,
-        heartbeat_seconds=3600.0,
-        resync_seconds=0.0,
+        options, Emitter(0, 0, 1), EventCounters(enabled=False), form=form, heartbeat_seconds=3600.0, resync_seconds=0.0
     )
     donors = Donors(publisher, tokens)
     for _ in range(SENT_HELD):

@@ -32,12 +32,8 @@ MAX_ERROR = 1e-2
 
 def layer_ms(case: Case) -> float:
     """Return milliseconds of one decoder layer over the case's rows, without norms."""
-    sizes = [
-        (HIDDEN, HIDDEN + 2 * QWEN_7B.kv_heads * QWEN_7B.head_dim),
-        (HIDDEN, HIDDEN),
-        (HIDDEN, 2 * INNER),
-        (INNER, HIDDEN),
-    ]
+    qkv = HIDDEN + 2 * QWEN_7B.kv_heads * QWEN_7B.head_dim
+    sizes = [(HIDDEN, qkv), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN)]
     weights = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
     inputs = [torch.randn(ROWS, size[0], dtype=torch.bfloat16, device="cuda") for size in sizes]
 

@@ -15,15 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels.ceilings import (
-    QWEN_7B,
-    add_share,
-    check_close,
-    copy_gbps,
-    matmul_tflops,
-    run_on_card,
-    time_ms,
-)
+from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, matmul_tflops, run_on_card, time_ms
 from kernels.layout import PoolLayer, indexable, pool_view
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows

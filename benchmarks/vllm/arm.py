@@ -401,12 +401,8 @@ class VllmArm:
             asked = self.sizes.turns * (1 + _IN_TURN)
             problems.append(served.problem(len(document) * asked))
             reused = round(served.counts.get("reused_tokens", 0) / asked)
-            times_and_tokens = {
-                "ttft_ms": round(statistics.median(times), 3),
-                "computed": size - reused,
-                "reused": reused,
-            }
-            seen.append(times_and_tokens | {"is_checked": self.name == VERIFIED})
+            found = {"ttft_ms": round(statistics.median(times), 3), "computed": size - reused, "reused": reused}
+            seen.append(found | {"is_checked": self.name == VERIFIED})
         return {"observations": seen, "problem": next(filter(None, problems), None)}
 
     def decode(self) -> dict[str, Any]:

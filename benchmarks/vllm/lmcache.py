@@ -1,39 +1,25 @@
 """A yardstick beside our connector: LMCache with CacheBlend in vLLM, on a shifted document and on trap prompts.
 
-`python -m benchmarks.vllm.lmcache --out DIR` times prompts cold and blended, and with `--answers FOLDER` compares a
-model's answers. Each part runs in a process of its own, which writes DIR/lmcache-<part>.json and .log; a part that did
-not start or was not served has its own words in the place of a figure.
+`python -m benchmarks.vllm.lmcache --json DIR` times prompts cold and blended, and with `--answers FOLDER` it compares
+a model's answers. What LMCache did not serve has no figure.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
-from dataclasses import asdict
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.bench_model import (
-    DONOR_INSTRUCTION,
-    INSTRUCTION,
-    NEW_TOKENS,
-    QUESTION,
-    Prompts,
-    label,
-    write_config,
-)
+from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, label, write_config
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.connector.model_facts import model_facts
@@ -41,8 +27,7 @@ from semblend_trt.errors import ConfigurationError
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match
-from validation.output import write_json
-from validation.results import Measured, Results, command, write_rows
+from validation.results import Results
 from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
@@ -66,7 +51,6 @@ _POSITIONS = 32_768
 # Tokens of the prompts that are timed, room for new tokens and the marks, and runs before and of a median.
 _SIZE, _ROOM, _WARM_UPS, _REPEATS = 24_576, 1_024, 2, 7
 _ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS, _KEPT_LINES = 8, 6, 4, 1_024, 4 << 30
-TTFT = "ttft"
 
 
 class Segments:
@@ -171,37 +155,34 @@ class LmcacheEngine:
             self.ask(self.segments.join(*missing))
 
 
-def measure_ttft() -> dict[str, Any]:
-    """Measure ms of long prompts over random weights: cold, and with a document that was elsewhere before."""
+def measure_ttft(rows: Results) -> None:
+    """Add times of long prompts over random weights: cold, and with a document that was elsewhere before."""
+    size = _SIZE
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, _SIZE + _ROOM)})
+        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
         write_tokenizer(folder)
-        return _ttft(folder, int(config.vocab_size))
+        facts = model_facts(name)
+        kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
+        engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
+        prompts, segments = Prompts(int(config.vocab_size)), engine.segments
+        document = prompts.fresh(size - NEW_TOKENS - 2 * len(segments.separator))
+
+        def shifted() -> list[int]:
+            prompt = segments.join(prompts.fresh(INSTRUCTION), document, prompts.fresh(QUESTION))
+            engine.prepare(prompt)
+            return prompt
+
+        cold, _ = _times(engine, lambda: prompts.fresh(size), keeps=False)
+        donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
+        engine.ask(donor)
+        blended, cached = _times(engine, shifted)
+        check_served(sum(cached), len(document) * len(cached))
+        add_times(rows, engine.facts, size, cold, blended, cached)
 
 
-def _ttft(folder: Path, vocabulary: int) -> dict[str, Any]:
-    size, facts = _SIZE, model_facts(str(folder))
-    kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
-    engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
-    prompts, segments = Prompts(vocabulary), engine.segments
-    document = prompts.fresh(size - NEW_TOKENS - 2 * len(segments.separator))
-
-    def shifted() -> list[int]:
-        prompt = segments.join(prompts.fresh(INSTRUCTION), document, prompts.fresh(QUESTION))
-        engine.prepare(prompt)
-        return prompt
-
-    cold, _ = _times(engine, lambda: prompts.fresh(size), keeps=False)
-    donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
-    engine.ask(donor)
-    blended, cached = _times(engine, shifted)
-    found = {"engine": engine.facts, "tokens": size, "cold_ms": cold, "blended_ms": blended, "cached_tokens": cached}
-    return found | {"problem": _unserved(sum(cached), len(document) * len(cached))}
-
-
-def measure_answers(folder: Path) -> dict[str, Any]:
-    """Measure exact match of a model's answers to families of prompts, cold and blended. Segments are lines, so that
+def measure_answers(rows: Results, folder: Path) -> None:
+    """Add exact match of a model's answers to families of prompts, cold and blended. Segments are lines, so that
     rows can be taken from under another header. Donors are served as they are, and the lines that they lack in a prompt
     of their own."""
     model = VllmEngines(str(folder))
@@ -213,7 +194,6 @@ def measure_answers(folder: Path) -> dict[str, Any]:
         name: [_answer(engine, tokeniser, tokeniser.tokenise(case), keeps=False)[0] for case in asked]
         for name, asked in cases.items()
     }
-    found: dict[str, Any] = {"engine": engine.facts, "families": {}, "problem": None}
     for name, asked in cases.items():
         texts, cached, prompt_tokens, kept = list[str](), 0, 0, 0
         for case in asked:
@@ -227,16 +207,15 @@ def measure_answers(folder: Path) -> dict[str, Any]:
             cached += taken
             prompt_tokens += len(tokens.prompt)
             kept += len(tokens.prompt) - len(engine.segments.of(tokens.prompt)[-1])
-        found["families"][name] = {
-            "prompts": len(asked),
-            "cold_em": _matches(cold[name], [case.reference for case in asked]),
-            "blended_em": _matches(texts, [case.reference for case in asked]),
-            "as_the_donor_says": _matches(texts, [case.donor_answer for case in asked]),
-            "cached_tokens": cached,
-            "prompt_tokens": prompt_tokens,
-        }
-        found["problem"] = found["problem"] or _unserved(cached, kept)
-    return found
+        check_served(cached, kept)
+        references, theirs = [case.reference for case in asked], [case.donor_answer for case in asked]
+        baseline = (
+            f"cold {_matches(cold[name], references):.3f}; {len(asked)} prompts, {_matches(texts, theirs):.3f} "
+            f"answered as the donor says; {cached:,} of {prompt_tokens:,} tokens from LMCache, a segment a line; "
+            f"{_shown(engine.facts)}"
+        )
+        row = f"vllm_lmcache_em_{name}_{folder.name}"
+        rows.add(row, _matches(texts, references), "exact match", baseline, better="higher")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -299,118 +278,49 @@ def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
     return sum(reference is not None and exact_match(text, reference) for text, reference in pairs) / len(texts)
 
 
-def _unserved(cached: int, kept: int) -> str | None:
-    """Why a figure would not show LMCache: `kept` of the tokens could have been taken."""
-    return None if cached >= SERVED_SHARE * kept else f"LMCache served {cached:,} of {kept:,} tokens that it had kept"
+def check_served(cached: int, kept: int) -> None:
+    """Raise SystemExit where a figure would not show LMCache: `kept` of the tokens could have been taken."""
+    if cached < SERVED_SHARE * kept:
+        raise SystemExit(f"no figure: LMCache served {cached:,} of {kept:,} tokens that it had kept")
 
 
-def run_part(part: str, out: Path, timeout: float) -> dict[str, Any]:
-    """Run a part's process, and return what it wrote. If it fails or takes more than `timeout` seconds, `problem` says
-    so, with its last line."""
-    path = out / f"lmcache-{Path(part).name}.json"
-    path.unlink(missing_ok=True)
-    log, failed = path.with_suffix(".log"), None
-    call = [sys.executable, "-m", "benchmarks.vllm.lmcache", "--out", str(path), "--part", part]
-    with log.open("w", encoding="utf-8") as stream:
-        try:
-            ended = subprocess.run(
-                call, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=timeout, check=False
-            )
-            failed = f"its process ended with {ended.returncode}" if ended.returncode else None
-        except subprocess.TimeoutExpired:
-            failed = f"its process was ended after {timeout:,.0f} s"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if failed and not found.get("problem"):
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        found["problem"] = f"{failed}: {lines[-1]}" if lines else failed
-    return found
-
-
-def add_rows(parts: dict[str, dict[str, Any]], rows: Results) -> None:
-    """Add the figures of the parts that were served."""
-    for name, found in parts.items():
-        if not found.get("problem"):
-            _ttft_rows(found, rows) if name == TTFT else _answer_rows(name, found, rows)
-
-
-def _ttft_rows(found: dict[str, Any], rows: Results) -> None:
-    size, cold, blended = (
-        label(found["tokens"]),
-        statistics.median(found["cold_ms"]),
-        statistics.median(found["blended_ms"]),
-    )
-    engine = _engine(found)
-    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{engine}; nothing kept or taken")
-    counts = f"{min(found['cached_tokens']):,} of {found['tokens']:,} tokens from LMCache in host memory"
-    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {engine}")
+def add_times(
+    rows: Results, engine: dict[str, Any], tokens: int, cold_ms: list[float], blended_ms: list[float], cached: list[int]
+) -> None:
+    """Add the rows of prompts of so long; `cached` of their tokens came from LMCache."""
+    size, cold, blended = label(tokens), statistics.median(cold_ms), statistics.median(blended_ms)
+    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{_shown(engine)}; nothing kept or taken")
+    counts = f"{min(cached):,} of {tokens:,} tokens from LMCache in host memory"
+    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_shown(engine)}")
     rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
 
 
-def _answer_rows(name: str, found: dict[str, Any], rows: Results) -> None:
-    for family, counts in found["families"].items():
-        baseline = (
-            f"cold {counts['cold_em']:.3f}; {counts['prompts']} prompts, {counts['as_the_donor_says']:.3f} answered as "
-            f"the donor says; {counts['cached_tokens']:,} of {counts['prompt_tokens']:,} tokens from LMCache, a "
-            f"segment a line; {_engine(found)}"
-        )
-        row = f"vllm_lmcache_em_{family}_{name}"
-        rows.add(row, counts["blended_em"], "exact match", baseline, better="higher")
-
-
-def _engine(found: dict[str, Any]) -> str:
-    engine = found["engine"]
+def _shown(engine: dict[str, Any]) -> str:
     return (
         f"LMCache {engine['lmcache']}, CacheBlend {RATIO:.0%} chosen at layer {CHECK_LAYER}, vLLM {engine['vllm']} "
         "eager, without its prefix cache"
     )
 
 
-def measure(part: str, path: Path) -> None:
-    """Run one part in this process: write what it measured, or what went wrong, and end."""
-    try:
-        found = measure_ttft() if part == TTFT else measure_answers(Path(part))
-        found["measured"] = asdict(Measured.now("", "cuda"))
-        found["measured"]["versions"] |= {name: found["engine"][name] for name in ("vllm", "lmcache")}
-    except Exception as error:
-        traceback.print_exc()
-        found = {"problem": f"{type(error).__name__}: {error}"}
-    write_json(path, found)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of LMCache may wait for ever
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, run the parts, print and write. Exits with 1 when a part has no figure."""
+    """Parse the command line, measure, print and write."""
     parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where files, logs and rows go")
-    parser.add_argument(
-        "--answers", type=Path, nargs="+", default=[], metavar="FOLDER", help="models whose answers are compared"
-    )
-    parser.add_argument("--timeout", type=float, default=420, help="seconds that a part may take")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    told = "compare the answers of this model, in place of times"
+    parser.add_argument("--answers", type=Path, metavar="FOLDER", help=told)
     options = parser.parse_args(arguments)
-    if options.part is not None:
-        measure(options.part, options.out)
-    for folder in options.answers:
-        if not (folder / "config.json").is_file():
-            parser.error(f"{folder} holds no config.json; name a model's folder")
-    options.out.mkdir(parents=True, exist_ok=True)
-    parts = {
-        Path(part).name: run_part(part, options.out, options.timeout) for part in (TTFT, *map(str, options.answers))
-    }
-    problems = {name: found["problem"] for name, found in parts.items() if found.get("problem")}
-    for name, problem in problems.items():
-        print(f"no figure of {name}: {problem}", file=sys.stderr)
-    if there := [found["measured"] for found in parts.values() if "measured" in found]:
-        rows = Results(measured=Measured(**there[0] | {"command": command(arguments)}))
-        add_rows(parts, rows)
-        rows.write(options.out / "rows", "vllm_lmcache")
-        if options.json is not None:
-            write_rows(options.json / "vllm_lmcache.json", rows.rows)
-    if problems:
-        raise SystemExit(1)
+    if options.answers is not None and not (options.answers / "config.json").is_file():
+        parser.error(f"{options.answers} holds no config.json; name a model's folder")
+    if find_spec("lmcache") is None:
+        parser.error("LMCache is not installed; install it beside vLLM")
+    rows = Results(arguments, "cuda")
+    rows.measured.versions["lmcache"] = import_module("lmcache").__version__
+    if options.answers is None:
+        measure_ttft(rows)
+    else:
+        measure_answers(rows, options.answers)
+    rows.write(options.json, "vllm_lmcache" if options.answers is None else f"vllm_lmcache_{options.answers.name}")
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # threads of LMCache may wait for ever

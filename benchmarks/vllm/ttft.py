@@ -24,6 +24,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,8 +187,8 @@ def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
                 add(arm if kv == PLAIN else kv, served[arm][name], stock.get(name), rows)
     if kv == PLAIN and (found := stock.get("ttft")) is not None:
         size = label(found["tokens"])
-        rows.add(f"vllm_stock_cold_ttft_{size}_ms", _median(found["cold_ms"]), "ms", _spread(found["cold_ms"]))
-        rows.add(f"vllm_stock_hit_ttft_{size}_ms", _median(found["exact_hit_ms"]), "ms", _spread(found["exact_hit_ms"]))
+        rows.add(f"vllm_stock_cold_ttft_{size}_ms", median(found["cold_ms"]), "ms", _spread(found["cold_ms"]))
+        rows.add(f"vllm_stock_hit_ttft_{size}_ms", median(found["exact_hit_ms"]), "ms", _spread(found["exact_hit_ms"]))
     if kv == PLAIN and (found := stock.get("rag")) is not None:
         rows.add("vllm_stock_rag_requests_per_s", found["requests_per_s"], "1/s", _of_rag(found), better="higher")
     return problems
@@ -195,7 +196,7 @@ def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
 
 def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     size, times = label(ours["tokens"]), ours["shifted_ms"]
-    ttft, cold, hit = _median(times), _median(stock["cold_ms"]), _median(stock["exact_hit_ms"])
+    ttft, cold, hit = median(times), median(stock["cold_ms"]), median(stock["exact_hit_ms"])
     counts = f"{_reused(ours['served'])}; {_spread(times)}"
     if arm == POSITION_FIX:
         baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
@@ -207,20 +208,20 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
     if sampled := ours.get("sampled_ms"):
         sample = ours["served"]["sampled"]
         baseline = (
-            f"{_median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; check in layer "
+            f"{median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; check in layer "
             f"{ours['check']['layer']}, one token in {ours['check']['sample_every']}; of "
             f"{sample['offered_tokens']:,} offered tokens {sample['sampled_tokens']:,} in a sample, "
             f"{sample['checked_tokens']:,} checked after it, {sample['reused_tokens']:,} reused; {_spread(sampled)}"
         )
         row = f"vllm_verified_ttft_{size}_over_exact_hit"
-        rows.add(row, _median(sampled) / hit, "x", baseline, VLLM_VERIFIED_OVER_EXACT_HIT)
-        rows.add(f"vllm_verified_sampled_ttft_{size}_ms", _median(sampled), "ms", f"every token checked {ttft:,.1f} ms")
+        rows.add(row, median(sampled) / hit, "x", baseline, VLLM_VERIFIED_OVER_EXACT_HIT)
+        rows.add(f"vllm_verified_sampled_ttft_{size}_ms", median(sampled), "ms", f"every token checked {ttft:,.1f} ms")
 
 
 def _bounded_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     for name, (share, compares_all) in BOUNDS.items():
-        ttft, served, other = _median(ours[name]), ours["served_of"][name], "cold" if share else "exact_hit"
-        theirs, (row, goal) = _median(stock[f"{other}_ms"]), VLLM_BOUNDED[name]
+        ttft, served, other = median(ours[name]), ours["served_of"][name], "cold" if share else "exact_hit"
+        theirs, (row, goal) = median(stock[f"{other}_ms"]), VLLM_BOUNDED[name]
         sampled, way = served["sampled"]["sampled_tokens"], "and nothing more was computed"
         if share:
             way = f"then {'all tokens ran there, and ' if compares_all else ''}{share:.0%} were chosen and computed"
@@ -234,13 +235,13 @@ def _bounded_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> No
 
 def _never_slower_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     for size, runs in ours["ms"].items():
-        cold, served = _median(stock["ms"][size]["cold"]), list(ours["served"][size].values())
-        ratios = {run: _median(times) / cold for run, times in runs.items()}
+        cold, served = median(stock["ms"][size]["cold"]), list(ours["served"][size].values())
+        ratios = {run: median(times) / cold for run, times in runs.items()}
         worst = max(ratios, key=ratios.__getitem__)
         reused = sum(each["outcomes"].get(Outcome.BACKEND_MATERIALIZED_REUSE.value, 0) for each in served)
         declined = sum((Counter(each["reasons"]) for each in served), Counter())
         baseline = (
-            f"runs of {worst} tokens, {_median(runs[worst]):,.2f} ms over stock vLLM cold {cold:,.2f} ms; runs of "
+            f"runs of {worst} tokens, {median(runs[worst]):,.2f} ms over stock vLLM cold {cold:,.2f} ms; runs of "
             f"{', '.join(f'{run}: {ratio:.3f}' for run, ratio in ratios.items())}; of "
             f"{sum(each['requests'] for each in served)} requests {reused} reused, declined {dict(declined)}; "
             f"{_spread(runs[worst])}"
@@ -250,9 +251,9 @@ def _never_slower_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) 
 
 
 def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    size, ttft = label(ours["tokens"]), _median(ours["shifted_ms"])
+    size, ttft = label(ours["tokens"]), median(ours["shifted_ms"])
     for name, goal in (("cold", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", None)):
-        theirs = _median(stock[f"{name}_ms"])
+        theirs = median(stock[f"{name}_ms"])
         baseline = (
             f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {_reused(ours['served'])}; "
             f"{_spread(ours['shifted_ms'])}"
@@ -264,22 +265,22 @@ def _miss_rows(kind: str, ours: dict[str, Any], stock: Any, rows: Results) -> No
     """`kind`: an arm, or another form of the KV cache."""
     size = label(ours["tokens"])
     name = {POSITION_FIX: f"miss_overhead_{size}", VERIFIED: f"miss_overhead_{size}_verified"}.get(kind)
-    turns = [_median(mine) / _median(theirs) for mine, theirs in zip(ours["ms"], stock["ms"], strict=True)]
+    turns = [median(mine) / median(theirs) for mine, theirs in zip(ours["ms"], stock["ms"], strict=True)]
     low, _, high = (100 * (each - 1) for each in statistics.quantiles(turns, n=4))
-    mine, theirs = (_median([each for turn in found["ms"] for each in turn]) for found in (ours, stock))
+    mine, theirs = (median([each for turn in found["ms"] for each in turn]) for found in (ours, stock))
     baseline = (
         f"{mine:,.2f} ms against stock vLLM {theirs:,.2f} ms; median of {len(turns)} turns of {len(ours['ms'][0])} "
         f"prompts, half of them within {low:,.2f} and {high:,.2f} %; every prompt is saved while the next one runs"
     )
     goal = None if name is None else VLLM_MISS_OVERHEAD_PERCENT
-    rows.add(f"vllm_{name or f'{kind}_miss_overhead_{size}'}", 100 * (_median(turns) - 1), "%", baseline, goal)
+    rows.add(f"vllm_{name or f'{kind}_miss_overhead_{size}'}", 100 * (median(turns) - 1), "%", baseline, goal)
 
 
 def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = statistics.fmean(ours["ms"]), statistics.fmean(stock["ms"])
     compared = "; ".join(
-        f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {_median(each['ms']):,.1f}, p95 "
-        f"{_p95(each['ms']):,.1f} ms, alone {_median(each['alone_ms']):,.1f} ms"
+        f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {median(each['ms']):,.1f}, p95 "
+        f"{_p95(each['ms']):,.1f} ms, alone {median(each['alone_ms']):,.1f} ms"
         for who, each in (("ours", ours), ("stock vLLM beside cold prefills", stock))
     )
     baseline = f"inter-token time, prefills of {label(ours['tokens'])} one after the other: {compared}"
@@ -298,8 +299,8 @@ def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None
 def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = _p95(ours["ttft_ms"]), _p95(stock["ttft_ms"])
     baseline = (
-        f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {_median(ours['ttft_ms']):,.0f} and "
-        f"{_median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
+        f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {median(ours['ttft_ms']):,.0f} and "
+        f"{median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
         f"the same times; {ours['requests']} requests; {_reused(ours['served'])}"
     )
     rows.add(f"vllm_rag_ttft_p95_ratio_{arm}", mine / theirs, "x", baseline, VLLM_RAG_P95_RATIO)
@@ -334,10 +335,6 @@ def _of_rag(found: dict[str, Any]) -> str:
 
 def _reused(served: dict[str, Any]) -> str:
     return f"{served['reused_tokens']:,} of {served['offered_tokens']:,} offered tokens reused"
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
 
 
 def _p95(values: list[float]) -> float:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import multiprocessing
 import os
-import queue
 import random
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
 from validation import documents, prompts
 
 from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
@@ -219,53 +217,27 @@ def _place(document: documents.Document) -> str | None:
     return header.removeprefix(prefix).removesuffix(".") if header.startswith(prefix) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What the writers draw from."""
+class TaskBatches(IterableDataset["Batch"]):
+    """Batches of ids and weights of shape (rows, length), without end; each worker of a DataLoader writes its own."""
 
-    tokenizer: Tokenizer
-    books: Sequence[str]
-    corpus: NDArray[np.uint16]
-    seed: int
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        books: Sequence[str],
+        corpus: NDArray[np.uint16],
+        seed: int,
+        *,
+        rows: int,
+        length: int,
+        text_share: float,
+    ) -> None:
+        self._source, self._seed = (tokenizer, books, corpus), seed
+        self._shape = rows, length, text_share
 
-
-class BatchStream:
-    """Batches of one shape; when the writers fall behind, recent batches are served again and counted in `repeats`."""
-
-    def __init__(self, source: Source, rows: int, length: int, text_share: float, workers: int, ahead: int) -> None:
-        # Forked workers share the books; the parent must not have touched the GPU yet.
-        context = multiprocessing.get_context("fork")
-        self._queue: Any = context.Queue(maxsize=ahead)
-        self._recent: collections.deque[Batch] = collections.deque(maxlen=256)
-        self._rng = random.Random(source.seed)
-        self.length = length
-        self.repeats = 0
-        self._workers = [
-            context.Process(target=_write, args=(source, number, rows, length, text_share, self._queue), daemon=True)
-            for number in range(workers)
-        ]
-        for worker in self._workers:
-            worker.start()
-
-    def next(self) -> Batch:
-        """Return ids and weights of shape (rows, length)."""
-        try:
-            batch: Batch = self._queue.get(block=len(self._recent) < 16)
-        except queue.Empty:
-            self.repeats += 1
-            return self._recent[self._rng.randrange(len(self._recent))]
-        self._recent.append(batch)
-        return batch
-
-    def close(self) -> None:
-        """Stop the workers."""
-        for worker in self._workers:
-            worker.terminate()
-
-
-def _write(source: Source, number: int, rows: int, length: int, text_share: float, batches: Any) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    seed = (source.seed * 1_000 + number) * 10_000 + length
-    writer = TaskWriter(source.tokenizer, source.books, source.corpus, seed)
-    while True:
-        batches.put(writer.batch(rows, length, text_share))
+    def __iter__(self) -> Iterator[Batch]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        worker = get_worker_info()
+        seed = (self._seed * 1_000 + (0 if worker is None else worker.id)) * 10_000 + self._shape[1]
+        writer = TaskWriter(*self._source, seed)
+        while True:
+            yield writer.batch(*self._shape)

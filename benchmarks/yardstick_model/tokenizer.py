@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import importlib.resources
 import itertools
 import random
@@ -46,16 +45,12 @@ def read_books(path: Path) -> list[str]:
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"The text file {path} cannot be read: {error}.") from error
-    opening = _excerpt_opening()
+    excerpt = importlib.resources.files("validation") / "assets" / "excerpt.txt"
+    opening = excerpt.read_text(encoding="utf-8")[1_000:1_200]
     books = [book.strip() for book in text.split(SEPARATOR) if opening not in book]
     if sum(map(len, books)) < 100_000:
         raise CorpusError(f"The text file {path} holds fewer than 100,000 characters besides the shipped excerpt.")
     return [book for book in books if book]
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def paragraphs(books: list[str], characters: int) -> list[str]:
@@ -70,11 +65,6 @@ def paragraphs(books: list[str], characters: int) -> list[str]:
             start = end
         parts.append(book[start:] + SEPARATOR)
     return parts
-
-
-def _excerpt_opening() -> str:
-    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
-    return file.read_text(encoding="utf-8")[1_000:1_200]
 
 
 def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer:

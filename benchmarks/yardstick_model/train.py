@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -20,11 +21,12 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from validation import prompts
 
-from .tasks import TEXT_WEIGHT, BatchStream, Source
+from .tasks import TEXT_WEIGHT, TaskBatches
 from .tokenizer import (
     END_ID,
     END_OF_TEXT_ID,
@@ -33,13 +35,12 @@ from .tokenizer import (
     encode_books,
     packaged,
     read_books,
-    sha256,
     train_tokenizer,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Iterator, Sequence
+
     from tokenizers import Tokenizer
 
 
@@ -79,7 +80,7 @@ def heading(arguments: argparse.Namespace) -> dict[str, object]:
         "transformers": transformers.__version__,
         "device": device,
         "arguments": plain,
-        "text_sha256": sha256(arguments.text),
+        "text_sha256": hashlib.sha256(arguments.text.read_bytes()).hexdigest(),
     }
 
 
@@ -153,14 +154,6 @@ def build_model(vocabulary: int) -> PreTrainedModel:
     return Qwen2ForCausalLM(config)
 
 
-def build_optimizer(parameters: list[torch.nn.Parameter], device: str) -> torch.optim.AdamW:
-    """Return AdamW with decay on matrices only."""
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
-
-
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor, probed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states and those after `probed` layers, each of shape (rows, length, width)."""
     found = model.model(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -188,7 +181,11 @@ class Trainer:
         self._model = model.to(self._device).train()
         self._probe = probe.to(self._device)
         self._parameters = [*model.parameters(), *probe.parameters()]
-        self._optimizer = build_optimizer(self._parameters, self._device)
+        # Only matrices decay.
+        decays = {0.1: [each for each in self._parameters if each.dim() > 1]}
+        decays[0.0] = [each for each in self._parameters if each.dim() <= 1]
+        groups = [{"params": each, "weight_decay": decay} for decay, each in decays.items()]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=self._is_compiled)
         self._losses = losses
         self._log = log
         self.step = 0
@@ -199,38 +196,37 @@ class Trainer:
             self._probe.compile(dynamic=False)
             self._losses = torch.compile(losses, dynamic=False)
 
-    def run(self, streams: list[BatchStream]) -> None:
-        """Train until the minutes or steps are used up."""
+    def run(self, streams: Sequence[Iterator[Any]]) -> None:
+        """Train on the stages' batches until the minutes or steps are used up."""
         # Every shape is compiled before the clock starts.
         for stream in streams if self._is_compiled else []:
-            self._update(stream.next(), rate=0.0)
+            self._update(next(stream), rate=0.0)
         started = marked = time.monotonic()
         tokens = 0
         while (progress := self._progress(started)) < 1.0:
             stream = streams[next(number for number, stage in enumerate(STAGES) if progress < stage.until)]
-            batch = stream.next()
+            batch = next(stream)
             values = self._update(batch, self._rate(progress))
             self.step += 1
-            tokens += batch[0].size
+            tokens += batch[0].numel()
             if self.step % LOG_EVERY == 0:
                 loss, answer_loss, answer_hits, probe_loss = values.tolist()
                 now = time.monotonic()
                 self._write(
                     step=self.step,
-                    length=stream.length,
+                    length=batch[0].shape[1],
                     loss=round(loss, 4),
                     answer_loss=round(answer_loss, 4),
                     answer_hits=round(answer_hits, 4),
                     probe_loss=round(probe_loss, 4),
                     tokens_per_second=round(tokens / (now - marked)),
                     wall_seconds=round(now - started, 1),
-                    repeats=stream.repeats,
                 )
                 tokens, marked = 0, now
 
-    def _update(self, batch: tuple[NDArray[np.uint16], NDArray[np.uint8]], rate: float) -> torch.Tensor:
-        ids = torch.from_numpy(batch[0]).to(self._device, non_blocking=True).long()
-        weights = torch.from_numpy(batch[1]).to(self._device, non_blocking=True)
+    def _update(self, batch: tuple[torch.Tensor, torch.Tensor], rate: float) -> torch.Tensor:
+        ids, weights = (each.to(self._device, non_blocking=True) for each in batch)
+        ids = ids.long()
         with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
             hidden, early = hidden_states(self._model, ids, PROBE_LAYERS)
             values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
@@ -280,26 +276,25 @@ def main(values: list[str] | None = None) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     tokenizer = train_tokenizer(books, arguments.seed)
-    source = Source(tokenizer, books, encode_books(tokenizer, books), arguments.seed)
-    streams = [
-        BatchStream(
-            source,
-            rows=BATCH_TOKENS // stage.length,
-            length=stage.length,
-            text_share=stage.text_share,
-            workers=max(1, round(WORKERS * stage.worker_share)),
-            ahead=256,
+    source = tokenizer, books, encode_books(tokenizer, books), arguments.seed
+    # Forked workers share the books; the parent must not have touched the GPU yet.
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(
+            TaskBatches(*source, rows=BATCH_TOKENS // stage.length, length=stage.length, text_share=stage.text_share),
+            batch_size=None,
+            num_workers=max(1, round(WORKERS * stage.worker_share)),
+            prefetch_factor=32,
+            multiprocessing_context="fork",
         )
         for stage in STAGES
     ]
+    streams = list(map(iter, loaders))
     torch.set_float32_matmul_precision("high")
     model = build_model(tokenizer.get_vocab_size())
     with (arguments.out / "training_log.jsonl").open("w", encoding="utf-8") as log:
         log.write(json.dumps(heading(arguments)) + "\n")
         probe = PlaceProbe(model.config.hidden_size, tokenizer)
         Trainer(arguments, model, probe, log).run(streams)
-        for stream in streams:
-            stream.close()
         save(model, tokenizer, arguments.out / "model")
 
 

@@ -104,12 +104,7 @@ class LLM:
                     f"{size}; start as many processes, and call torch.distributed.init_process_group in each"
                 )
             runner = ModelRunner(
-                asked.model,
-                asked.dtype,
-                asked.device,
-                tokenizer=asked.tokenizer,
-                revision=asked.revision,
-                ranks=ranks,
+                asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision, ranks=ranks
             )
         if runner.ranks.size != size:
             raise ConfigurationError(

@@ -16,12 +16,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine_wrapper.kv_scales import scale_of
-from engine_wrapper.self_check import LayoutError
+from engine_wrapper.kv_scales import scales_in
 from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
+from semblend_trt.errors import LayoutError
 from semblend_trt.outcome import Scope, advice
 from semblend_trt.pool_facts import needs_scales
 from semblend_trt.runtime import Weights
@@ -233,7 +233,7 @@ def scales_of(decoder: Any) -> tuple[float, ...]:
     for index, layer in enumerate(layers):
         backend, owner = getattr(getattr(layer, "self_attn", None), "attn", None), f"layer {index}"
         names = ("kv_scale_quant_orig", "kv_scale_orig_quant")
-        read, written = (scale_of(getattr(backend, name, None), owner, name) for name in names)
+        read, written = (scales_in(getattr(backend, name, None), owner, name, heads=1)[0] for name in names)
         if not math.isclose(read * written, 1.0, rel_tol=1e-3):
             raise LayoutError(
                 "kv_scales",

@@ -62,18 +62,14 @@ def guard_refusal(manager: Any) -> str | None:
     if any(method in vars(manager) or not wanted <= _names_in(manager, method) for method, wanted in calls.items()):
         return "publication_unknown"
     if kind == "KVCacheManager":
-        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and _has_dummies(manager)
+        # The request class that the manager's module imports must be able to mark a request as a dummy.
+        module = inspect.unwrap(type(manager).free_resources).__globals__
+        mark = getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None)
+        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and mark is not None
         return None if is_known else "publication_unknown"
     if any("commit" in _names_in(manager, method) for method in _V2_SILENT):
         return "publication_unknown"
     return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
-
-
-def _has_dummies(manager: Any) -> bool:
-    """Return True if the request class that the manager's module imports can mark a request as a dummy."""
-    release = inspect.unwrap(type(manager).free_resources)
-    mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
-    return getattr(mark, "fset", None) is not None
 
 
 @contextmanager

@@ -16,17 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.batch import Batch, EngineForward
-from engine_wrapper.self_check import (
-    MAX_TOKENS,
-    MIN_TOKENS,
-    LayoutError,
-    difference,
-    differences,
-    raise_difference,
-)
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, difference, differences, raise_difference
 from engine_wrapper.trtllm.hooks import hook_decoder
 from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
 from kernels.layout import pool_view
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
@@ -153,13 +147,7 @@ class PlannedForward:
     matched tokens; nothing is reused from then on."""
 
     def __init__(
-        self,
-        decoder: Any,
-        manager: Any,
-        runtime: Runtime,
-        pool: torch.Tensor,
-        facts: ModelFacts,
-        max_rows: int | None,
+        self, decoder: Any, manager: Any, runtime: Runtime, pool: torch.Tensor, facts: ModelFacts, max_rows: int | None
     ) -> None:
         """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
         assert runtime.pool is not None

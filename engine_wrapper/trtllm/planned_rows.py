@@ -15,10 +15,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.self_check import LayoutError
 from kernels.layout import PoolLayer
 from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
+from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,12 +25,12 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.deviation_check import stand_apart
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import to_device
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
+from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,13 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
 from engine_wrapper.vllm.refusals import engine_refusal_of
-from engine_wrapper.vllm.scheduler import StepMetadata, VllmScheduler
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
-from engine_wrapper.vllm.worker import VllmWorker
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     import torch
+
+    from engine_wrapper.vllm.scheduler import StepMetadata
 
 
 class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -28,10 +28,14 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
-        # Each role has its half, and vLLM calls only its methods.
+        # Each role has its half, and vLLM calls only its methods. Other processes import this class and need neither.
         if role is KVConnectorRole.SCHEDULER:
+            from engine_wrapper.vllm.scheduler import VllmScheduler
+
             self._scheduler = VllmScheduler(arguments)
         else:
+            from engine_wrapper.vllm.worker import VllmWorker
+
             self._worker = VllmWorker(arguments, vllm_config)
 
     @property
@@ -124,5 +128,4 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def _step(self) -> StepMetadata:
-        metadata = self._connector_metadata
-        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+        return self._worker.step_of(self._connector_metadata)

@@ -26,11 +26,12 @@ import torch
 from vllm.model_executor.custom_op import CustomOp
 
 from engine_wrapper.kv_scales import head_scales
-from engine_wrapper.self_check import LayoutError, difference
+from engine_wrapper.self_check import difference
 from engine_wrapper.vllm.hooks import own_kernels, replaced_attention
 from kernels.layout import LayeredPool, PoolLayer, indexable
 from kernels.rope import rotate_keys
 from kernels.sparse_prefill import write_rows
+from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -25,7 +25,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context
 
 from engine_wrapper.patches import replace_method, replaced_method, watch_method
-from engine_wrapper.self_check import LayoutError
+from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

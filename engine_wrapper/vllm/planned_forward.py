@@ -17,14 +17,7 @@ from vllm.forward_context import get_forward_context
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
-from engine_wrapper.self_check import (
-    MAX_TOKENS,
-    MIN_TOKENS,
-    LayoutError,
-    differences,
-    raise_difference,
-    sample_difference,
-)
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, raise_difference, sample_difference
 from engine_wrapper.timing import measured
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
 from engine_wrapper.vllm.decoder import check_rotation
@@ -32,6 +25,7 @@ from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from kernels.device import HostCopy
 from kernels.layout import PagedKv
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 from semblend_trt.transfer.load import block_vector
 

@@ -10,7 +10,6 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -23,12 +22,12 @@ from engine_wrapper.vllm.decoder import (
 )
 from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
-from engine_wrapper.vllm.scheduler import recovery_for
+from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
 from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, LayoutError
 from semblend_trt.outcome import Scope, advice
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights, runtime_for
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from engine_wrapper.kv_scales import Scale
     from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.scheduler import Scheduled, StepMetadata
+    from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.layout import LayeredPool
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.plan import SemanticKvPlan
@@ -92,6 +91,11 @@ class VllmWorker:
                 on += [f"{name} {value}"] if (value := getattr(settings, name)) else []
             # Below vLLM's own loggers, so that it shows what is on.
             logging.getLogger("vllm.semblend").info("KV reuse: %s", ", ".join(on))
+
+    @staticmethod
+    def step_of(metadata: object) -> StepMetadata:
+        """Return the bound metadata; that of an empty step for any other object."""
+        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
 
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,21 +33,13 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
                     donor = row_of(span.source, kind, layer, head, span.source_start + token).float()
                     if kind == 0:
                         donor = rotated_key(donor, span.shift, rotation)
-                    row = _fresh_row(fresh, kind, layer, head, span.target_start + token).float()
-                    difference += float((row - donor).square().sum())
+                    position = span.target_start + token
+                    if isinstance(fresh, FreshRows):
+                        row = fresh.planes[kind][position - fresh.first_position, head]
+                    else:
+                        row = row_of(fresh, kind, layer, head, position)
+                    difference += float((row.float() - donor).square().sum())
                     norm += float(donor.square().sum())
-                column.append(_relative(difference, norm))
+                column.append((difference / norm) ** 0.5 if norm else math.inf if difference else 0.0)
             columns.append(column)
     return torch.tensor(columns, dtype=torch.float32).reshape(-1, kv_factor).T
-
-
-def _relative(difference: float, norm: float) -> float:
-    if difference == 0:
-        return 0.0
-    return (difference / norm) ** 0.5 if norm else float("inf")
-
-
-def _fresh_row(fresh: Fresh, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
-    if not isinstance(fresh, FreshRows):
-        return row_of(fresh, kind, layer, head, position)
-    return fresh.planes[kind][position - fresh.first_position, head]

@@ -30,15 +30,7 @@ from pydantic import AliasChoices, AliasPath, BaseModel, Field, StrictInt, TypeA
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.files import (
-    bounded_lines,
-    check_writable,
-    open_input,
-    read_input,
-    read_text,
-    too_long,
-    write_bytes,
-)
+from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -190,15 +182,11 @@ class Warming:
 
     def send(self, documents: Sequence[Document], threads: ThreadPool) -> None:
         """Send the documents at once, and wait for their answers. Raises SemBlendError when the server fails."""
+        about = self._server.url, self._fields["model"], self._fields.get("cache_salt")
         fresh: dict[str, Document] = {}
         for document in documents:
-            seen = [
-                self._server.url,
-                self._fields["model"],
-                self._fields.get("cache_salt"),
-                self._prefix + document.text,
-            ]
-            digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
+            seen = json.dumps([*about, self._prefix + document.text])
+            digest = hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
             if document.problem is not None:
                 self._fail(document, document.problem)
             elif digest in self._state.digests or digest in fresh:

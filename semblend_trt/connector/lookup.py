@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.requests import IneligibleRequest, TrackedRequest, cache_salt_of, check_eligible, tokens_of
@@ -13,7 +14,7 @@ from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Pla
 from semblend_trt.donors.catalog import Lease, Tier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.errors import DonorUnavailableError, NamespaceError
-from semblend_trt.namespace import unknown_value
+from semblend_trt.namespace import MAX_REMEMBERED, unknown_value
 from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class Lookup:
         neighbours: Neighbours | None,
     ) -> None:
         """Take `namespace`, bound to no request, `observers` of new donors, and `neighbours` for near texts."""
-        self.pool, self.donors, self.namespace = pool, donors, namespace
+        self.pool, self.donors = pool, donors
+        self._take(namespace)
         self._runtime, self._adapters, self._profiles = runtime, adapters, profiles
         self._observers, self._neighbours = observers, neighbours
         self.planner = DonorPlanner(settings, pool, donors)
@@ -150,7 +152,8 @@ class Lookup:
         """Return the request with plan, intent and leases; without them and with a reason, if it takes no part."""
         try:
             check_eligible(request)
-            namespace = self.namespace.for_request(cache_salt_of(request), self._adapters.of(request))
+            salt, adapter = cache_salt_of(request), self._adapters.of(request)
+            namespace = self._unsalted(adapter) if salt is None else self.namespace.for_request(salt, adapter)
         except IneligibleRequest as ineligible:
             return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
@@ -192,15 +195,20 @@ class Lookup:
     def forget_donors(self) -> None:
         """Reuse nothing that was computed until now. Running requests keep what they have."""
         # What is leased, or still to be saved, keeps a namespace that no request has from now on.
-        self.namespace = replace(self.namespace, extra={**self.namespace.extra, "since": unknown_value()})
+        self._take(replace(self.namespace, extra={**self.namespace.extra, "since": unknown_value()}))
         self.donors.lost_all()
 
     def change_weights(self, *, are_first: bool) -> None:
         """Drop all donors, and take a namespace without a profile; the first weights bring the first one back."""
         revision = self._first_revision if are_first else unknown_value()
-        self.namespace = replace(self.namespace, model_revision=revision)
+        self._take(replace(self.namespace, model_revision=revision))
         self.donors.lost_all()
         self._profiles.forget_matches()
+
+    def _take(self, namespace: CacheNamespace) -> None:
+        self.namespace = namespace
+        # Salts may be secrets, so only namespaces without one are remembered.
+        self._unsalted = lru_cache(MAX_REMEMBERED)(partial(namespace.for_request, None))
 
     def _intend(self, tracked: TrackedRequest, request: Any, namespace: CacheNamespace, generations: int) -> None:
         donor_id = f"{self._generation}-{tracked.request_id}"

@@ -138,10 +138,7 @@ class DigestCache:
     def find(self, state: FileState) -> str | None:
         """Return the digest of the file in this very state, None if it is not known."""
         try:
-            with (
-                self._opened() as folder,
-                open_file(_entry(state), folder=folder, refused=_WRITABLE_BY_OTHERS) as file,
-            ):
+            with self._opened() as folder, open_file(_entry(state), folder=folder, refused=_WRITABLE_BY_OTHERS) as file:
                 # A second link may be in a folder that others can write.
                 kept = json.loads(os.read(file, _MAX_BYTES)) if os.fstat(file).st_nlink == 1 else {}
             digest = kept.pop("digest")
@@ -197,16 +194,8 @@ _INDEX = "*.index.json"
 # What engines read beside these: quantisation, and Mistral's own form of a configuration.
 PARAMETER_FILES = ("*quant*.json", "dtypes.json", "params.json")
 TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tekken.json",
-    "tokenizer*",
-    "*.tiktoken",
-    "vocab.*",
+    *("added_tokens.json", "chat_template*", "merges.txt", "special_tokens_map.json", "spiece.model"),
+    *("sentencepiece*.model", "tekken.json", "tokenizer*", "*.tiktoken", "vocab.*"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

@@ -128,7 +128,10 @@ class Adapters:
         if task is None:
             return None
         path = getattr(request, "py_lora_path", None)
-        states = _states_or_none(path)
+        states: tuple[FileState, ...] = ()
+        if path is not None:
+            with suppress(OSError, ConfigurationError):  # what cannot be read has none
+                states = _states(path)
         if task not in self._of_task:
             if len(self._of_task) >= _MAX_ADAPTERS:
                 return unknown_value()
@@ -141,13 +144,6 @@ class Adapters:
 
 def _place(path: str | Path) -> str:
     return str(Path(path).absolute())
-
-
-def _states_or_none(path: str | None) -> tuple[FileState, ...]:
-    """The states of an adapter's files; () if they cannot be read."""
-    with suppress(OSError, ConfigurationError):
-        return () if path is None else _states(path)
-    return ()
 
 
 def _states(path: str) -> tuple[FileState, ...]:

@@ -35,7 +35,7 @@ import torch
 from semblend_trt.background import Background, OnceAMinute
 from semblend_trt.donors.catalog import DonorText
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
-from semblend_trt.errors import DonorUnavailableError, SemBlendError
+from semblend_trt.errors import DonorUnavailableError, ReasonedError
 from semblend_trt.files import open_file, open_folder, refuse_others
 
 if TYPE_CHECKING:
@@ -69,12 +69,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
 
 
-class DonorFileError(SemBlendError):
+class DonorFileError(ReasonedError):
     """A file cannot be used; `reason` is one of FILE_REASONS."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,18 +373,19 @@ def key_path(given: Path | None, sealed: Path) -> Path:
     """Return `given`, else `semblend-trt/donor-key` in the user's state folder (XDG base directory specification).
 
     Raises OSError, also where the key would lie in `sealed`, the folder of the files."""
-    path = given or _state_folder() / "semblend-trt" / "donor-key"
+    path = given
+    if path is None:
+        state = os.environ.get("XDG_STATE_HOME", "")
+        try:
+            home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            raise OSError(
+                "this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file"
+            ) from error
+        path = home / "semblend-trt" / "donor-key"
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(sealed)):
         raise OSError(f"the key {path} lies among the files that it seals; set SEMBLEND_DISK_KEY_PATH to one elsewhere")
     return path
-
-
-def _state_folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        return Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    except RuntimeError as error:
-        raise OSError("this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file") from error
 
 
 def read_key(path: Path) -> bytes:

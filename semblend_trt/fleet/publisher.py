@@ -24,15 +24,7 @@ from semblend_trt.config import EventFormat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import Connection, pause
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import (
-    KIND_NAMES,
-    Emitter,
-    EventError,
-    EventWriter,
-    Notice,
-    donor_digest,
-    token_digest,
-)
+from semblend_trt.fleet.wire import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest, token_digest
 from semblend_trt.metrics import count_here_where_unwritable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from semblend_trt.config import EventFormat
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import ConfigurationError, ReasonedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +39,8 @@ MAX_EMBEDDING = 4096
 _BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 
-class EventError(SemBlendError, ValueError):
+class EventError(ReasonedError, ValueError):
     """A message that is not an event of this schema; `reason` is the label in counters."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Notice(NamedTuple):

@@ -217,8 +217,10 @@ def folder(tmp_path, measured):
             f"trap_computed_share_{name}_epic_16": 0.25,
             f"harmless_em_{name}_epic_16": 1.0,
         }
-        rows = [results.row(each, value, "", baseline="", measured=measured) for each, value in values.items()]
-        results.write_rows(tmp_path / f"quality_{name}.json", rows)
+        rows = results.Results(measured=measured)
+        for each, value in values.items():
+            rows.add(each, value, "", "")
+        rows.write(tmp_path, f"quality_{name}")
     return tmp_path
 
 

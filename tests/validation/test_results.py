@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from validation.results import Measured, Results, command, describe, row, versions
+from validation.results import Measured, Results, command, describe, versions
 
 MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
 
 
 def test_a_row_holds_where_its_value_meets_the_goal():
     def holds(value, goal, better):
-        return row("a", value, "x", goal=goal, better=better, baseline="cold", measured=MEASURED).holds
+        results = Results(measured=MEASURED)
+        results.add("a", value, "x", "cold", goal, better)
+        return results.rows[0].holds
 
     assert holds(0.02, 0.02, "lower")
     assert not holds(0.03, 0.02, "lower")

@@ -15,7 +15,9 @@ TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nTh
 @pytest.fixture
 def row(measured):
     def make(name="row", value=2.0, goal=1.05):
-        return results.row(name, value, "x", goal=goal, better="higher", baseline="cold | warm", measured=measured)
+        rows = results.Results(measured=measured)
+        rows.add(name, value, "x", "cold | warm", goal, "higher")
+        return rows.rows[0]
 
     return make
 

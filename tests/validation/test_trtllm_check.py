@@ -9,6 +9,7 @@ import pytest
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
+from validation.engines import ended_requests
 from validation.models import PROFILE_NAME, shipped_model
 from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve, serve_crowd, workload
 
@@ -58,7 +59,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     assert fails(reused=replace(reused, events=())) == ["smoke", "execution"]
     grown = [
         event | {"exact_prefix_tokens": 500 if index == len(asked.prompts) - 1 else event["exact_prefix_tokens"]}
-        for index, event in enumerate(reused.ended_requests())
+        for index, event in enumerate(ended_requests(reused.events))
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
     assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]

@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     figures, skipped = _replayed(arguments, encoder, serving)
     if not figures.prompts:
-        sys.stderr.write(f"semblend-trt: {printable(_nothing(arguments.file, skipped))}\n")
+        why = "no prompt; give a log of requests, one a line"
+        if skipped.counts:
+            why = f"no prompt that can be read; one request a line is expected. {skipped.sentence()}"
+        sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -200,12 +203,6 @@ def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, 
         "max_donors": settings.max_donors,
         "min_span_tokens": settings.min_span_tokens,
     }
-
-
-def _nothing(file: Path, skipped: Skipped) -> str:
-    if not skipped.counts:
-        return f"{file} holds no prompt; give a log of requests, one a line"
-    return f"{file} holds no prompt that can be read; one request a line is expected. {skipped.sentence()}"
 
 
 def _shown(report: dict[str, Any]) -> str:

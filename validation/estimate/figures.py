@@ -339,10 +339,7 @@ class Figures:
         }
         if model.check_ms is not None:
             times["with_checked_donors"] = with_donors + model.check_ms * moved
-        found = {
-            "model": asdict(model),
-            "extrapolated_share": float(model.outside(tokens - held, held).mean()),
-        }
+        found = {"model": asdict(model), "extrapolated_share": float(model.outside(tokens - held, held).mean())}
         for name, each in times.items():
             p50, p95 = map(float, np.quantile(each, (0.5, 0.95)))
             found[name] = {"mean_ms": float(each.mean()), "p50_ms": p50, "p95_ms": p95}

@@ -16,7 +16,7 @@ from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
-from validation.replay.trace import Skipped
+from validation.replay.trace import Skipped, UnreadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,10 +48,6 @@ def format_of(head: bytes) -> str:
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
         return "jsonl"
     return "vllm" if _VLLM_START.search(head.decode("utf-8", "replace")) else "text"
-
-
-class UnreadError(Exception):
-    """A line, or a prompt of it, that cannot be replayed; the message says why, without any of its text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Family:
 
 
 _marked, _english = partial(Family, marks=True), partial(Family, marks=False)
+_published = partial(Family, kind=Kind.HARMLESS, needs_eval_data=True)
 FAMILIES = (
     _marked("reordered", Kind.HARMLESS, built_in.reordered),
     _marked("system_prompt", Kind.HARMLESS, built_in.system_prompt),
@@ -76,9 +77,13 @@ FAMILIES = (
     _english("needle", Kind.HARMLESS, english.needle),
     Family("unrelated", Kind.NONE, built_in.unrelated),
     Family("repeat", Kind.EXACT, built_in.repeat),
-    Family("squad", Kind.HARMLESS, partial(datasets.passages, datasets.squad_texts, True), False, True),
-    Family("qmsum", Kind.HARMLESS, partial(datasets.passages, datasets.qmsum_texts, False), True, True),
-    Family("squality", Kind.HARMLESS, partial(datasets.passages, datasets.squality_texts, False), True, True),
+    _published("squad", write=partial(datasets.passages, datasets.squad_texts, known=True)),
+    _published("qmsum", write=partial(datasets.passages, datasets.qmsum_texts, elsewhere=True), is_text=True),
+    _published("squality", write=partial(datasets.passages, datasets.squality_texts, elsewhere=True), is_text=True),
+    *(
+        _published(name, write=partial(datasets.passages, partial(datasets.summarised_texts, name, noun)), is_text=True)
+        for name, noun in (("dialogsum", "Dialogue"), ("xsum", "Article"))
+    ),
 )
 
 

@@ -9,14 +9,14 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Expectation, Form, content_of, parsed
 from validation.documents import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from validation.cases import Case
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _Text = Annotated[str, Field(min_length=1)]
 _WRONG = "{} is not of the expected form"
 _PASSAGE_CHARACTERS = 900
+_TEXTS_TOGETHER = 40
 _SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
 
@@ -93,6 +94,12 @@ class _Story(BaseModel):
     questions: list[_StoryQuestion]
 
 
+class _Summarised(BaseModel):
+    text: Annotated[_Text, Field(validation_alias=AliasChoices("document", "dialogue"))]
+    # DialogSum's test set has three summaries of a dialogue, the other sets have one.
+    summary: Annotated[_Text, Field(validation_alias=AliasChoices("summary", "summary1"))]
+
+
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
     """Return SQuAD v1.1 (`squad-dev-v1.1.json`), one reading an article, one passage a paragraph. First answers are
@@ -131,12 +138,30 @@ def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
 @functools.cache
 def squality_texts(folder: Path) -> tuple[Reading, ...]:
     """Return SQuALITY (`squality-dev.jsonl`), one reading a story; a question's first response is its reference."""
-    path, readings = folder / "squality-dev.jsonl", []
-    for line in filter(bytes.strip, content_of(path).splitlines()):
-        story = parsed(_Story, line, _WRONG.format(path))
+    readings = []
+    for story in _lines(_Story, folder / "squality-dev.jsonl"):
         general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
         passages = tuple(map(" ".join, _gathered(_SENTENCE.split(" ".join(story.document.split())))))
         readings.append(Reading(passages, ((),) * len(passages), general))
+    return tuple(readings)
+
+
+@functools.cache
+def summarised_texts(name: str, noun: str, folder: Path) -> tuple[Reading, ...]:
+    """Return the texts of all files `{name}*.jsonl`, numbered, _TEXTS_TOGETHER a reading. A passage is a text's first
+    whole lines, of about _PASSAGE_CHARACTERS, and its question asks for the summary."""
+    paths = sorted(folder.glob(f"{name}*.jsonl"))
+    if not paths:
+        raise ConfigurationError(f"{folder} holds no {name}*.jsonl; put the published file there.")
+    texts = [each for path in paths for each in _lines(_Summarised, path)]
+    readings = []
+    for start in range(0, len(texts), _TEXTS_TOGETHER):
+        passages, questions = [], []
+        for number, each in enumerate(texts[start : start + _TEXTS_TOGETHER], start=1):
+            shown = next(_gathered(filter(str.strip, each.text.splitlines())), [])
+            passages.append("\n".join([f"{noun} {number}", *shown]))
+            questions.append((Question(f"Summarise {noun.lower()} {number} in one sentence.", each.summary.strip()),))
+        readings.append(Reading(tuple(passages), tuple(questions)))
     return tuple(readings)
 
 
@@ -144,7 +169,11 @@ def _read(form: type[Form], path: Path) -> Form:
     return parsed(form, content_of(path), _WRONG.format(path))
 
 
-def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
+def _lines(form: type[Form], path: Path) -> Iterator[Form]:
+    return (parsed(form, line, _WRONG.format(path)) for line in content_of(path).splitlines() if line.strip())
+
+
+def _gathered(parts: Iterable[str]) -> Iterator[list[str]]:
     """Yield neighbouring parts together, about _PASSAGE_CHARACTERS long."""
     held: list[str] = []
     for part in parts:
@@ -156,15 +185,17 @@ def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
         yield held
 
 
-def passages(read: Callable[[Path], tuple[Reading, ...]], known: bool, group: Group) -> list[Case]:
-    """Return questions on a part of a text; if answers are not `known`, questions may be on its other parts too. Raises
-    ConfigurationError if no text has enough questions."""
+def passages(
+    read: Callable[[Path], tuple[Reading, ...]], group: Group, *, known: bool = False, elsewhere: bool = False
+) -> list[Case]:
+    """Return questions on a part of a text, and with `elsewhere` on its other parts too. `known`: only the reference is
+    right. Raises ConfigurationError if no text has enough questions."""
     texts, rng, form = read(group.eval_data), group.rng, group.form
     earlier, opening = group.openings()
     for text in rng.sample(texts, len(texts)):
         shown, own = _part(group, text)
         own = rng.sample(own, len(own))
-        others = [] if known else [*text.general, *itertools.chain(*text.questions)]
+        others = [*text.general, *itertools.chain(*text.questions)] if elsewhere else []
         rng.shuffle(others)
         different = {question.text: question for question in (*own, *others)}
         questions = list(different.values())[: group.questions]

@@ -236,8 +236,13 @@ class BlockCache:
         if not self._looks_ahead:
             self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
-            self.before[block] = before[block]
-            self._hold(block, ticks[block], seconds)
+            parent, kind, tick = self._blocks.parents[block], self._blocks.kinds[block], ticks[block]
+            history = BlockHistory(tokens[block], tick, block=block, kind=kind, added=tick, last_seconds=seconds)
+            self._held[block], self.before[block] = history, before[block]
+            self._children[parent] = self._children.get(parent, 0) + 1
+            self._gone.discard(block)
+            self.used_tokens += tokens[block]
+            self._policy.added(str(block), history)
         self._make_room(0)
         return hits
 
@@ -252,15 +257,6 @@ class BlockCache:
                 chosen[block] = None
                 room -= tokens
         return list(chosen)
-
-    def _hold(self, block: int, tick: int, seconds: float) -> None:
-        tokens, parent, kind = self._blocks.tokens[block], self._blocks.parents[block], self._blocks.kinds[block]
-        history = BlockHistory(tokens, tick, block=block, kind=kind, added=tick, last_seconds=seconds)
-        self._held[block] = history
-        self._children[parent] = self._children.get(parent, 0) + 1
-        self._gone.discard(block)
-        self.used_tokens += tokens
-        self._policy.added(str(block), history)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
         for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):

@@ -175,8 +175,8 @@ def trace_file(path: Path, requests: int | None = None) -> Trace:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-class _UnreadError(Exception):
-    """A line that is no request of the trace; the message says why, without any of its text."""
+class UnreadError(Exception):
+    """A line, or a prompt of it, that cannot be replayed; the message says why, without any of its text."""
 
 
 def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
@@ -185,11 +185,11 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
     for number, line in enumerate(lines, 1):
         try:
             if why := too_long(line):
-                raise _UnreadError(why)
+                raise UnreadError(why)
             if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
                 continue
             request, found = _read(text, form)
-        except _UnreadError as error:
+        except UnreadError as error:
             trace.skipped.add(number, str(error))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
@@ -212,23 +212,23 @@ class _MooncakeRequest(BaseModel):
 
 
 def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat]:
-    """Return the request and its format, which is `form` unless that is None. Raises _UnreadError and ValidationError.
+    """Return the request and its format, which is `form` unless that is None. Raises UnreadError and ValidationError.
     The last block of a Mooncake request may have fewer tokens, with an id or without."""
     try:
         values = from_json(text)
     except ValueError:
-        raise _UnreadError("not JSON") from None
+        raise UnreadError("not JSON") from None
     found = next((each for key, each in _KEYS.items() if key in values), None) if isinstance(values, dict) else None
     if found is None:
-        raise _UnreadError(f"without any of {', '.join(_KEYS)}")
+        raise UnreadError(f"without any of {', '.join(_KEYS)}")
     if form not in (None, found):
-        raise _UnreadError(f"of another format, {found.value}")
+        raise UnreadError(f"of another format, {found.value}")
     if found is TraceFormat.ROUTER:
         return TraceLine.model_validate(values), found
     seen = _MooncakeRequest.model_validate(values)
     ids, tokens, size = seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK
     if not (len(ids) - 1) * size < tokens < (len(ids) + 1) * size:
-        raise _UnreadError(f"with ids of blocks of {size} tokens that do not fit its length")
+        raise UnreadError(f"with ids of blocks of {size} tokens that do not fit its length")
     blocks = [
         TraceBlock(content_hash=str(ids[at]) if at < len(ids) else None, token_count=min(size, tokens - at * size))
         for at in range(-(-tokens // size))

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import connector, worker
+from engine_wrapper.vllm import worker
 from tests.engine_wrapper.vllm.conftest import NEW
 
 UNKNOWN = LookupError("the model runner is of a kind that is not known")
@@ -40,9 +40,10 @@ def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, c
     def without_size(arguments, config):
         config = copy(config)
         config.scheduler_config = SimpleNamespace()
-        return worker.VllmWorker(arguments, config)
+        return stock(arguments, config)
 
-    monkeypatch.setattr(connector, "VllmWorker", without_size)
+    stock = worker.VllmWorker
+    monkeypatch.setattr(worker, "VllmWorker", without_size)
     served = engine("position_fix")
     assert served.ask(NEW, max_tokens=16) == cold(NEW)
     assert (served.refusal, served.faults["hook"]) == ("model_runner", 1)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.llm_args import LlmArgs
+from engine_wrapper.embedded.request import LlmRequest, SamplingParams
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from semblend_trt.connector.requests import RequestTable
+from semblend_trt.namespace import CacheNamespace
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.runtime import runtime_for
 
@@ -141,6 +143,23 @@ def test_what_cannot_be_built_is_counted_and_tried_again(pair, monkeypatch):
     assert scheduler.donor_index is None
     assert runtime_for(scheduler._llm_args).faults == {"wait_for_initialization": 1}
     assert scheduler.namespace is not None
+
+
+@pytest.mark.parametrize(("salt", "bound"), [(None, 2), ("s3cret", 4)])
+def test_the_last_namespaces_are_remembered_and_never_a_salt(pair, salt, bound, monkeypatch):
+    scheduler, worker = pair
+    worker.register_kv_caches(POOL)
+    lookup, bindings = scheduler._lookup, []
+    bind = CacheNamespace.for_request
+    monkeypatch.setattr(CacheNamespace, "for_request", lambda *asked: bindings.append(asked[0]) or bind(*asked))
+    lookup._take(lookup.namespace)
+    for request_id in range(1, 5):
+        request = LlmRequest(request_id, [1, 2, 3], SamplingParams(), max_new_tokens=1, cache_salt=salt)
+        assert lookup.look_up(request, request_id, 0).namespace_key == bind(lookup.namespace, salt, None).key
+        if request_id == 2:
+            lookup.forget_donors()
+    assert len(bindings) == bound
+    assert len(set(bindings)) == 2
 
 
 def test_a_request_that_ends_while_it_is_asked_about_has_a_report(pair, monkeypatch):

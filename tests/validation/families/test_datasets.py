@@ -19,7 +19,7 @@ def words(text):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Small files in the three published forms."""
+    """Small files in the published forms."""
     asked = [
         {"id": f"{n}", "question": f"When did clock {n} ring?", "answers": [{"text": f"{n} past noon"}]}
         for n in range(30)
@@ -48,6 +48,12 @@ def folder(tmp_path):
         ],
     }
     (tmp_path / "squality-dev.jsonl").write_text(json.dumps(story) + "\n", "utf-8")
+    for name, text, summary in (("dialogsum", "dialogue", "summary1"), ("xsum", "document", "summary")):
+        texts = [
+            {text: "\n".join([f"Clock {n}", *[WORDS] * 9, *["late " * 90] * 2]), summary: f"It is {n}."}
+            for n in range(50)
+        ]
+        (tmp_path / f"{name}.test.jsonl").write_text("\n".join(map(json.dumps, texts)), "utf-8")
     return tmp_path
 
 
@@ -81,6 +87,20 @@ def test_a_story_keeps_its_text_and_its_first_responses(folder):
     assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
 
 
+@pytest.mark.parametrize(("name", "noun"), [("dialogsum", "Dialogue"), ("xsum", "Article")])
+def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summary(folder, name, noun):
+    first, second = datasets.summarised_texts(name, noun, folder)
+    assert len(first.passages) + len(second.passages) == 50
+    assert first.passages[7] == "\n".join([f"{noun} 8", "Clock 7", *[WORDS] * 9])
+    assert [(each.text, each.answer) for each in first.questions[7]] == [
+        (f"Summarise {noun.lower()} 8 in one sentence.", "It is 7.")
+    ]
+    assert not first.general
+    for case in write_family(name, SHIPPED, words, 1, 3, 2, 700, folder):
+        number = case.prompt.partition("<|q|>")[2].split()[2]
+        assert f"<|doc|>{noun} {number}\n" in case.prompt
+
+
 @pytest.mark.parametrize(
     ("name", "path", "content", "message"),
     [
@@ -90,6 +110,10 @@ def test_a_story_keeps_its_text_and_its_first_responses(folder):
         ("qmsum", "qmsum/M1.json", "[]", "M1.json is not of the expected form"),
         ("squad", "squad-dev-v1.1.json", None, "cannot be read: No such file"),
         ("qmsum", "qmsum/M1.json", None, "holds no meeting"),
+        ("dialogsum", "dialogsum.test.jsonl", None, r"holds no dialogsum\*.jsonl; put the published file there"),
+        ("dialogsum", "dialogsum.test.jsonl", '{"dialogue": "x"}', "summary: Field required"),
+        ("xsum", "xsum.test.jsonl", '{"summary": "x"}', "xsum.test.jsonl is not of the expected form: document"),
+        ("xsum", "xsum.test.jsonl", "", "No text of xsum answers 2 questions"),
     ],
 )
 def test_other_files_are_refused(folder, name, path, content, message):
