@@ -77,11 +77,14 @@ def sampled(profile, tmp_path, monkeypatch, trial):
     return {"policy": "verified", "profile": str(tmp_path / "sampled.json")}
 
 
-def bounded(profile, path, share):
-    """Settings of the sampled profile with a bound that always computes this share; above 1 it computes all."""
+def bounded(profile, path, share, **check):
+    """Settings of the sampled profile with a bound that always computes this share; above 1 it computes all. `check`:
+    other fields of its check."""
     level = ProfileLevel(deviation=1e6 if share <= 1 else 0.0, share=min(share, 1.0))
     bound = ProfileBound(max_kl=1.0, risk=0.5, levels=[level])
-    ReuseProfile.read(profile).model_copy(update={"bounds": [bound]}).write(path)
+    found = ReuseProfile.read(profile)
+    own = found.check.model_copy(update=check)
+    found.model_copy(update={"bounds": [bound], "check": own}).write(path)
     return {"policy": "verified", "profile": str(path), "max_kl": 1.0, "risk": 0.5}
 
 
@@ -139,9 +142,15 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 128, "max_num_seqs": 4}], ids=str)
-def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(engine, sampled, tmp_path, monkeypatch, options):
-    settings, found = bounded(sampled["profile"], tmp_path / "bounded.json", 0.3), []
+@pytest.mark.parametrize(
+    ("options", "compares_all"),
+    [({}, True), ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True), ({}, False)],
+    ids=str,
+)
+def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
+    engine, sampled, tmp_path, monkeypatch, options, compares_all
+):
+    settings, found = bounded(sampled["profile"], tmp_path / "bounded.json", 0.3, compares_all=compares_all), []
     weighed = SequenceWork.weighed
     monkeypatch.setattr(SequenceWork, "weighed", lambda own, mass: found.append(mass.copy()) or weighed(own, mass))
     engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
@@ -163,7 +172,9 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(engine, s
         (same,) = [other for other in wanted if len(other) == len(each) and np.allclose(other, each, atol=1e-2)]
         assert np.argsort(same)[-20:].tolist() == np.argsort(each)[-20:].tolist()
     reports = [served.scheduler.outcomes.of(served.last - i) for i in range(GROUPS)]
-    assert all(report.recomputed_tokens >= round(0.3 * report.checked_tokens) > 0 for report in reports)
+    assert all(bool(report.checked_tokens) == compares_all for report in reports)
+    compared = [report.checked_tokens or report.offered_tokens for report in reports]
+    assert all(own.recomputed_tokens >= round(0.3 * all_) > 0 for own, all_ in zip(reports, compared, strict=True))
     assert not served.runtime.faults
 
 
