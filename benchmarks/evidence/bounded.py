@@ -51,7 +51,7 @@ KLS = {"rounding": None, "0.01": 0.01, "0.05": 0.05}  # None is twice the roundi
 SHARE_GOALS = {"0.01_volatile": 0.03, "0.01_instruction": 0.12, "0.01_headings": 0.28, "0.01_replaced": 0.40}
 # A family, a computed share, and the goal of the mean KL there.
 POINT_GOALS = {"another_order_quarter": ("order", 0.25, 0.012), "headings_fifth": ("headings", 0.20, 0.0009)}
-SMALL = ("--groups", "6", "--tokens", "512", "--max-tokens", "8", "--risk", "0.7", "--shares", "0,0.3")
+SMALL = ("--groups", "8", "--tokens", "512", "--max-tokens", "8", "--risk", "0.7", "--shares", "0,0.3")
 FLOORS, FLOOR, OURS, ALL, BLEND = (
     tuple(arm.name for arm in ROUNDING_ARMS),
     "floor",

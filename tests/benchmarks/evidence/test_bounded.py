@@ -19,7 +19,8 @@ def run(folder, *parts):
 
 
 def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_path, monkeypatch):
-    few = {"profile": (0.05, 0.6), "cacheblend": (15,), "epic": (8,), "attention": (0.2,), "random": (0.2,)}
+    few = {"profile": (0.05, 0.6), "cacheblend": (15,), "epic": (8,)}
+    few |= dict.fromkeys(("all_tokens", "attention", "random"), (0.2,))
     monkeypatch.setattr(bounded, "LADDERS", few)
     run(tmp_path, "calibrate", "bounds", "frontier", "plot")
     rows = {each.name: each for path in (tmp_path / "out").glob("*.json") for each in rows_of(path)}
@@ -27,10 +28,11 @@ def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_p
     assert rows["calibrate_smollm2_minutes"].value > 0.0
     assert any(name.startswith("smollm2_bound_broken_header_trap_") for name in rows)
     points = tmp_path / "out" / bounded.POINTS
-    shown = {arm: (share, kl) for _, arm, _, share, kl, _ in map(json.loads, points.read_text().splitlines())}
-    assert shown["position_fix"][0] == 0.0
-    assert shown["profile_0.05"][0] < shown["profile_0.6"][0]
-    assert shown["profile_0.6"][1] < 0.5 * shown["position_fix"][1]
+    lines = map(json.loads, points.read_text().splitlines())
+    shown = {(family, arm): (share, kl) for family, arm, _, share, kl, _ in lines}
+    assert shown["reordered", "position_fix"][0] == 0.0
+    assert shown["reordered", "profile_0.05"][0] < shown["reordered", "profile_0.6"][0]
+    assert shown["header_trap", "profile_0.6"][1] < 0.5 * shown["header_trap", "position_fix"][1]
     before = points.with_suffix(".svg").read_bytes()
     monkeypatch.setattr("validation.calibration.observer.Observer._samples", None)
     run(tmp_path, "bounds", "frontier", "plot")

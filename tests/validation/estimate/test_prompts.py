@@ -154,7 +154,7 @@ DEEPER = [("[", "]"), ('{"a":', "}"), ('{"type": "tool_result", "content": [', "
 @pytest.mark.parametrize("line", NESTED)
 @pytest.mark.parametrize(("opens", "closes"), DEEPER, ids=["list", "object", "both"])
 def test_no_depth_ends_the_log(line, opens, closes):
-    depths = range(1, sys.getrecursionlimit() + 100, 5)
+    depths = range(1, sys.getrecursionlimit() + 100)
     deep = [line % (opens * depth + "1" + closes * depth) for depth in depths]
     log = log_of("\n".join([*deep, '{"prompt": "last"}']))
     found = contents(log)
