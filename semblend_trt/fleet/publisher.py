@@ -334,6 +334,11 @@ class EventPublisher:
         except Exception:
             logger.exception("donor events are no longer sent")
         finally:
+            # A connection that was lost, or closed too slowly, may leave tasks of nats-py.
+            for task in (left := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_SECONDS))
             self._loop.close()
 
     async def _serve(self) -> None:

@@ -78,8 +78,7 @@ def sampled(profile, tmp_path, monkeypatch, trial):
 
 
 def bounded(profile, path, share, **check):
-    """Settings of the sampled profile with a bound that always computes this share; above 1 it computes all. `check`:
-    other fields of its check."""
+    """Settings of the sampled profile, its `check` changed, with a bound that computes this share; above 1 all."""
     level = ProfileLevel(deviation=1e6 if share <= 1 else 0.0, share=min(share, 1.0))
     bound = ProfileBound(max_kl=1.0, risk=0.5, levels=[level])
     found = ReuseProfile.read(profile)

@@ -108,6 +108,13 @@ def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_serv
     assert worker.counters.sent == {"provider_generation_reset": 1, "provider_heartbeat": 1}
 
 
+def test_a_closed_publisher_leaves_no_task(nats_server, make_worker):
+    own = make_worker(nats_server).publisher
+    left = asyncio.run_coroutine_threadsafe(asyncio.sleep(3600), own._loop)
+    own.close()
+    assert left.cancelled()
+
+
 @pytest.mark.known_defect(31)
 def test_a_restarted_worker_replaces_what_it_held(nats_server, reader, make_worker):
     first = make_worker(nats_server, generation=7)
