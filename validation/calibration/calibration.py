@@ -32,7 +32,7 @@ FRESH = 1_000
 # Deeper layers see more, and all below a check runs on what it compares.
 # A run's first tokens deviate most and cost little: on SmolLM2 eight take most of the KL that changed headings make.
 _DEEPEST_CHECK, _HEAD_TOKENS = 3, 8
-# One of so many groups fixes what the others test: more tests allow more misses, and few groups fix a line.
+# One group in this number fixes what the others test: more tests allow more misses, and few groups fix a line.
 FIT_PARTS = 4
 # The computed share at which checks with and without a comparison of all tokens are tried.
 _COMPARED = 0.2
