@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kernels.layout import KvGeometry
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
 
 # Runs the `lowest_schedule` of works up to a layer; returns the deviations of their checked tokens, float32 [tokens].
@@ -120,21 +120,21 @@ def run_works(
     is_likely = may_pass and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
     speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
-    left = list(works)
+    left, known = list(works), dict[int, "CheckEvidence | None"]()
     for index, deviations in _run_samples(works, compared, max_rows, lowest):
-        left[index], known = works[index].after_sample(compared[index], deviations)
-        if known is not None and evidence_sink is not None:
-            evidence_sink(known)
+        left[index], known[index] = works[index].after_sample(compared[index], deviations)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
     if asked:
         masses = mass([works[index].if_all_is_kept() for index in asked])
         read = np.split(HostCopy(torch.cat(masses)).read(), np.cumsum([len(each) for each in masses[:-1]]))
         for index, own in zip(asked, read, strict=True):
-            left[index], known = left[index].weighed(own)
-            if known is not None and evidence_sink is not None:
-                evidence_sink(known)
-    are_kept = all(len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True))
-    if speculative is not None and are_kept:
+            left[index], known[index] = left[index].weighed(own)
+    for evidence in known.values():
+        if evidence is not None and evidence_sink is not None:
+            evidence_sink(evidence)
+    if speculative is not None and all(
+        len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True)
+    ):
         return speculative
     return run_left(left)
 
