@@ -52,13 +52,8 @@ SHARE_GOALS = {"0.01_volatile": 0.03, "0.01_instruction": 0.12, "0.01_headings":
 # A family, a computed share, and the goal of the mean KL there.
 POINT_GOALS = {"another_order_quarter": ("order", 0.25, 0.012), "headings_fifth": ("headings", 0.20, 0.0009)}
 SMALL = ("--groups", "8", "--tokens", "512", "--max-tokens", "8", "--risk", "0.7", "--shares", "0,0.3")
-FLOORS, FLOOR, OURS, ALL, BLEND = (
-    tuple(arm.name for arm in ROUNDING_ARMS),
-    "floor",
-    "profile",
-    "all_tokens",
-    "cacheblend",
-)
+FLOORS = tuple(arm.name for arm in ROUNDING_ARMS)
+FLOOR, OURS, ALL, BLEND = "floor", "profile", "all_tokens", "cacheblend"
 LADDERS = {OURS: (0.0, 0.05, 0.1, 0.2, 0.35, 0.6), BLEND: (5, 15, 30), "epic": (8, 32)}
 LADDERS |= {ALL: (0.05, 0.2), "attention": (0.1, 0.3), "random": (0.1, 0.3)}
 # `Budget.chosen` takes the largest products of deviation and attention; each of the rules stands in for it.

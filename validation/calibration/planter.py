@@ -53,10 +53,10 @@ class Planter:
             return [0.0] * len(plants)
         above, sums = slice(full_layers_of(profile), None), list[float]()
         for found in self.deviations_of(plants):
-            kept = (
-                () if found is None else found.values[above, found.kept_and_compared(terms.check, terms.head_tokens)[0]]
-            )
-            sums.append(float(np.nansum(kept, dtype=np.float64)))
+            sums.append(0.0)
+            if found is not None:
+                kept, _ = found.kept_and_compared(terms.check, terms.head_tokens)
+                sums[-1] = float(np.nansum(found.values[above, kept], dtype=np.float64))
         return sums
 
     def deviations_of(self, plants: Sequence[Case]) -> list[PromptDeviations | None]:
