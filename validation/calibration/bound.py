@@ -22,8 +22,6 @@ from validation.metrics import CONFIDENCE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy.typing as npt
-
     from validation.samples import Sample
 
 # The shares that are tried of a plan's checked tokens, and the bounds on KL beside twice the rounding floor, in nats.
@@ -32,8 +30,8 @@ MAX_KLS = (0.005, 0.01, 0.02, 0.05, 0.1)
 # Smaller values are rounding, and have no logarithm.
 LEAST = 1e-6
 _TABLES = 100
-# Standard deviations of the normal distribution's 95 % quantile.
-_HIGH = 1.645
+# The share of a family's prompts that may be over a table's KL.
+_OUTLIERS = 0.05
 
 Table = tuple[BudgetLevel, ...]
 
@@ -91,20 +89,19 @@ def bounds_of(
 def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[Table]:
     """Return nested tables, the tightest first: at every deviation, each computes no larger share than the one before.
 
-    Log KL is fitted on log deviation for each share, by a line that does not fall. A table takes for a deviation the
-    smallest share whose predicted 95 % quantile is below the table's KL. What deviates more than all that was observed
-    is computed whole."""
-    deviations = np.array([each.deviation for each in observed])
-    if not (usable := np.isfinite(deviations)).any():
-        return []
-    largest, logs = float(deviations[usable].max()), np.log(np.maximum(deviations[usable], LEAST))
-    lines = [_fitted(logs, np.log(_kl(observed, index)[usable])) for index in range(len(shares))]
+    Each table has a KL, and takes a share up to the deviation where, in one family, more than _OUTLIERS of the prompts
+    are over it at that share. What deviates more than all that was observed is computed whole."""
+    families = dict[str, list[Observation]]()
+    for each in observed:
+        if math.isfinite(each.deviation):  # what has no deviation is computed whole
+            families.setdefault(each.family, []).append(each)
+    largest = max((each.deviation for own in families.values() for each in own), default=0.0)
     found: list[Table] = []
-    for kl in np.linspace(math.log(LEAST), math.log(10.0), _TABLES):
+    for kl in np.geomspace(LEAST, 10.0, _TABLES):
         levels = list[BudgetLevel]()
-        for share, (slope, intercept) in zip(shares, lines, strict=True):
-            limit = _deviation_at(kl - intercept, slope, largest)
-            if limit > (levels[-1].deviation if levels else 0.0):
+        for index, share in enumerate(shares):
+            limit = min((_limit(own, index, kl) for own in families.values()), default=0.0)
+            if (limit := min(limit, largest)) > (levels[-1].deviation if levels else 0.0):
                 levels.append(BudgetLevel(limit, share))
         if levels and (not found or found[-1] != tuple(levels)):
             found.append(tuple(levels))
@@ -168,21 +165,7 @@ def missing_groups(tested: Mapping[str, int], risk: float) -> dict[str, int]:
     return {family: needed - count for family, count in tested.items() if count < needed}
 
 
-def _kl(observed: Sequence[Observation], index: int) -> npt.NDArray[np.float64]:
-    values = np.array([each.kl[index] for each in observed], dtype=np.float64)
-    return np.maximum(np.nan_to_num(values, nan=1e3, posinf=1e3), LEAST)
-
-
-def _fitted(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return slope, at least 0, and intercept of the line below which 95 % of normal residuals lie."""
-    variance = float(x.var())
-    slope = max(0.0, float(np.mean((x - x.mean()) * (y - y.mean()))) / variance) if variance > 0.0 else 0.0
-    residuals = y - slope * x
-    return slope, float(residuals.mean() + _HIGH * residuals.std())
-
-
-def _deviation_at(above: float, slope: float, largest: float) -> float:
-    """Return the largest deviation at which a line of this slope is at most `above` its intercept, in logarithms."""
-    if slope * math.log(max(largest, LEAST)) <= above:
-        return largest
-    return math.exp(above / slope) if slope > 0.0 else 0.0
+def _limit(own: Sequence[Observation], index: int, kl: float) -> float:
+    """Return up to which deviation at most _OUTLIERS of a family's prompts are over the KL (NaN is) at a share."""
+    over, allowed = sorted(each.deviation for each in own if not each.kl[index] <= kl), int(_OUTLIERS * len(own))
+    return math.nextafter(over[allowed], 0.0) if len(over) > allowed else math.inf
