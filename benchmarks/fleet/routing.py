@@ -27,7 +27,8 @@ from semblend_trt.fleet.wire import Emitter, EventWriter
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from semblend_trt.fleet.routing_policy import RoutingPolicy, Worker
+    from semblend_trt.fleet.directory import Worker
+    from semblend_trt.fleet.routing_policy import RoutingPolicy
     from validation.results import Results
 
     _Tokens = npt.NDArray[np.int32]

@@ -27,8 +27,8 @@ from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import CapacityError, ConfigurationError
 from semblend_trt.fleet.router import serving
-from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.serving import RequestRefusedError
+from semblend_trt.prompts import PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,11 +29,18 @@ from semblend_trt.fleet.events import (
     UnknownEvent,
     decode,
 )
-from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
 from semblend_trt.fleet.sketch_index import Posting, SketchIndex, warm_up
 from semblend_trt.fleet.wire import EventError, donor_digest
-from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key
+from semblend_trt.namespace import (
+    NO_SALT,
+    SALT_PREFIX,
+    TENANT_PREFIX,
+    CacheNamespace,
+    is_content,
+    salt_digest,
+    tenant_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -41,8 +48,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.fleet.events import Event
-    from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
+
+# (worker_id, dp_rank)
+Worker: TypeAlias = tuple[int, int]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
@@ -63,12 +72,26 @@ _LOOK_SECONDS = 0.05
 _REMOVED_AT_ONCE = 8
 
 
+def worker_name(worker: Worker) -> str:
+    """Return a worker's id and rank as text, as `semblend-trt events` writes them."""
+    return f"{worker[0]}.{worker[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
+
+    worker: Worker
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace: its key, its salt's digest, the number and sketches of its donors."""
+    """A namespace: its key, the digests of its salt and tokenizer, the number and sketches of its donors."""
 
     key: str
     salt: str
+    tokenizer: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
@@ -87,12 +110,12 @@ class KnownNamespaces:
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Add a donor to the namespace with these `values`. Raise NamespaceError for bad values, for a tenant key that
         does not match the salt, and for too many namespaces."""
-        key, salt = _key_and_salt(msgspec.msgpack.encode(values))
+        key, salt, tokenizer = _identity(msgspec.msgpack.encode(values))
         known = self._by_key.get(key)
         if known is None:
             if self.is_full:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._by_key[key] = KnownNamespace(key, salt)
+            known = self._by_key[key] = KnownNamespace(key, salt, tokenizer)
             self._by_salt.setdefault(salt, {})[key] = known
         known.donors += 1
         return known
@@ -106,22 +129,24 @@ class KnownNamespaces:
             if not self._by_salt[known.salt]:
                 del self._by_salt[known.salt]
 
-    def met_by(self, salt: str | None) -> list[KnownNamespace]:
+    def met_by(self, salt: str | None, tokenizer: str | None = None) -> list[KnownNamespace]:
         """Return the namespaces that a request with this raw salt may reuse from: most donors first, at most _MAX_MET.
-        Raise NamespaceError for a salt that no request may have."""
+        Leave out those whose tokenizer has another digest. Raise NamespaceError for a salt that no request may have."""
         met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
-        return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
+        fit = [each for each in met if tokenizer in (None, each.tokenizer) or not is_content(each.tokenizer)]
+        return sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
 
 
 @functools.lru_cache(maxsize=1024)
-def _key_and_salt(spelling: bytes) -> tuple[str, str]:
-    """Return key and salt of a namespace in MessagePack. Donors with the same bytes share one cache entry."""
+def _identity(spelling: bytes) -> tuple[str, str, str]:
+    """Return key, salt and tokenizer's digest of a namespace in MessagePack. Donors with the same bytes share one cache
+    entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace.key, salt
+    return namespace.key, salt, namespace.tokenizer_revision
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -257,12 +282,15 @@ class Directory:
                 self._tidy()
         return verdict
 
-    def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
+    def holders(
+        self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None, tokenizer: str | None = None
+    ) -> tuple[Holder, ...]:
         """Return the workers that hold text of a prompt (integers [n]), the largest share first.
 
         `tokens` are estimated over all donors of a worker in one namespace: text that two of them hold counts once.
-        Donors must have the same raw `tenant_salt`. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
-        prompts = self._fingerprints(token_ids, tenant_salt)
+        Donors must have the same raw `tenant_salt`; those of engines whose tokenizer has another digest than
+        `tokenizer` do not count. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
+        prompts = self._fingerprints(token_ids, tenant_salt, tokenizer)
         return self._holders_of(prompts) if prompts else ()
 
     def workers(self) -> dict[Worker, FollowedWorker]:
@@ -293,11 +321,11 @@ class Directory:
     # Two methods, so that a benchmark can time each.
 
     def _fingerprints(
-        self, token_ids: npt.ArrayLike, salt: str | None
+        self, token_ids: npt.ArrayLike, salt: str | None, tokenizer: str | None = None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
             self._expire(self._clock())
-            met = self._namespaces.met_by(salt)
+            met = self._namespaces.met_by(salt, tokenizer)
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 

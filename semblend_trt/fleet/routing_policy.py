@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,29 +19,15 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-# (worker_id, dp_rank)
-Worker: TypeAlias = tuple[int, int]
+    from semblend_trt.fleet.directory import Holder, Worker
 
 MAX_SESSIONS = 65536
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 262_144
 
 
-def worker_name(worker: Worker) -> str:
-    """Return a worker's id and rank as text, as `semblend-trt events` writes them."""
-    return f"{worker[0]}.{worker[1]}"
-
-
 class NoReplicaError(SemBlendError):
     """No replica can take a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
-
-    worker: Worker
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

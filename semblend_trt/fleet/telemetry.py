@@ -22,16 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from semblend_trt.background import Background
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.router.prompts import completion_prompt
 from semblend_trt.outcome import RECEIPT
+from semblend_trt.prompts import completion_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from semblend_trt.fleet.router.config import Caller, TelemetryConfig
     from semblend_trt.fleet.router.counters import RouterCounters
-    from semblend_trt.fleet.router.prompts import PromptReader
     from semblend_trt.fleet.router.replicas import Observed
+    from semblend_trt.prompts import PromptReader
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.chats import ChatError, read_messages, render_chat
-from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.prompts import PromptReader
 from tests.conftest import byte_tokenizer
 from tests.semblend_trt.chat_bodies import READ, REFUSED, TEMPLATES, USER
 from validation.estimate.prompts import HEAD_BYTES, Encoder, PromptLog, encoded

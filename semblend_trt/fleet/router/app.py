@@ -22,12 +22,11 @@ from semblend_trt.chats import PromptError
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.drift import BoundedAnswer, DriftMonitor
 from semblend_trt.fleet.connection import DirectoryReader
-from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.directory import Directory, worker_name
 from semblend_trt.fleet.router.answer_kl import least_kl, likelihood_fields, likelihoods_in
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.fleet.router.config import Shares, Tenants, key_digest, unknown_key
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
-from semblend_trt.fleet.router.prompts import PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.replicas import CLIENT_LEFT, Forwarder, Observed, ReplicaFailedError, ReplicaSet
 from semblend_trt.fleet.router.serving import (
     Connections,
@@ -37,18 +36,20 @@ from semblend_trt.fleet.router.serving import (
     metrics_page,
     refusing,
 )
-from semblend_trt.fleet.routing_policy import LeastLoaded, NoReplicaError, RoutingRequest, worker_name
+from semblend_trt.fleet.routing_policy import LeastLoaded, NoReplicaError, RoutingRequest
 from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receipt_in
 from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import BROKEN_PROFILES
+from semblend_trt.prompts import PromptReader, PromptTooLongError, ReadingThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from semblend_trt.fleet.connection import ConnectionOptions
+    from semblend_trt.fleet.directory import Holder, Worker
     from semblend_trt.fleet.router.cold_runs import RunCold, Said
     from semblend_trt.fleet.router.config import Caller, RouterConfig
-    from semblend_trt.fleet.routing_policy import Choice, Holder, Replica, RoutingPolicy, Worker
+    from semblend_trt.fleet.routing_policy import Choice, Replica, RoutingPolicy
 
 logger = logging.getLogger(__name__)
 

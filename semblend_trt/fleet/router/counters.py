@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from semblend_trt.drift import CHECK_RESULTS
+from semblend_trt.fleet.directory import worker_name
 from semblend_trt.fleet.router.serving import DROPPED
-from semblend_trt.fleet.routing_policy import worker_name
 from semblend_trt.metrics import COLD_RUN_RESULTS, count_here_where_unwritable
 
 if TYPE_CHECKING:

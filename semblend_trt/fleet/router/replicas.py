@@ -15,15 +15,16 @@ import aiohttp
 from aiohttp import web
 
 from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.directory import worker_name
 from semblend_trt.fleet.router.serving import error_object, refusal
-from semblend_trt.fleet.routing_policy import Replica, worker_name
+from semblend_trt.fleet.routing_policy import Replica
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Iterator
 
+    from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.router.config import RouterConfig
-    from semblend_trt.fleet.routing_policy import Worker
 
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, KnownNamespaces, Verdict
-from semblend_trt.fleet.routing_policy import Holder
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, KnownNamespaces, Verdict
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from semblend_trt.namespace import content_value

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.fleet import routing_policy
+from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
     ExactPrefix,
-    Holder,
     Replica,
     RoutingRequest,
     SpanOverlap,

@@ -13,9 +13,9 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet import telemetry
 from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
 from semblend_trt.fleet.telemetry import BlockKind, Hasher, TraceBlock, TraceLine, usage_in
+from semblend_trt.prompts import PromptReader
 
 short = st.text(min_size=1, max_size=20)
 blocks = st.builds(

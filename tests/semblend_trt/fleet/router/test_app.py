@@ -14,10 +14,10 @@ from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.app import Placer
 from semblend_trt.fleet.router.config import Caller
 from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventWriter
+from semblend_trt.prompts import ReadingThreads
 from tests.semblend_trt.fleet.router.conftest import router
 from tests.semblend_trt.fleet.router.malformed import answered
 from tests.semblend_trt.samples import BASE_NAMESPACE

@@ -9,6 +9,7 @@ import tomllib
 from multidict import CIMultiDict
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.config import (
     Caller,
@@ -21,7 +22,7 @@ from semblend_trt.fleet.router.config import (
     load_config,
 )
 from semblend_trt.fleet.router.serving import RequestRefusedError
-from semblend_trt.fleet.routing_policy import Holder, Replica, RoutingRequest
+from semblend_trt.fleet.routing_policy import Replica, RoutingRequest
 from semblend_trt.namespace import salt_digest
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"

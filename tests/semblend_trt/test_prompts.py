@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from semblend_trt.chats import PromptError
-from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.prompts import SHORT_BODY_BYTES, PromptReader, PromptTooLongError, ReadingThreads
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if tools }}<a>"
 
