@@ -11,6 +11,8 @@ RUN := $(BIN)/python
 # vLLM's CPU build runs in an environment beside it.
 VLLM := $(VENV)-vllm
 VLLM_RUN := $(VLLM)/bin/python
+# NVIDIA Dynamo is a folder beside the environment, for PYTHONPATH.
+DYNAMO := $(VENV)-dynamo
 
 # A GPU counts when its driver answers or its device file is there; `make GPU= ...` forces the CPU set-up.
 GPU := $(shell (nvidia-smi -L || ls /dev/nvidia[0-9]*) >/dev/null 2>&1 && echo 1)
@@ -35,7 +37,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest validate validate-real quality calibrate test packaging vllm-env vllm-lock dynamo-env dynamo-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -150,6 +152,24 @@ vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU, and t
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
 
+# What Dynamo's frontend, its mocker and our component need beyond the developers' set. Dynamo also requires aisimulate,
+# which fetches from elsewhere, and clients of Kubernetes and Redis, which nothing here runs.
+DYNAMO_PACKAGES := ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 uvloop
+
+$(DYNAMO)/.installed: requirements-dynamo.txt $(VENV)/.installed-dev-$(KIND)
+	@echo "Installing Dynamo into $(DYNAMO)"
+	@rm -rf $(DYNAMO)
+	@$(RUN) $(PIP) --no-deps --require-hashes --target $(DYNAMO) -r requirements-dynamo.txt
+	@touch $@
+
+dynamo-env: $(DYNAMO)/.installed ## install Dynamo, with which the tests of its component are no longer skipped
+
+# As `make lock`, for Dynamo.
+dynamo-lock: | $(BIN)/python ## pin Dynamo, with hashes, in requirements-dynamo.txt
+	$(RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VENV)/dynamo.json $(DYNAMO_PACKAGES)
+	$(RUN) .ci/lock.py dynamo < $(VENV)/dynamo.json > $(VENV)/dynamo.txt
+	mv $(VENV)/dynamo.txt requirements-dynamo.txt
+
 card:
 	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }
 
@@ -205,5 +225,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-newest $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) $(DYNAMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

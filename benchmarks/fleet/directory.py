@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     _Tokens = npt.NDArray[np.int32]
 
-NAMESPACE = CacheNamespace(
+# Bound to no request.
+BASE_NAMESPACE = CacheNamespace(
     model="Qwen/Qwen2.5-7B-Instruct",
     model_revision="a09a35458c702b33eeacc393d103063234e8bc28",
     tokenizer="Qwen/Qwen2.5-7B-Instruct",
@@ -47,7 +48,8 @@ NAMESPACE = CacheNamespace(
     rope_config={"rope_theta": 1000000, "max_position_embeddings": 32768},
     tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
     backend_cache_layout="trtllm_pytorch_primary_pool_v1",
-).for_request(None, None)
+)
+NAMESPACE = BASE_NAMESPACE.for_request(None, None)
 VOCABULARY = 150_000
 KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64

@@ -1,0 +1,140 @@
+"""A frontend of Dynamo, our component and workers without an engine, in processes of their own on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What `make dynamo-env` installs beside the environment that runs this.
+PACKAGES = Path(f"{sys.prefix}-dynamo")
+MODEL, WORKERS = "rule", "engines.backend.generate"
+START_SECONDS = 120
+MODEL_PATH = Path(str(files("validation") / "assets" / "model"))
+_ROOT = Path(__file__).resolve().parents[2]
+_HERE = {
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+    "DYN_TCP_RPC_HOST": "127.0.0.1",
+    "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+    "DYN_EVENT_PLANE_HOST": "127.0.0.1",
+    "DYN_SELF_HOST_METADATA": "0",
+    # Without it no trace goes from part to part.
+    "DYN_LOGGING_JSONL": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got: status, text, the error or None, usage, and what `engine_data` tells."""
+
+    status: int
+    text: str = ""
+    error: Any = None
+    usage: Any = None
+    told: Any = None
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """Return the component's receipt: worker, held_tokens, attempts."""
+        return dict(self.told["semblend"])
+
+
+class DynamoFleet:
+    """The processes of a fleet, by name; each writes its log into `folder`. `close` ends all of them."""
+
+    def __init__(self, folder: Path, nats: str) -> None:
+        self._folder, self._nats = folder, nats
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        frontend = ("--http-host", "127.0.0.1", "--http-port", str(port), "--namespace", "public")
+        self.start("frontend", "dynamo.frontend", *frontend)
+
+    def start(self, name: str, module: str, *arguments: str, **variables: str) -> int:
+        """Start a module of Python, and return its process id."""
+        path = f"{_ROOT}:{PACKAGES}"
+        own = {"PYTHONPATH": path, "DYN_FILE_KV": str(self._folder / "kv"), "SEMBLEND_NATS_URL": self._nats}
+        with self.log_of(name).open("ab") as log:
+            command = [sys.executable, "-m", module, *arguments]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | _HERE | own | variables)
+        self._processes[name] = process
+        return process.pid
+
+    def component(self, name: str = "component", **variables: str) -> None:
+        """Start a component for the workers."""
+        self.start(name, "semblend_trt.fleet.dynamo", "--model-name", MODEL, "--workers", WORKERS, **variables)
+
+    def worker(self, number: int, *arguments: str, model: Path = MODEL_PATH) -> None:
+        """Start the worker `number`."""
+        ours = ("--endpoint", WORKERS, "--model-path", str(model), "--model-name", MODEL, "--nats", self._nats)
+        self.start(f"worker-{number}", "benchmarks.fleet.dynamo_worker", *ours, "--worker-id", str(number), *arguments)
+
+    def log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def send(self, name: str, number: int) -> None:
+        self._processes[name].send_signal(number)
+
+    def end(self, name: str, number: int = signal.SIGKILL) -> int:
+        """End a process by a signal, and return its status."""
+        process = self._processes.pop(name)
+        process.send_signal(number)
+        return process.wait(START_SECONDS)
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.send(name, signal.SIGCONT)
+            self.end(name)
+
+    async def ask(self, client: aiohttp.ClientSession, prompt: Sequence[int], most: int, **fields: Any) -> Answer:
+        """Return the answer of `most` tokens to token ids, streamed. `fields` are the request's; `salt`, `headers`."""
+        nvext = {"extra_fields": ["engine_data"], "cache_salt": fields.pop("salt", None)}
+        headers, body = fields.pop("headers", {}), {"model": MODEL, "prompt": list(prompt), "max_tokens": most}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "nvext": nvext, **fields}
+        text, error, usage, told, is_whole = "", None, None, None, False
+        async with client.post(f"{self.address}/v1/completions", json=body, headers=headers) as response:
+            if response.status != 200 or not body["stream"]:
+                return Answer(response.status, error=await response.text())
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                is_whole = is_whole or data == b"[DONE]"
+                if not line.startswith(b"data: ") or is_whole:
+                    continue
+                event = json.loads(data)
+                error = event.get("error", error)
+                usage = event.get("usage") or usage
+                told = (event.get("nvext") or {}).get("engine_data", told)
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
+        return Answer(200, text, error or (None if is_whole else "no end"), usage, told)
+
+    async def ready(self, client: aiohttp.ClientSession, workers: int) -> None:
+        """Wait until so many workers have answered. Raise TimeoutError with the logs' ends when they do not."""
+        until, seen = time.monotonic() + START_SECONDS, set[str]()
+        while len(seen) < workers:
+            if time.monotonic() > until:
+                logs = [self.log_of(name).read_text()[-2000:] for name in self._processes]
+                raise TimeoutError(f"{seen} of {workers} workers answered:\n" + "\n".join(logs))
+            with suppress(aiohttp.ClientError):
+                answer = await self.ask(client, [100 + len(seen)], 1)
+                if answer.status == 200 and answer.error is None:
+                    seen.add(answer.placed["worker"])

@@ -1,0 +1,145 @@
+"""Relay: places a request, hands on a worker's answer piece by piece, and goes on elsewhere when the worker breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dynamo.llm.exceptions import HttpError, InvalidArgument
+
+from semblend_trt.background import OnceAMinute
+from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.directory import worker_name
+from semblend_trt.fleet.dynamo.stream import AskedRequest
+from semblend_trt.fleet.placement import Loads
+from semblend_trt.outcome import RECEIPT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from semblend_trt.fleet.dynamo.workers import EngineWorkers
+    from semblend_trt.fleet.placement import Placement, Score
+
+logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
+
+# An instance that Dynamo no longer counts as alive has lost its requests after so many silent seconds. An instance that
+# drains is not counted either, but sends on; one that is merely slow is counted.
+SILENT_SECONDS = 5
+# How errors begin that are a worker's end or its refusal of more work. Others are the same everywhere.
+_ELSEWHERE = ("Unavailable", "CapacityExhausted")
+
+
+class WorkerLostError(SemBlendError):
+    """A worker broke a request off, or does not take it."""
+
+
+class WorkerCall:
+    """One request at one worker."""
+
+    def __init__(self, client: Any, request: dict[str, Any], instance: int, context: Any) -> None:
+        self.instance, self.silent_seconds = instance, 0
+        self._began: asyncio.Future[Any] | None = client.direct(request, instance, annotated=False, context=context)
+        self._pending, self._is_lost = self._began, False
+        self._stream: Any = None
+
+    async def piece(self) -> dict[str, Any] | None:
+        """Return the next piece of the answer, None behind the last. Raise WorkerLostError, or what the engine says."""
+        try:
+            if self._stream is None:
+                self._stream = await self._pending
+            self._pending = self._stream.__anext__()
+            piece: dict[str, Any] = await self._pending
+        except StopAsyncIteration:
+            return None
+        except asyncio.CancelledError:
+            if self._is_lost:
+                raise WorkerLostError("it is silent, and Dynamo does not count it as alive") from None
+            raise
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            if str(error).startswith(_ELSEWHERE):
+                raise WorkerLostError(str(error)) from None
+            # Dynamo hands every error on as ValueError, which is the client's mistake when it is raised again.
+            raise error if str(error).startswith("InvalidRequest") else RuntimeError(str(error)) from None
+        self.silent_seconds = 0
+        return piece
+
+    def lose(self) -> None:
+        """Give the worker up: `piece` raises WorkerLostError."""
+        self._is_lost = True
+        self._pending.cancel()
+
+
+class Relay:
+    """Answers the requests of one model. `client` calls the endpoint whose instances are `workers`; a request is tried
+    `attempts` times. `counts` counts requests by what became of them. Belongs to the event loop's thread."""
+
+    def __init__(self, client: Any, workers: EngineWorkers, placement: Placement, attempts: int) -> None:
+        self._client, self._workers, self._placement, self._attempts = client, workers, placement, attempts
+        self._calls: set[WorkerCall] = set()
+        self.loads: Loads[int] = Loads()
+        self.counts: Counter[str] = Counter()
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pieces of the answer. Raise what an engine says of the request, and HttpError 503 without workers."""
+        asked, tried = AskedRequest(request), set[int]()
+        while len(tried) < self._attempts:
+            scores = self._placement.place(asked.tokens, asked.salt, self._workers.candidates(tried), self.loads.tokens)
+            if not scores:
+                break
+            tried.add(scores[0].name)
+            try:
+                async for piece in self._ask(asked, scores[0], len(tried), context):
+                    yield piece
+                self.counts["answered" if len(tried) == 1 else "continued"] += 1
+                return
+            except WorkerLostError as error:
+                self._workers.failed(scores[0].name)
+                logger.warning("instance %d broke a request off: %s", scores[0].name, error)
+                if context.is_stopped():
+                    return
+            if asked.is_whole:
+                yield {"token_ids": [], "finish_reason": "length"}
+                self.counts["continued"] += 1
+                return
+            if not asked.is_continuable:
+                break
+        self.counts["unanswered"] += 1
+        raise HttpError(503, f"no worker could answer the request, {len(tried)} tried")
+
+    async def watch(self) -> None:
+        """Give up, every second, what instances owe that are silent and not alive."""
+        while True:
+            await asyncio.sleep(1)
+            for call in list(self._calls):
+                call.silent_seconds += 1
+                if call.silent_seconds > SILENT_SECONDS and not self._workers.is_present(call.instance):
+                    call.lose()
+
+    async def _ask(
+        self, asked: AskedRequest, chosen: Score[int], attempt: int, context: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield what one worker answers, and add to its end who it is."""
+        answered = self.loads.sent(chosen.name, max(0, len(asked.tokens) - chosen.held))
+        call, has_ended = WorkerCall(self._client, asked.next_request(), chosen.name, context), False
+        self._calls.add(call)
+        try:
+            while (piece := await call.piece()) is not None:
+                answered()
+                if asked.take(piece):
+                    has_ended = True
+                    told = piece.get("engine_data")
+                    worker = self._workers.answered(chosen.name, told)
+                    name = None if worker is None else worker_name(worker)
+                    receipt = {"worker": name, "held_tokens": chosen.held, "attempts": attempt}
+                    piece["engine_data"] = {**(told if isinstance(told, dict) else {}), RECEIPT: receipt}
+                yield piece
+            if not (has_ended or context.is_stopped()):
+                raise WorkerLostError("its answer has no end")
+        finally:
+            answered()
+            self._calls.discard(call)

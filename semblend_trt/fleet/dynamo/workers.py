@@ -1,0 +1,156 @@
+"""EngineWorkers: the instances of an endpoint of Dynamo, and which worker of the donor events each of them is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.background import OnceAMinute
+from semblend_trt.outcome import VLLM_RECEIPT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from semblend_trt.fleet.directory import Worker
+
+logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute())
+
+# The file of a worker's DYN_TOPOLOGY_MOUNT_PATH that holds its id: any engine's model card repeats it.
+TOPOLOGY_DOMAIN = "semblend-worker"
+# Seconds for which an instance that failed is asked only where no other is left.
+REST_SECONDS = 5.0
+_WORKER_NAME = re.compile(r"(\d{1,16})(?:\.(\d{1,4}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What an instance's model card says: the digests of its tokenizer, and its worker id if it tells one."""
+
+    tokenizer: frozenset[str]
+    worker: Worker | None
+
+    @classmethod
+    def of(cls, text: str) -> ModelCard:
+        """Read a card, JSON as Dynamo keeps it. Raise ValueError for anything else."""
+        card = json.loads(text)
+        if not isinstance(card, dict):
+            raise ValueError(f"a model card is an object, not {type(card).__name__}")
+        runtime = card.get("runtime_config") or {}
+        worker = (runtime.get("topology_domains") or {}).get(TOPOLOGY_DOMAIN)
+        return cls(_digests_in(card.get("tokenizer")), worker_of(worker))
+
+
+class EngineWorkers:
+    """The instances that may be asked, by Dynamo's ids. Belongs to the event loop's thread.
+
+    `present` gives the instances of the endpoint and `cards` their model cards. Only those with the digests `tokenizer`
+    are asked. An instance's worker id comes from its card, or from the receipt of its first answer. `counts` counts
+    what was wrong."""
+
+    def __init__(
+        self,
+        present: Callable[[], Collection[int]],
+        cards: Callable[[], Mapping[str, str]],
+        tokenizer: frozenset[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._present, self._read_cards, self._tokenizer, self._clock = present, cards, tokenizer, clock
+        self._cards: dict[int, ModelCard] = {}
+        self._worker_of: dict[int, Worker] = {}
+        self._resting: dict[int, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def candidates(self, tried: Collection[int] = ()) -> dict[int, Worker | None]:
+        """Return the instances to choose from and their workers, None where no donors are known to be theirs."""
+        present = self._present()
+        if not self._cards.keys() >= set(present):
+            self._learn(present)
+        usable = [each for each in present if each not in tried and self._is_usable(each)]
+        now = self._clock()
+        awake = [each for each in usable if self._resting.get(each, now) <= now] or usable
+        claims = Counter(self._worker_of[each] for each in present if each in self._worker_of)
+        return {each: self._only_claimed(each, claims) for each in awake}
+
+    def is_present(self, instance: int) -> bool:
+        """Return whether Dynamo still counts an instance as alive."""
+        return instance in self._present()
+
+    def failed(self, instance: int) -> None:
+        """Note that an instance broke a request off."""
+        self._resting[instance] = self._clock() + REST_SECONDS
+
+    def answered(self, instance: int, engine_data: Any) -> Worker | None:
+        """Learn from an answer's end, and return the worker; `engine_data` is what Dynamo hands on from the engine."""
+        self._resting.pop(instance, None)
+        if instance not in self._worker_of:
+            carried = engine_data.get("kv_transfer_params") if isinstance(engine_data, dict) else None
+            receipt = carried.get(VLLM_RECEIPT) if isinstance(carried, dict) else None
+            named = worker_of(receipt.get("worker")) if isinstance(receipt, dict) else None
+            if named is None:
+                self.counts["no_connector"] += 1
+                logger.warning(
+                    "instance %d names no worker id: its text is not known, load alone places there", instance
+                )
+            else:
+                self._worker_of[instance] = named
+        return self._worker_of.get(instance)
+
+    def _learn(self, present: Collection[int]) -> None:
+        """Read the cards of new instances, and forget those that are gone."""
+        cards = self._read_cards()
+        for instance in set(present) - self._cards.keys():
+            try:
+                self._cards[instance] = card = ModelCard.of(cards[str(instance)])
+            except KeyError:
+                continue  # it comes a moment after its instance
+            except (ValueError, TypeError, AttributeError) as error:
+                self._cards[instance] = card = ModelCard(frozenset(), None)
+                logger.warning("the model card of instance %d cannot be read: %s", instance, error)
+            if card.worker is not None:
+                self._worker_of[instance] = card.worker
+        for known in (self._cards, self._worker_of, self._resting):
+            for gone in known.keys() - set(present):
+                del known[gone]
+
+    def _is_usable(self, instance: int) -> bool:
+        card = self._cards.get(instance)
+        if card is not None and card.tokenizer != self._tokenizer:
+            self.counts["other_tokenizer"] += 1
+            logger.error(
+                "instance %d is not asked: its tokenizer has the digests %s, and prompts are read with %s",
+                *(instance, sorted(card.tokenizer), sorted(self._tokenizer)),
+            )
+        return card is not None and card.tokenizer == self._tokenizer
+
+    def _only_claimed(self, instance: int, claims: Counter[Worker]) -> Worker | None:
+        worker = self._worker_of.get(instance)
+        if worker is not None and claims[worker] > 1:
+            self.counts["same_worker_id"] += 1
+            logger.error(
+                "%d instances have the worker id %d: give each its own; until then load places there",
+                claims[worker],
+                worker[0],
+            )
+            return None
+        return worker
+
+
+def worker_of(name: object) -> Worker | None:
+    """Return the id and rank in a worker's name, `3` or `3.0`; None for anything else."""
+    found = _WORKER_NAME.fullmatch(name) if isinstance(name, str) else None
+    return None if found is None else (int(found[1]), int(found[2] or 0))
+
+
+def _digests_in(value: Any) -> frozenset[str]:
+    """Return every `checksum` in a card's part."""
+    if not isinstance(value, dict):
+        return frozenset()
+    own = value.get("checksum")
+    return frozenset({own} if isinstance(own, str) else ()).union(*map(_digests_in, value.values()))
