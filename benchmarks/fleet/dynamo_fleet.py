@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # What `make dynamo-env` installs beside the environment that runs this.
 PACKAGES = Path(f"{sys.prefix}-dynamo")
@@ -67,8 +67,9 @@ class DynamoFleet:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        frontend = ("--http-host", "127.0.0.1", "--http-port", str(port), "--namespace", "public")
-        self.start("frontend", "dynamo.frontend", *frontend)
+        # The frontend repeats what it has sent to a component that ended.
+        frontend = ("--http-host", "127.0.0.1", "--namespace", "public", "--migration-limit", "3")
+        self.start("frontend", "dynamo.frontend", *frontend, "--http-port", str(port))
 
     def start(self, name: str, module: str, *arguments: str, **variables: str) -> int:
         """Start a module of Python, and return its process id."""
@@ -89,6 +90,10 @@ class DynamoFleet:
         ours = ("--endpoint", WORKERS, "--model-path", str(model), "--model-name", MODEL, "--nats", self._nats)
         self.start(f"worker-{number}", "benchmarks.fleet.dynamo_worker", *ours, "--worker-id", str(number), *arguments)
 
+    def running(self) -> set[str]:
+        """Return the names of what was started and not ended."""
+        return set(self._processes)
+
     def log_of(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
@@ -106,8 +111,18 @@ class DynamoFleet:
             self.send(name, signal.SIGCONT)
             self.end(name)
 
-    async def ask(self, client: aiohttp.ClientSession, prompt: Sequence[int], most: int, **fields: Any) -> Answer:
-        """Return the answer of `most` tokens to token ids, streamed. `fields` are the request's; `salt`, `headers`."""
+    async def ask(
+        self,
+        client: aiohttp.ClientSession,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> Answer:
+        """Return the streamed answer of `most` tokens to token ids; call `begun` at each event.
+
+        `fields` are the request's, and `salt` and `headers`."""
         nvext = {"extra_fields": ["engine_data"], "cache_salt": fields.pop("salt", None)}
         headers, body = fields.pop("headers", {}), {"model": MODEL, "prompt": list(prompt), "max_tokens": most}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "nvext": nvext, **fields}
@@ -121,6 +136,7 @@ class DynamoFleet:
                 if not line.startswith(b"data: ") or is_whole:
                     continue
                 event = json.loads(data)
+                begun()
                 error = event.get("error", error)
                 usage = event.get("usage") or usage
                 told = (event.get("nvext") or {}).get("engine_data", told)

@@ -32,9 +32,8 @@ from semblend_trt.fleet.placement import Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-logger = logging.getLogger(__name__)
-
 PROGRAM = "semblend_trt.fleet.dynamo"
+logger = logging.getLogger(PROGRAM)
 # What the frontend does with a model's text is in these fields of a worker's card.
 _TOLD = ("context_length", "tool_call_parser", "reasoning_parser", "exclude_tools_when_tool_choice_none")
 # A way past the tokens: such a request carries its prompt a second time, which could not be continued.

@@ -1,4 +1,4 @@
-"""Relay: places a request, hands on a worker's answer piece by piece, and goes on elsewhere when the worker breaks off."""
+"""Relay: places a request, hands on a worker's answer, and goes on elsewhere when the worker breaks off."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from semblend_trt.background import OnceAMinute
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import worker_name
 from semblend_trt.fleet.dynamo.stream import AskedRequest
+from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from semblend_trt.fleet.placement import Loads
 from semblend_trt.outcome import RECEIPT
 
@@ -25,11 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
 
-# An instance that Dynamo no longer counts as alive has lost its requests after so many silent seconds. An instance that
-# drains is not counted either, but sends on; one that is merely slow is counted.
-SILENT_SECONDS = 5
 # How errors begin that are a worker's end or its refusal of more work. Others are the same everywhere.
-_ELSEWHERE = ("Unavailable", "CapacityExhausted")
+_ELSEWHERE = ("Unavailable", "CapacityExhausted", "DeadlineExceeded")
 
 
 class WorkerLostError(SemBlendError):
@@ -61,7 +59,7 @@ class WorkerCall:
         except InvalidArgument:
             raise
         except Exception as error:
-            if str(error).startswith(_ELSEWHERE):
+            if self._stream is None or str(error).startswith(_ELSEWHERE):
                 raise WorkerLostError(str(error)) from None
             # Dynamo hands every error on as ValueError, which is the client's mistake when it is raised again.
             raise error if str(error).startswith("InvalidRequest") else RuntimeError(str(error)) from None
@@ -85,7 +83,7 @@ class Relay:
         self.counts: Counter[str] = Counter()
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pieces of the answer. Raise what an engine says of the request, and HttpError 503 without workers."""
+        """Yield the pieces of the answer. Raise what an engine says of the request; HttpError 503 without workers."""
         asked, tried = AskedRequest(request), set[int]()
         while len(tried) < self._attempts:
             scores = self._placement.place(asked.tokens, asked.salt, self._workers.candidates(tried), self.loads.tokens)

@@ -25,6 +25,9 @@ logger.addFilter(OnceAMinute())
 TOPOLOGY_DOMAIN = "semblend-worker"
 # Seconds for which an instance that failed is asked only where no other is left.
 REST_SECONDS = 5.0
+# An instance that Dynamo no longer counts as alive has lost its requests after so many silent seconds. An instance that
+# drains is not counted either, but sends on; one that is merely slow is counted.
+SILENT_SECONDS = 5
 _WORKER_NAME = re.compile(r"(\d{1,16})(?:\.(\d{1,4}))?")
 
 
@@ -75,7 +78,8 @@ class EngineWorkers:
         usable = [each for each in present if each not in tried and self._is_usable(each)]
         now = self._clock()
         awake = [each for each in usable if self._resting.get(each, now) <= now] or usable
-        claims = Counter(self._worker_of[each] for each in present if each in self._worker_of)
+        # One that failed may have come back under another instance already.
+        claims = Counter(self._worker_of[each] for each in self._worker_of.keys() - self._resting.keys())
         return {each: self._only_claimed(each, claims) for each in awake}
 
     def is_present(self, instance: int) -> bool:
@@ -134,7 +138,7 @@ class EngineWorkers:
         if worker is not None and claims[worker] > 1:
             self.counts["same_worker_id"] += 1
             logger.error(
-                "%d instances have the worker id %d: give each its own; until then load places there",
+                "%d instances have the worker id %d, load alone places there: give each its own",
                 claims[worker],
                 worker[0],
             )
