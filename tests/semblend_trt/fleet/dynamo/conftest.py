@@ -10,7 +10,7 @@ from benchmarks.fleet.dynamo_fleet import PACKAGES, DynamoFleet
 from tests.semblend_trt.conftest import NatsServer
 
 # Seconds to a token, so that a test has time in the middle of an answer.
-TOKEN_SECONDS = "0.02"
+TOKEN_SECONDS, WAIT_SECONDS = "0.02", 120
 
 
 class RunningFleet(DynamoFleet):
@@ -41,7 +41,7 @@ class RunningFleet(DynamoFleet):
             async with aiohttp.ClientSession() as client:
                 return await test(client)
 
-        return asyncio.run(with_client())
+        return asyncio.run(asyncio.wait_for(with_client(), WAIT_SECONDS))
 
     async def both_answer(self, client):
         await self.ready(client, 2)

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from benchmarks.fleet.dynamo_fleet import MODEL_PATH, WORKERS
+from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, WORKERS
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from tests.semblend_trt.fleet.conftest import PublishingWorker
@@ -216,7 +216,9 @@ def test_workers_that_cannot_be_placed_by_text(fleet, some, tmp_path):
     with (other / "tokenizer.json").open("a") as tokenizer:
         tokenizer.write("\n")
     model = str(MODEL_PATH)
-    fleet.start("mocker", "dynamo.mocker", "--model-path", model, "--endpoint", f"dyn://{WORKERS}", "--model-name", "m")
+    fleet.start(
+        "mocker", "dynamo.mocker", "--model-path", model, "--endpoint", f"dyn://{WORKERS}", "--model-name", MODEL
+    )
     fleet.begin(9, model=other)
 
     async def test(client):
