@@ -289,7 +289,7 @@ class EventPublisher:
         resync_seconds: float = 300.0,
     ) -> None:
         self.counters, self.embeddings = counters, embeddings
-        self._options, self._emitter = options, emitter
+        self._options, self.emitter = options, emitter
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
@@ -415,7 +415,7 @@ class EventPublisher:
     async def _connect(self) -> None:
         for failures in itertools.count():
             try:
-                self._connection = await Connection.open(self._options, self._emitter)
+                self._connection = await Connection.open(self._options, self.emitter)
                 break
             except Exception as error:
                 self.counters.count("connections", "failed")
