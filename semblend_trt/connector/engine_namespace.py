@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.engine_spec import text_of
-from semblend_trt.connector.model_files import TOKENIZER_FILES, DigestCache, digest_in, snapshot, weights_digest
 from semblend_trt.connector.requests import Adapters
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_files import TOKENIZER_FILES, DigestCache, digest_in, snapshot, weights_digest
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
 if TYPE_CHECKING:

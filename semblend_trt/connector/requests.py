@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from semblend_trt import __version__
-from semblend_trt.connector.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, SemBlendError
+from semblend_trt.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, are_counts
