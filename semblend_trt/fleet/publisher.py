@@ -46,7 +46,7 @@ _SERIES = {
     "sent": ("semblend_events", "Donor events sent.", "kind", KIND_NAMES),
     "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
     "resyncs": ("semblend_event_resyncs", "Resyncs: times all donors were registered again.", "reason", RESYNC_REASONS),
-    "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
+    "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed", "id_twice")),
 }
 # Least tokens of a group of donors that is sketched together; a group stays in the processor's cache.
 GROUP_TOKENS = 16384
@@ -378,6 +378,14 @@ class EventPublisher:
         if connection.is_lost:
             await self._lose(0)
             return False
+        if connection.is_id_twice:
+            connection.is_id_twice = False
+            self.counters.count("connections", "id_twice")
+            logger.error(
+                "another live process has worker id %d: no request is sent where either one holds text; "
+                "set SEMBLEND_WORKER_ID to a number of its own",
+                self._emitter.worker_id,
+            )
         now = time.monotonic()
         if connection.is_asked and now - self._resynced_at >= self._heartbeat_seconds:
             self._resync("requested")
