@@ -503,6 +503,7 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         exact_prefix_tokens=tracked.num_computed_tokens,
         policy=policy,
         profile=tracked.profile,
+        namespace=tracked.namespace_key,
         max_kl=None if tracked.bound is None else tracked.bound.max_kl,
         risk=None if tracked.bound is None else tracked.bound.risk,
     )

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
+# The field of a message beside requests for a resync: a reuse profile whose promise is broken in a `namespace`.
+BROKEN_PROFILE = "broken_profile"
+_DIGEST_DIGITS = 64
 # Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS = 3600
@@ -151,6 +154,17 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
     await client.subscribe(options.subjects, cb=read)
 
 
+async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
+    """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
+    client = await connect_client(options, name="semblend-trt spot-check")
+    try:
+        message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
+        await client.publish(options.subject + RESYNC_SUFFIX, json.dumps(message).encode())
+        await flush(client)
+    finally:
+        await client.close()
+
+
 async def pause(failures: int) -> None:
     """Wait before another attempt; at random, so that not all workers come back to a server at once."""
     seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)
@@ -159,7 +173,8 @@ async def pause(failures: int) -> None:
 
 class Connection:
     """Sends one emitter's messages; made with `open`, in one event loop. `is_asked`: a reader asked for a resync;
-    `is_id_twice`: it said that another live process has this worker id."""
+    `is_id_twice`: it said that another live process has this worker id. `broken`: reuse profiles whose promise spot
+    checks found broken, each with the key of the namespace."""
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
         self._emitter, self._stream = emitter, options.stream
@@ -168,6 +183,7 @@ class Connection:
         self._jetstream: Any = None
         self._acks: list[asyncio.Future[Any]] = []
         self.is_lost = self.is_asked = self.is_id_twice = False
+        self.broken: list[tuple[str, str]] = []
 
     @classmethod
     async def open(cls, options: ConnectionOptions, emitter: Emitter) -> Connection:
@@ -231,6 +247,11 @@ class Connection:
 
     async def _asked(self, message: Any) -> None:
         request = meant(message.data, self._emitter)
+        if request and BROKEN_PROFILE in request:
+            profile, namespace = request[BROKEN_PROFILE], request.get("namespace")
+            if all(isinstance(each, str) and len(each) == _DIGEST_DIGITS for each in (profile, namespace)):
+                self.broken.append((str(profile), str(namespace)))
+            return
         self.is_asked = self.is_asked or request is not None
         self.is_id_twice = self.is_id_twice or bool(request and request.get("id_twice") is True)
 

@@ -57,6 +57,8 @@ SAMPLES = {
     "nats_stream": ("DONORS", "DONORS"),
     "nats_token": ("a token", SecretStr("a token")),
     "event_format": ("msgpack", EventFormat.MSGPACK),
+    "load_weight": ("0.5", 0.5),
+    "tenant_secret": ("a long tenant secret", SecretStr("a long tenant secret")),
     "heartbeat_seconds": ("2.5", 2.5),
     "resync_seconds": ("60", 60.0),
 }

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 
+from semblend_trt.answer_kl import least_kl, likelihood_fields, likelihoods_in
 from semblend_trt.chats import PromptError
+from semblend_trt.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.drift import BoundedAnswer, DriftMonitor
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory, worker_name
-from semblend_trt.fleet.router.answer_kl import least_kl, likelihood_fields, likelihoods_in
-from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.fleet.router.config import Shares, Tenants, key_digest, unknown_key
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.replicas import CLIENT_LEFT, Forwarder, Observed, ReplicaFailedError, ReplicaSet
@@ -45,9 +45,9 @@ from semblend_trt.prompts import PromptReader, PromptTooLongError, ReadingThread
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
+    from semblend_trt.cold_runs import RunCold, Said
     from semblend_trt.fleet.connection import ConnectionOptions
     from semblend_trt.fleet.directory import Holder, Worker
-    from semblend_trt.fleet.router.cold_runs import RunCold, Said
     from semblend_trt.fleet.router.config import Caller, RouterConfig
     from semblend_trt.fleet.routing_policy import Choice, Replica, RoutingPolicy
 

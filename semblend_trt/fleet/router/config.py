@@ -26,9 +26,9 @@ from pydantic import (
     model_validator,
 )
 
+from semblend_trt.cold_runs import VERIFY_HEADER
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input
-from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.serving import RequestRefusedError, ServerBounds
 from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 

@@ -9,18 +9,18 @@ import signal
 import threading
 import urllib.request
 from contextlib import contextmanager
-from queue import Queue
 
 import pytest
 from aiohttp import web
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
+from semblend_trt.cli._server import MAX_PAUSE, pause
 from semblend_trt.cli.main import main
-from semblend_trt.cli.warm import MAX_PAUSE, STATE_NAME, Warming, pause
+from semblend_trt.cli.warm import STATE_NAME, Warming
 from semblend_trt.fleet.router.app import Router
 from semblend_trt.fleet.router.config import RouterConfig
-from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
+from tests.http_server import answering, listening_app
 from tests.pages import ROOT
 from tests.semblend_trt.held_donors import at_once
 from tests.server_process import MODEL
@@ -30,27 +30,6 @@ from validation.prompts import render
 # One token a byte.
 PAGE = (ROOT / "validation/assets/excerpt.txt").read_text(encoding="ascii", errors="ignore")
 PAGES = [PAGE[start : start + 300] for start in (0, 300, 600)]
-
-
-@contextmanager
-def listening_app(app):
-    """The address of an application that a thread serves."""
-    told = Queue()
-
-    async def serve():
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with listening(app, "127.0.0.1", 0, Connections(ServerBounds())) as address:
-            told.put((address, lambda: loop.call_soon_threadsafe(ended.set)))
-            await ended.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    address, end = told.get(timeout=60)
-    try:
-        yield address
-    finally:
-        end()
-        thread.join()
 
 
 @pytest.fixture
@@ -66,19 +45,6 @@ def serving(llm):
     with listening_app(worker.app()) as address:
         yield address
     worker.close()
-
-
-@contextmanager
-def answering(answer):
-    """The address of a server that answers everything with `answer`, a handler or raw JSON."""
-
-    async def always(_):
-        return web.Response(body=answer, content_type="application/json")
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer if callable(answer) else always)
-    with listening_app(app) as address:
-        yield address
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
+from semblend_trt.fleet.connection import meant
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter

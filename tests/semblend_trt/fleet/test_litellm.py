@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from aiohttp import web
 
+from tests.http_server import answering
 from tests.litellm_proxy import LiteLlm, deployment
 from tests.semblend_trt.conftest import NatsServer
 from tests.server_process import MODEL, ServerProcess, wait_for
 
 pytestmark = pytest.mark.litellm
 
-SECRET = "a secret of the gateway's own"
+SECRET = {"SEMBLEND_TENANT_SECRET": "a secret of the gateway's own"}
 TEMPLATE = "{% for m in messages %}<|inst|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|a|>"
 INSTRUCTIONS = ("Who speaks here? ", "Read this, and go on with it. ", "Sum up. ", "Say it again: ", "What is it? ")
 WORDS = (MODEL.parent / "excerpt.txt").read_text().split()
@@ -62,7 +63,7 @@ class Fleet:
         other = deployment("one-otherwise", self.workers["one"].address(), 1, MODEL, group="another tokenizer")
         bare = [deployment("bare", self.workers["two"].address(), None, None, group="mixed")]
         ours = deployment("ours", self.workers["one"].address(), 1, self.model, group="mixed")
-        variables = {"SEMBLEND_NATS_URL": self.nats.url, "SEMBLEND_TENANT_SECRET": SECRET}
+        variables = {"SEMBLEND_NATS_URL": self.nats.url, **SECRET}
         self.proxy = LiteLlm(folder, [*listed, other, ours, *bare], {"timeout": 10}, **variables)
         ending.callback(self.proxy.kill)
         # The first request loads the tokenizer and connects to NATS.
@@ -185,20 +186,8 @@ class Replica:
 
     def __init__(self):
         self.go_on, self.headers, self.bodies, self.event = threading.Event(), [], [], "first"
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self.url = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
 
-    async def _listen(self):
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/{path:.*}", self._answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-
-    async def _answer(self, request):
+    async def answer(self, request):
         self.headers.append(request.headers)
         self.bodies.append(await request.json())
         form = {"id": "1", "object": "text_completion", "created": 1, "model": "model"}
@@ -219,12 +208,12 @@ class Replica:
 def plain(tmp_path):
     """A proxy without NATS in front of two such replicas."""
     replicas = {"one": Replica(), "two": Replica()}
-    listed = [deployment(name, each.url, at, MODEL) for at, (name, each) in enumerate(replicas.items(), 1)]
-    proxy = LiteLlm(tmp_path, listed, SEMBLEND_TENANT_SECRET=SECRET)
-    yield proxy, replicas
-    for replica in replicas.values():
-        replica.go_on.set()
-    proxy.kill()
+    with answering(replicas["one"].answer) as one, answering(replicas["two"].answer) as two:
+        proxy = LiteLlm(tmp_path, [deployment("one", one, 1, MODEL), deployment("two", two, 2, MODEL)], **SECRET)
+        yield proxy, replicas
+        for replica in replicas.values():
+            replica.go_on.set()
+        proxy.kill()
 
 
 def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_on(plain):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt.cold_runs import MAX_WAITING, VERIFY_HEADER, ColdRuns, cold_body, compared, said_in
 from semblend_trt.drift import CHECK_RESULTS
 from semblend_trt.errors import SemBlendError
-from semblend_trt.fleet.router.cold_runs import MAX_WAITING, VERIFY_HEADER, ColdRuns, cold_body, compared, said_in
 from semblend_trt.metrics import COLD_RUN_RESULTS
 from tests.semblend_trt.fleet.router.conftest import router
 

@@ -8,9 +8,9 @@ import pytest
 import tomllib
 from multidict import CIMultiDict
 
+from semblend_trt.cold_runs import VERIFY_HEADER
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.directory import Holder
-from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.config import (
     Caller,
     KeyConfig,
