@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from contextvars import Context, ContextVar
@@ -27,6 +28,7 @@ from semblend_trt.fleet.placement import Loads, Placement
 from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.model_files import tokenizer_digest
 from semblend_trt.model_tokenizer import load_tokenizer
+from semblend_trt.policy import COLD
 from semblend_trt.prompts import ReadingThreads
 
 if TYPE_CHECKING:
@@ -114,16 +116,20 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         data: dict[str, Any],
         call_type: str,
     ) -> dict[str, Any]:
-        """Replace the client's salt by that of the key's tenant."""
+        """Replace the client's salt by that of the key's tenant, and in a cold run by one of its own."""
         extra = data.get("extra_body")
         for place in (data, extra):
             if isinstance(place, dict) and place.pop(SALT_FIELD, None) is not None:
                 self._counters.client_salt()
-        salt = self._salt_of(user_api_key_dict)
+        body = {**data, **(extra if isinstance(extra, dict) else {})}
+        asked = body.get("kv_transfer_params")
+        is_cold = isinstance(asked, dict) and bool(asked.get(COLD))
+        # A cold run has a salt of its own, so that the engine's prefix cache holds nothing for it either.
+        salt = f"cold-{secrets.token_hex(16)}" if is_cold else self._salt_of(user_api_key_dict)
         if salt is not None:
             data[SALT_FIELD] = salt
         is_chat = call_type in _CHAT_CALLS if call_type in (*_CHAT_CALLS, *_COMPLETION_CALLS) else None
-        _current.set(_Request({**data, **(extra if isinstance(extra, dict) else {})}, is_chat, salt))
+        _current.set(_Request(body, is_chat, salt))
         return data
 
     async def async_filter_deployments(
