@@ -160,7 +160,7 @@ vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with ha
 	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VLLM)/vllm.json $(VLLM_PACKAGE)
 	$(VLLM_RUN) .ci/lock.py bounds < $(VLLM)/vllm.json > $(VLLM)/bounds.txt
 	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --report $(VLLM)/needs.json -c constraints-cpu.txt -c $(VLLM)/bounds.txt \
-	  '.[router,validation]' $(VLLM_NEEDS) $(VLLM_TOOLS)
+	  '.[embedded,validation]' $(VLLM_NEEDS) $(VLLM_TOOLS)
 	$(VLLM_RUN) .ci/lock.py $(VLLM)/vllm.json $(VLLM)/needs.json > $(VLLM)/lock.txt
 	mv $(VLLM)/lock.txt requirements-vllm.txt
 

@@ -54,6 +54,7 @@ _OLD_NAMES = {
 # Settings that are accepted and ignored, each with the reason.
 _EXACT_RUNS = "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"
 _RETIRED = {
+    "AUDIT_SAMPLE": "spot checks are a command, semblend-trt spot-check; unset it",
     "DONOR_DTYPE": "donors are kept in the dtype of the cache",
     "FUZZY_CHUNKS": _EXACT_RUNS,
     "FUZZY_MARGIN": _EXACT_RUNS,
@@ -258,9 +259,6 @@ class ReportingSettings(SettingsGroup):
     """JSONL file to which audit events are appended; unset, none are written."""
     metrics: bool = True
     """Counts in Prometheus' default registry, where prometheus_client is installed."""
-    audit_sample: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of the requests with reuse that are computed a second time without it, while nothing else waits or runs,
-    and compared, by the router."""
 
 
 class FleetSettings(SettingsGroup):

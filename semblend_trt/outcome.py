@@ -301,7 +301,7 @@ _VLLM = {
     "load_failure_policy": "Set kv_load_failure_policy to recompute, so that a failed load costs time and no request.",
     "tensor_parallel": "Set --tensor-parallel-size to 1.",
     "pipeline_parallel": "Set --pipeline-parallel-size to 1.",
-    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind the router.",
+    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind a gateway.",
     "context_parallel": "Set both context parallel sizes to 1.",
     # The connector's halves meet in one process; vLLM on a CPU replaces uni by mp.
     "executor": "Set --distributed-executor-backend to uni, and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING to 0.",

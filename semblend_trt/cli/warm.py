@@ -1,7 +1,7 @@
 """Prefills documents ahead, so that the first request that holds one can reuse it.
 
-Each document is sent to /v1/completions of an OpenAI-compatible server (of the embedded engine, the router, or
-`vllm serve`) with one token to answer. A FILE is the text of one document, or JSONL (*.jsonl) with {"text": "..."} a
+Each document is sent to /v1/completions of an OpenAI-compatible server (of the embedded engine, a gateway,
+or `vllm serve`) with one token to answer. A FILE is the text of one document, or JSONL (*.jsonl) with {"text": "..."} a
 line. What was sent is remembered in a state file, and a second run goes on after it; remove that file when the server
 has lost its donors. A document that cannot be read, or that the server refuses, is named, and the rest goes on. It
 exits with 0, and with 2 when nothing could be sent or the server does not answer.

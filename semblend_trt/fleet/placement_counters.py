@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.fleet.placement import RESULTS
-from semblend_trt.fleet.status import PROBLEMS, FleetStatus
+from semblend_trt.fleet.status import LIVE_PROBLEMS, FleetStatus
 from semblend_trt.metrics import count_here_where_unwritable
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ class PlacementCounters:
             except ValueError as error:  # another gateway of the process counts already
                 logger.warning("no placements are counted: %s", error)
                 return
-            for result in RESULTS:  # a series at 0 differs from one that is missing
-                self._series["results"].labels(result)
+            # A series at 0 differs from one that is missing.
+            for name, values in (("results", RESULTS), ("tokens", ("prompt", "held"))):
+                for value in values:
+                    self._series[name].labels(value)
 
     def placed(self, result: str, seconds: float) -> None:
         """Count one placement by its result, one of RESULTS."""
@@ -86,7 +88,7 @@ class _DirectoryGauges:
         for worker in status.workers:
             donors.add_metric([worker.name], worker.donors)
         problems = GaugeMetricFamily("semblend_fleet_problems", "What is wrong in the fleet.", labels=["problem"])
-        for problem in PROBLEMS:
+        for problem in LIVE_PROBLEMS:
             problems.add_metric([problem], len(status.problems.get(problem, ())))
         yield from (donors, problems)
 

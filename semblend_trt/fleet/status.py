@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from semblend_trt.fleet.directory import Directory, Worker
 
-# Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing; its
-# namespace equals no other worker's.
-PROBLEMS = ("id_twice", "old_events", "unsynced", "apart")
+# Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing. And
+# where namespaces are given: a field keeps the workers' namespaces apart.
+LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
+PROBLEMS = (*LIVE_PROBLEMS, "apart")
 # Heartbeat intervals after which a worker's events are old.
 _OLD = 1.5
 # Fields that may differ between requests of one engine.

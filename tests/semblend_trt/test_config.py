@@ -51,7 +51,6 @@ SAMPLES = {
     "min_similarity": ("0.75", 0.75),
     "eviction": ("size_aware", Eviction.SIZE_AWARE),
     "metrics": ("0", False),
-    "audit_sample": ("0.001", 0.001),
     "nats_url": ("nats://localhost:4222", SecretStr("nats://localhost:4222")),
     "nats_subject": ("events.donors", "events.donors"),
     "nats_stream": ("DONORS", "DONORS"),
