@@ -18,6 +18,7 @@ DYNAMO = (
     "`make dynamo-env`",
     "`make dynamo-lock` makes this file. It adds to what `make env` installs, and Dynamo goes without the rest.",
 )
+LITELLM = ("`make litellm-env`", "`make litellm-lock` makes this file.")
 
 
 def lock(reports: list[dict], user: str, makes: str) -> str:
@@ -43,6 +44,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["bounds"]:
             text = bounds(json.load(sys.stdin))
+        case ["litellm"]:
+            text = lock([json.load(sys.stdin)], *LITELLM)
         case []:
             text = lock([json.load(sys.stdin)], *CI)
         case ["dynamo"]:

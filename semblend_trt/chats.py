@@ -1,4 +1,4 @@
-"""The text that a chat becomes: the one reader for the router, the embedded server and the estimate.
+"""The text that a chat becomes: the one reader for gateways, the embedded server and the estimate.
 
 It reads a body of /v1/chat/completions as the newest vLLM does, or refuses it by name. Like vLLM it ignores unknown
 fields and those that do not change the prompt. It does not know a server's own arguments, such as template defaults."""

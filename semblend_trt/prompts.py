@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +19,8 @@ _T = TypeVar("_T")
 
 # Most bytes of a body that is read on the thread for short ones.
 SHORT_BODY_BYTES = 32 << 10
+# Most threads for longer ones.
+LONG_THREADS = 4
 
 
 class PromptTooLongError(PromptError):
@@ -80,19 +84,26 @@ class ReadingThreads:
     Short prompts have a thread of their own, so as not to wait for long ones."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._local = threading.local()
+        count = min(LONG_THREADS, os.cpu_count() or 1)
         self._threads = {
-            name: (ThreadPoolExecutor(1, f"{name}-prompts"), PromptReader(copy.deepcopy(tokenizer), max_tokens))
-            for name in ("short", "long")
+            name: ThreadPoolExecutor(threads, f"{name}-prompts") for name, threads in (("short", 1), ("long", count))
         }
 
     async def read(self, size: int, reading: Callable[[PromptReader], _T]) -> _T:
         """Return the result of `reading` for a body of `size` bytes, with the thread's reader."""
-        thread, reader = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
-        return await asyncio.get_running_loop().run_in_executor(thread, reading, reader)
+        threads = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
+        return await asyncio.get_running_loop().run_in_executor(threads, self._read, reading)
+
+    def _read(self, reading: Callable[[PromptReader], _T]) -> _T:
+        if not hasattr(self._local, "reader"):
+            self._local.reader = PromptReader(copy.deepcopy(self._tokenizer), self._max_tokens)
+        return reading(self._local.reader)
 
     def close(self) -> None:
-        for thread, _ in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:

@@ -95,7 +95,7 @@ def locked(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["router", "validation"])]
+    ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["embedded", "validation"])]
 )
 def test_a_lock_holds_what_is_needed(name, extras):
     platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}

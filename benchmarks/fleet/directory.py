@@ -3,7 +3,7 @@
 First, 64 workers announce donors in real messages: they share a beginning and documents, and have text of their own.
 Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
 work. Second, prompts are looked up while a thread of the same process, as in
-the router, takes messages of donors that come and go.
+a gateway, takes messages of donors that come and go.
 """
 
 from __future__ import annotations

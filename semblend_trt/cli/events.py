@@ -40,14 +40,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("stats", "listen for a while and tell who holds how much", 30.0),
     ):
         action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
-        action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
-        default = "until it is interrupted" if seconds is None else "%(default)s"
-        action.add_argument(
-            "--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})"
-        )
-        action.add_argument("--limit", type=count, help="stop after this many messages")
+        add_listening(action, seconds)
         action.add_argument("--json", action="store_true", help="print JSON, as reports always are")
+
+
+def add_listening(action: argparse.ArgumentParser, seconds: float | None) -> None:
+    """Add where and how long to listen, by default for `seconds`."""
+    action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
+    action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
+    default = "until it is interrupted" if seconds is None else "%(default)s"
+    action.add_argument("--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})")
+    action.add_argument("--limit", type=count, help="stop after this many messages")
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif is_tail:
             _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
 
-    asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
+    asyncio.run(listen_to(options_of(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
     if is_tail:
         return 0
     workers = directory.workers()
@@ -97,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(seen.problems))
 
 
-def _options(arguments: argparse.Namespace) -> ConnectionOptions:
+def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
+    """Return the connection of the arguments and the settings."""
     from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
@@ -112,7 +116,7 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
     return replace(options, stream=None)
 
 
-async def _listen(
+async def listen_to(
     options: ConnectionOptions,
     show: Callable[[bytes, str | None], None],
     seconds: float | None,
@@ -120,6 +124,7 @@ async def _listen(
     *,
     asks: bool,
 ) -> None:
+    """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
     from semblend_trt.config import masked
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
 

@@ -119,6 +119,9 @@ class DonorAnnouncer(DonorObserver):
             found.pop(donor_id, None)
         self._withdraw(donor_id)
 
+    def is_broken(self, profile: str, namespace_key: str) -> bool:
+        return (profile, namespace_key) in self._publisher.broken
+
     @_guarded
     def close(self) -> None:
         if not self._is_closed:

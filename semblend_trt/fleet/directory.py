@@ -64,6 +64,8 @@ _MAX_MET = 8
 FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
 # Heartbeats missed, or rejected, after which the directory forgets a worker.
 HEARTBEATS_MISSED = 3
+# Heartbeats of an earlier generation after which its process counts as alive.
+_RIVAL_HEARTBEATS = 2
 # A generation is a time in microseconds. One further ahead of this reader's clock replaces no other.
 MOST_AHEAD_US = 86_400_000_000
 # Seconds between two checks for silent workers.
@@ -167,7 +169,8 @@ class FollowedWorker:
 
     `is_synced`: no event was missed since its last reset. `is_partial`: some donors found no room, so heartbeats are
     compared only when there is room again. `is_unplaced`: there were too many namespaces for some donors. `unheeded`
-    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors."""
+    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors.
+    `rival`: the earlier generation of the last stale heartbeat, the number of such in a row, and when it came."""
 
     number: int
     generation: int = 0
@@ -182,6 +185,7 @@ class FollowedWorker:
     is_partial: bool = False
     is_unplaced: bool = False
     unheeded: int = 0
+    rival: tuple[int, int, float] = (0, 0, float("-inf"))
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
 
@@ -201,6 +205,11 @@ class FairLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _is_twice(followed: FollowedWorker, now: float) -> bool:
+    _, beats, at = followed.rival
+    return beats >= _RIVAL_HEARTBEATS and now - at <= HEARTBEATS_MISSED * followed.interval
 
 
 class Verdict(str, Enum):
@@ -270,6 +279,8 @@ class Directory:
             self._expire(now)
             is_known = worker in self._workers
             verdict = self._judged(event, worker)
+            if verdict is Verdict.STALE:
+                self._note_rival(event, self._workers[worker], now)
             if not verdict.is_to_apply and self._is_given_up(event, worker):
                 verdict = self._judged(event, worker)
             if is_known and verdict in _MEANING:
@@ -305,6 +316,16 @@ class Directory:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
+    def twice(self) -> set[Worker]:
+        """Return the workers whose id two live processes have. Their text counts as held nowhere."""
+        with self._lock:
+            now = self._clock()
+            return {worker for worker, followed in self._workers.items() if _is_twice(followed, now)}
+
+    def now(self) -> float:
+        """Return the time of the clock by which workers were seen."""
+        return self._clock()
+
     def resyncs_due(self) -> tuple[Worker, ...]:
         """Return the workers to ask for a resync, each once per RESYNC_SECONDS or (shorter) heartbeat interval."""
         with self._lock:
@@ -331,7 +352,10 @@ class Directory:
 
     def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
         with self._lock:
-            workers = list(self._by_number)
+            now, workers = self._clock(), list(self._by_number)
+            for followed in self._workers.values():
+                if followed.rival[1] and _is_twice(followed, now):
+                    workers[followed.number] = None
             shares = np.zeros(len(workers))
             for namespace, prompt in prompts:
                 np.maximum(shares, namespace.index.search(len(shares), prompt), out=shares)
@@ -377,6 +401,16 @@ class Directory:
         if event.event_id > followed.last_id + 1:
             return Verdict.GAP
         return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
+
+    def _note_rival(self, event: Event, followed: FollowedWorker, now: float) -> None:
+        """Note a heartbeat of an earlier generation. A process that has ended sends no second one."""
+        if isinstance(event.data, ProviderHeartbeat):
+            generation, beats, _ = followed.rival
+            beats = beats + 1 if generation == event.generation else 1
+            followed.rival = (event.data.provider_generation, beats, now)
+            if beats >= _RIVAL_HEARTBEATS:
+                sentence = "two live processes have this worker id, and neither's text is found; give each its own"
+                self._problem("id_twice", sentence, event)
 
     def _is_given_up(self, event: Event, worker: Worker) -> bool:
         """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""

@@ -66,6 +66,11 @@ class Loads(Generic[Name]):
         return answered
 
 
+def _say(reason: str, sentence: str) -> None:
+    if reason == "id_twice":
+        logger.error("%s: %s", reason, sentence)
+
+
 class Placement:
     """Places prompts. `start` and `stop` run in the event loop in which events are read; `place` waits for nothing.
 
@@ -85,7 +90,7 @@ class Placement:
         if not load_weight > 0:
             raise ValueError(f"a load weight of {load_weight}; it must be above 0")
         self._load_weight, self._tokenizer, self._observe = load_weight, tokenizer, observe
-        self.directory = Directory()
+        self.directory = Directory(on_problem=_say)
         self._reader = None if options is None else DirectoryReader(options, self.directory)
         self._turn_of: dict[Any, int] = {}
         self._turns = 0
@@ -107,14 +112,17 @@ class Placement:
         salt: str | None,
         candidates: Mapping[Name, Worker | None],
         load: Mapping[Name, float],
+        *,
+        tokenizer: str | None = None,
     ) -> tuple[Score[Name], ...]:
         """Return the candidates' scores, the best first; of equals the one that was first longest ago.
 
         `token_ids` are integers [n], None for a prompt that cannot be read; `salt` is the request's raw cache salt.
         `candidates` maps the gateway's name of a worker to its id and rank in events, None where it has none. `load`
-        has the tokens of prefill that wait there, 0 where absent. Raise nothing: if the look-up fails, load decides."""
+        has the tokens of prefill that wait there, 0 where absent. `tokenizer` is this prompt's, in place of the
+        placement's own. Raise nothing: if the look-up fails, load decides."""
         began = time.perf_counter()
-        held, result = self._held(token_ids, salt)
+        held, result = self._held(token_ids, salt, tokenizer or self._tokenizer)
         weight, last = self._load_weight, self._turn_of
         scores = [
             Score(name, tokens := 0 if worker is None else held.get(worker, 0), tokens - weight * load.get(name, 0))
@@ -131,12 +139,14 @@ class Placement:
         self._observe(result, time.perf_counter() - began)
         return tuple(scores)
 
-    def _held(self, token_ids: npt.ArrayLike | None, salt: str | None) -> tuple[dict[Worker, int], str]:
+    def _held(
+        self, token_ids: npt.ArrayLike | None, salt: str | None, tokenizer: str | None
+    ) -> tuple[dict[Worker, int], str]:
         """Return the tokens that each worker holds, and a result."""
         if token_ids is None:
             return {}, "unread"
         try:
-            found = self.directory.holders(token_ids, tenant_salt=salt, tokenizer=self._tokenizer)
+            found = self.directory.holders(token_ids, tenant_salt=salt, tokenizer=tokenizer)
         except Exception as error:  # bad tokens and salts among others: the engine is to refuse them
             logger.warning("a prompt is placed by load, since the look-up failed: %s", error)
             return {}, "failed"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fleet import directory, events, routing
-from semblend_trt.fleet.routing_policy import POLICIES
 from tests.benchmarks.dry_runs import dry_rows
 
 
@@ -34,5 +33,5 @@ def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
 
 def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path):
     rows = dry_rows(routing, tmp_path, "--requests", "300")
-    assert len(rows) == 3 * len(POLICIES)
+    assert len(rows) == 3 * len(routing.POLICIES)
     assert rows["routed_to_holder_share"].value > rows["routed_to_holder_share_round_robin"].value

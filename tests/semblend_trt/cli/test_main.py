@@ -78,3 +78,9 @@ def test_the_list_of_subcommands_is_quick_to_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", [["router"], ["router", "--config", "router.toml", "--check"]])
+def test_the_router_says_what_replaced_it(words, capsys):
+    assert command.main(words) == 2
+    assert capsys.readouterr().err.count("semblend_trt.fleet.litellm.placement") == 1

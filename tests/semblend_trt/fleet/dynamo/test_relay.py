@@ -13,6 +13,8 @@ from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from tests.semblend_trt.fleet.conftest import PublishingWorker
 from tests.semblend_trt.samples import NAMESPACE
 
+pytestmark = pytest.mark.dynamo
+
 TEXT = 600
 ANSWER = 60
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.router.answer_kl import MAX_TOKENS, least_kl, likelihood_fields, likelihoods_in
+from semblend_trt.answer_kl import MAX_TOKENS, least_kl, likelihood_fields, likelihoods_in
 
 GREEDY = {"prompt": "a", "temperature": 0, "max_tokens": 8}
 

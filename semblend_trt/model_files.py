@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_file, open_folder, read_input, refuse_others
+from semblend_trt.namespace import content_value
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -247,6 +248,15 @@ def weight_files(directory: Path) -> dict[str, Path]:
             raise ConfigurationError(f"{index} is no index of weights; download it again") from error
         files.update({shard: directory / shard for shard in shards})
     return files
+
+
+def tokenizer_digest(model: str | Path, revision: str | None = None) -> str | None:
+    """Return the namespace's `tokenizer_revision` for a folder or a hub id; None where no files are on this machine."""
+    with suppress(ConfigurationError, OSError):
+        directory = snapshot(model, revision)
+        if directory is not None and (digest := digest_in(directory, TOKENIZER_FILES)) is not None:
+            return content_value(digest)
+    return None
 
 
 def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from semblend_trt.connector import model_files
-from semblend_trt.connector.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
+from semblend_trt import model_files
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
 
 
 def write_weights(folder, weight, name="model.safetensors"):

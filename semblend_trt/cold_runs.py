@@ -1,31 +1,18 @@
-"""Cold runs: requests that are computed a second time without reuse, and their answers compared with the first.
-
-The router compares answers where a request's header asks, and those of a sample."""
+"""Cold runs: requests that are computed a second time without reuse, and their answers compared with the first."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import random
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.errors import SemBlendError
 from semblend_trt.policy import COLD
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     # What one run said: the tokens of each choice, or its text where the answer has no tokens.
     Said = Sequence[Sequence[int] | str]
-    RunCold = Callable[[], Awaitable[Said]]
-
-logger = logging.getLogger(__name__)
-
-VERIFY_HEADER = "X-SemBlend-Verify"
-# Most cold runs of the sample that wait or run; further ones are skipped.
-MAX_WAITING = 8
 
 
 def compared(first: Said, cold: Said) -> dict[str, Any]:
@@ -79,59 +66,3 @@ def _texts_of(choice: Mapping[str, Any]) -> tuple[str, str, str]:
         choice.get("text") or said.get("content") or "",
         "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls),
     )
-
-
-class ColdRuns:
-    """Compares answers with cold runs, and draws a `share` of the requests for it.
-
-    Belongs to one event loop. `count` gets each result, one of COLD_RUN_RESULTS. Runs of the sample go one at a time.
-    At most MAX_WAITING wait for their turn, and no request waits for them."""
-
-    def __init__(self, share: float, count: Callable[[str], None]) -> None:
-        self._share, self._count = share, count
-        self._turn = asyncio.Lock()
-        self._sample: set[asyncio.Task[Any]] = set()
-
-    def draws(self) -> bool:
-        """Return whether the next request is one of the sample."""
-        return random.random() < self._share
-
-    async def verdict(self, first: Said, run_cold: RunCold | None) -> dict[str, Any]:
-        """Return the receipt's `verified`; without `run_cold` two runs may differ. Raise nothing but a cancellation."""
-        told: dict[str, Any]
-        try:
-            if run_cold is None:
-                told = {"result": "not_comparable", "reason": "sampled without a seed: two runs need not agree"}
-            else:
-                told = compared(first, await run_cold())
-        except asyncio.TimeoutError:
-            told = {"result": "skipped"}  # the replica was never idle for long enough
-        except SemBlendError as error:
-            told = {"result": "failed", "reason": str(error)}
-        except Exception:
-            logger.exception("a cold run failed")
-            told = {"result": "failed", "reason": "the cold run failed; the log says why"}
-        self._count(told["result"])
-        return told
-
-    def later(self, first: Said, run_cold: RunCold | None) -> None:
-        """Compare an answer of the sample when its turn comes, without waiting."""
-        if len(self._sample) >= MAX_WAITING:
-            self._count("skipped")
-            return
-        task = asyncio.create_task(self._in_turn(first, run_cold))
-        self._sample.add(task)
-        task.add_done_callback(self._sample.discard)
-
-    async def close(self) -> None:
-        """Cancel the waiting and running comparisons."""
-        for task in self._sample:
-            task.cancel()
-        await asyncio.gather(*self._sample, return_exceptions=True)
-
-    async def _in_turn(self, first: Said, run_cold: RunCold | None) -> None:
-        async with self._turn:
-            told = await self.verdict(first, run_cold)
-        if told["result"] == "differs":
-            unit = "character" if told["compared"] == "text" else "token"
-            logger.warning("an answer with reuse differs from the cold run's at %s %d", unit, told["first_difference"])
