@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,18 +13,20 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # What `make dynamo-env` installs beside the environment that runs this.
 PACKAGES = Path(f"{sys.prefix}-dynamo")
 MODEL, WORKERS = "rule", "engines.backend.generate"
 START_SECONDS = 120
+_POLL_SECONDS = 0.05
 MODEL_PATH = Path(str(files("validation") / "assets" / "model"))
 _ROOT = Path(__file__).resolve().parents[2]
 _HERE = {
@@ -63,9 +66,7 @@ class DynamoFleet:
     def __init__(self, folder: Path, nats: str) -> None:
         self._folder, self._nats = folder, nats
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port, self._metrics_port = islice(_free_ports(), 2)
         self.address = f"http://127.0.0.1:{port}"
         # The frontend repeats what it has sent to a component that ended.
         frontend = ("--http-host", "127.0.0.1", "--namespace", "public", "--migration-limit", "3")
@@ -82,8 +83,16 @@ class DynamoFleet:
         return process.pid
 
     def component(self, name: str = "component", **variables: str) -> None:
-        """Start a component for the workers."""
+        """Start a component for the workers; the first one's series are those of `counted`."""
+        if name == "component":
+            variables["DYN_SYSTEM_PORT"] = str(self._metrics_port)
         self.start(name, "semblend_trt.fleet.dynamo", "--model-name", MODEL, "--workers", WORKERS, **variables)
+
+    async def counted(self, client: aiohttp.ClientSession, series: str) -> float:
+        """Return a series of the first component, such as `semblend_dynamo_requests_total{result="answered"}`."""
+        async with client.get(f"http://127.0.0.1:{self._metrics_port}/metrics") as response:
+            found = [line for line in (await response.text()).splitlines() if line.startswith(series[:-1])]
+        return float(found[0].split(" ")[-1])
 
     def worker(self, number: int, *arguments: str, model: Path = MODEL_PATH) -> None:
         """Start the worker `number`."""
@@ -144,13 +153,22 @@ class DynamoFleet:
         return Answer(200, text, error or (None if is_whole else "no end"), usage, told)
 
     async def ready(self, client: aiohttp.ClientSession, workers: int) -> None:
-        """Wait until so many workers have answered. Raise TimeoutError with the logs' ends when they do not."""
+        """Wait until so many workers have answered. Raise RuntimeError with the logs' ends when they do not."""
         until, seen = time.monotonic() + START_SECONDS, set[str]()
         while len(seen) < workers:
-            if time.monotonic() > until:
+            if time.monotonic() > until or any(each.poll() is not None for each in self._processes.values()):
                 logs = [self.log_of(name).read_text()[-2000:] for name in self._processes]
-                raise TimeoutError(f"{seen} of {workers} workers answered:\n" + "\n".join(logs))
+                raise RuntimeError(f"{seen} of {workers} workers answered:\n" + "\n".join(logs))
+            await asyncio.sleep(_POLL_SECONDS)
             with suppress(aiohttp.ClientError):
                 answer = await self.ask(client, [100 + len(seen)], 1)
                 if answer.status == 200 and answer.error is None:
                     seen.add(answer.placed["worker"])
+
+
+def _free_ports() -> Iterator[int]:
+    """Yield free ports below those that the system gives, and below 32768, the most that Dynamo reads."""
+    for port in range(20_000 + os.getpid() % 5000, 32_768):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            yield port

@@ -79,7 +79,6 @@ class RuleEngine:
         self._announcer.held(donor, np.array(tokens, np.int32), "host")
 
 
-@dynamo_worker()
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
     endpoint, told = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--worker-id", type=int, required=True)
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--token-seconds", type=float, default=0.0)
-    uvloop.run(_serve(parser.parse_args()))
+    uvloop.run(dynamo_worker()(_serve)(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -390,7 +390,7 @@ class EventPublisher:
             logger.error(
                 "another live process has worker id %d: no request is sent where either one holds text; "
                 "set SEMBLEND_WORKER_ID to a number of its own",
-                self._emitter.worker_id,
+                self.emitter.worker_id,
             )
         now = time.monotonic()
         if connection.is_asked and now - self._resynced_at >= self._heartbeat_seconds:

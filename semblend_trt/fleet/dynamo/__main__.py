@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,18 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from dynamo.llm import FpmEventSubscriber, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import dynamo_worker
+from prometheus_client import CollectorRegistry, generate_latest
 
-from semblend_trt.command_line import count, ended
+from semblend_trt.command_line import ended
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.dynamo.counters import PROBLEMS, RESULTS, counter
 from semblend_trt.fleet.dynamo.relay import Relay
 from semblend_trt.fleet.dynamo.workers import EngineWorkers, ModelCard
 from semblend_trt.fleet.placement import Placement
+from semblend_trt.fleet.placement_counters import PlacementCounters
+from semblend_trt.model_files import tokenizer_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM. Return 0, or 2 where it cannot run."""
     arguments = _parser().parse_args(argv)
     logging.getLogger("semblend_trt").setLevel(logging.INFO)
-
-    def run() -> int:
-        uvloop.run(dynamo_worker()(_serve)(arguments))
-        return 0
-
-    return ended(PROGRAM, run)
+    return ended(PROGRAM, lambda: uvloop.run(dynamo_worker()(_serve)(arguments)) or 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,8 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", type=_endpoint, default="public.semblend.generate", metavar="A.B.C", help=own)
     folder = "model whose tokenizer the frontend takes (default: that of the first worker's card)"
     parser.add_argument("--model-path", metavar="FOLDER", help=folder)
-    tried = "workers that a request is tried with (default: %(default)s)"
-    parser.add_argument("--attempts", type=count, default=3, metavar="N", help=tried)
     return parser
 
 
@@ -74,47 +70,48 @@ def _endpoint(text: str) -> str:
 
 
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
     endpoint, engines = runtime.endpoint(arguments.endpoint), runtime.endpoint(arguments.workers)
-    client, cards = await engines.client(), _cards_of(engines)
+    client, cards, own = await engines.client(), FpmEventSubscriber(engines), FpmEventSubscriber(endpoint)
+    for each in (cards, own):
+        each.start_tracking()
     logger.info("waiting for a worker of %s", arguments.workers)
-    _, first = await _first_card(cards)
-    await _register(endpoint, first, arguments)
-    own = _cards_of(endpoint)
-    _, text = await _first_card(own, str(endpoint.connection_id()))
-    options = ConnectionOptions.of(load_settings())
-    if options is None:
-        logger.warning("SEMBLEND_NATS_URL is not set: no donor events are read, and load alone places")
-    placement = Placement(options)
-    workers = EngineWorkers(client.instance_ids, cards.get_model_cards, ModelCard.of(text).tokenizer)
-    relay = Relay(client, workers, placement, arguments.attempts)
+    path = await _register(endpoint, json.loads(await _first_card(cards)), arguments)
+    card = ModelCard.of(await _first_card(own, str(endpoint.connection_id())))
+    registry = CollectorRegistry()
+    endpoint.metrics.register_prometheus_expfmt_callback(lambda: generate_latest(registry).decode())
+    placement, problem = _placement(path, registry), counter(registry, "problems", "problem", PROBLEMS)
+    workers = EngineWorkers(client.instance_ids, cards.get_model_cards, card.tokenizer, problem)
+    relay = Relay(client, workers, placement, counter(registry, "requests", "result", RESULTS))
     await placement.start()
-    beside = [asyncio.create_task(relay.watch()), asyncio.create_task(_tell_of_others(own))]
+    watching = asyncio.create_task(relay.watch(own.get_model_cards))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
     logger.info("serving %s from the workers of %s", arguments.model_name, arguments.workers)
     await endpoint.serve_endpoint(relay.generate, graceful_shutdown=True)
-    for task in beside:
-        task.cancel()
-    await placement.stop()
+    watching.cancel()
 
 
-def _cards_of(endpoint: Any) -> Any:
-    cards = FpmEventSubscriber(endpoint)
-    cards.start_tracking()
-    return cards
+def _placement(path: str, registry: CollectorRegistry) -> Placement:
+    """Return what places prompts of the tokenizer in `path`, as the settings say."""
+    settings = load_settings()
+    options, counters = ConnectionOptions.of(settings), PlacementCounters(settings.metrics, registry)
+    if options is None:
+        logger.warning("SEMBLEND_NATS_URL is not set: no donor events are read, and load alone places")
+    weight, digest = settings.load_weight, tokenizer_digest(path)
+    placement = Placement(options, load_weight=weight, tokenizer=digest, observe=counters.placed)
+    counters.watch(placement.directory)
+    return placement
 
 
-async def _first_card(cards: Any, instance: str | None = None) -> tuple[str, str]:
+async def _first_card(cards: Any, instance: str | None = None) -> str:
     """Return the first card of an endpoint, or that of an instance, as soon as there is one."""
-    while True:
-        for name, text in cards.get_model_cards().items():
-            if instance in (None, name):
-                return name, text
+    while not (found := [text for name, text in cards.get_model_cards().items() if instance in (None, name)]):
         await asyncio.sleep(_CARD_SECONDS)
+    return str(found[0])
 
 
-async def _register(endpoint: Any, card_text: str, arguments: argparse.Namespace) -> None:
-    """Register the model as a worker's card describes it. Raise ConfigurationError where Dynamo does not take it."""
-    card = json.loads(card_text)
+async def _register(endpoint: Any, card: dict[str, Any], arguments: argparse.Namespace) -> str:
+    """Register the model as a worker's card describes it, and return its folder. Raise ConfigurationError where Dynamo
+    does not take it."""
     runtime, told = card.get("runtime_config") or {}, ModelRuntimeConfig()
     for name in _TOLD:
         if runtime.get(name) is not None:
@@ -123,34 +120,16 @@ async def _register(endpoint: Any, card_text: str, arguments: argparse.Namespace
         if name != _NOT_TOLD:
             told.set_engine_specific(name, json.dumps(value))
     has_chat = "Chat" in card.get("model_type", "")
-    path = arguments.model_path or card["source_path"]
+    path = str(arguments.model_path or card["source_path"])
+    kind = ModelType.Chat | ModelType.Completions if has_chat else ModelType.Completions
+    model = (ModelInput.Tokens, kind, endpoint, path, arguments.model_name)
+    known = {"runtime_config": told, "kv_cache_block_size": card.get("kv_cache_block_size"), "ignore_weights": True}
     try:
-        await register_model(
-            ModelInput.Tokens,
-            ModelType.Chat | ModelType.Completions if has_chat else ModelType.Completions,
-            endpoint,
-            path,
-            arguments.model_name,
-            worker_type=WorkerType.Aggregated,
-            runtime_config=told,
-            kv_cache_block_size=card.get("kv_cache_block_size"),
-            ignore_weights=True,
-        )
+        await register_model(*model, worker_type=WorkerType.Aggregated, **known)
     except Exception as error:  # Dynamo raises bare exceptions
         raise ConfigurationError(f"Dynamo does not register {path} as {arguments.model_name}: {error}") from error
-
-
-async def _tell_of_others(own: Any) -> None:
-    """Say when another component serves the same endpoint: each knows only the load that it sent itself."""
-    known = 1
-    while True:
-        await asyncio.sleep(1)
-        found = len(own.get_model_cards())
-        if found > known:
-            logger.warning("%d components serve this model; load is not shared, each counts what it sent itself", found)
-        known = max(1, found)
+    return path
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DYN_SELF_HOST_METADATA", "0")
     sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dynamo.llm.exceptions import HttpError, InvalidArgument
@@ -18,7 +17,7 @@ from semblend_trt.fleet.placement import Loads
 from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Collection
 
     from semblend_trt.fleet.dynamo.workers import EngineWorkers
     from semblend_trt.fleet.placement import Placement, Score
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
 
+# Workers that a request is tried with: one that ends workers must not end them all.
+ATTEMPTS = 3
 # How errors begin that are a worker's end or its refusal of more work. Others are the same everywhere.
 _ELSEWHERE = ("Unavailable", "CapacityExhausted", "DeadlineExceeded")
 
@@ -38,31 +39,30 @@ class WorkerCall:
     """One request at one worker."""
 
     def __init__(self, client: Any, request: dict[str, Any], instance: int, context: Any) -> None:
-        self.instance, self.silent_seconds = instance, 0
-        self._began: asyncio.Future[Any] | None = client.direct(request, instance, annotated=False, context=context)
-        self._pending, self._is_lost = self._began, False
+        self.instance, self.silent_seconds, self._is_lost = instance, 0, False
         self._stream: Any = None
+        self._pending = client.direct(request, instance, annotated=False, context=context)
 
-    async def piece(self) -> dict[str, Any] | None:
+    async def piece(self) -> Any:
         """Return the next piece of the answer, None behind the last. Raise WorkerLostError, or what the engine says."""
         try:
             if self._stream is None:
                 self._stream = await self._pending
             self._pending = self._stream.__anext__()
-            piece: dict[str, Any] = await self._pending
+            piece = await self._pending
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:
             if self._is_lost:
                 raise WorkerLostError("it is silent, and Dynamo does not count it as alive") from None
             raise
-        except InvalidArgument:
-            raise
         except Exception as error:
             if self._stream is None or str(error).startswith(_ELSEWHERE):
                 raise WorkerLostError(str(error)) from None
-            # Dynamo hands every error on as ValueError, which is the client's mistake when it is raised again.
-            raise error if str(error).startswith("InvalidRequest") else RuntimeError(str(error)) from None
+            if isinstance(error, InvalidArgument) or str(error).startswith("InvalidRequest"):
+                raise
+            # It comes as ValueError, which would be the client's mistake when it is raised again.
+            raise RuntimeError(str(error)) from None
         self.silent_seconds = 0
         return piece
 
@@ -73,64 +73,62 @@ class WorkerCall:
 
 
 class Relay:
-    """Answers the requests of one model. `client` calls the endpoint whose instances are `workers`; a request is tried
-    `attempts` times. `counts` counts requests by what became of them. Belongs to the event loop's thread."""
+    """Answers the requests of one model. `client` calls the endpoint whose instances are `workers`; `ended` gets
+    what became of each request, one of RESULTS. Belongs to the event loop's thread."""
 
-    def __init__(self, client: Any, workers: EngineWorkers, placement: Placement, attempts: int) -> None:
-        self._client, self._workers, self._placement, self._attempts = client, workers, placement, attempts
+    def __init__(self, client: Any, workers: EngineWorkers, placement: Placement, ended: Callable[[str], None]) -> None:
+        self._client, self._workers, self._placement, self._ended = client, workers, placement, ended
         self._calls: set[WorkerCall] = set()
-        self.loads: Loads[int] = Loads()
-        self.counts: Counter[str] = Counter()
+        self._loads: Loads[int] = Loads()
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of the answer. Raise what an engine says of the request; HttpError 503 without workers."""
         asked, tried = AskedRequest(request), set[int]()
-        while len(tried) < self._attempts:
-            scores = self._placement.place(asked.tokens, asked.salt, self._workers.candidates(tried), self.loads.tokens)
+        while len(tried) < ATTEMPTS and asked.is_continuable:
+            candidates = self._workers.candidates(tried)
+            scores = self._placement.place(asked.tokens, asked.salt, candidates, self._loads.tokens)
             if not scores:
                 break
             tried.add(scores[0].name)
             try:
                 async for piece in self._ask(asked, scores[0], len(tried), context):
                     yield piece
-                self.counts["answered" if len(tried) == 1 else "continued"] += 1
-                return
             except WorkerLostError as error:
                 self._workers.failed(scores[0].name)
                 logger.warning("instance %d broke a request off: %s", scores[0].name, error)
                 if context.is_stopped():
                     return
-            if asked.is_whole:
+                if not asked.is_whole:
+                    continue
                 yield {"token_ids": [], "finish_reason": "length"}
-                self.counts["continued"] += 1
-                return
-            if not asked.is_continuable:
-                break
-        self.counts["unanswered"] += 1
+            self._ended("answered" if len(tried) == 1 else "continued")
+            return
+        self._ended("unanswered")
         raise HttpError(503, f"no worker could answer the request, {len(tried)} tried")
 
-    async def watch(self) -> None:
-        """Give up, every second, what instances owe that are silent and not alive."""
-        while True:
-            await asyncio.sleep(1)
+    async def watch(self, components: Callable[[], Collection[str]]) -> None:
+        """Give up, every second, what instances owe that are silent and not alive; say when `components` get more."""
+        known = 1
+        while await asyncio.sleep(1, result=True):
+            present = self._workers.present()
             for call in list(self._calls):
                 call.silent_seconds += 1
-                if call.silent_seconds > SILENT_SECONDS and not self._workers.is_present(call.instance):
+                if call.silent_seconds > SILENT_SECONDS and call.instance not in present:
                     call.lose()
+            before, known = known, len(components())
+            if known > before:
+                logger.warning("%d components serve this model; load is not shared, each counts its own", known)
 
-    async def _ask(
-        self, asked: AskedRequest, chosen: Score[int], attempt: int, context: Any
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _ask(self, asked: AskedRequest, chosen: Score[int], attempt: int, context: Any) -> AsyncIterator[Any]:
         """Yield what one worker answers, and add to its end who it is."""
-        answered = self.loads.sent(chosen.name, max(0, len(asked.tokens) - chosen.held))
+        answered = self._loads.sent(chosen.name, max(0, len(asked.tokens) - chosen.held))
         call, has_ended = WorkerCall(self._client, asked.next_request(), chosen.name, context), False
         self._calls.add(call)
         try:
             while (piece := await call.piece()) is not None:
                 answered()
                 if asked.take(piece):
-                    has_ended = True
-                    told = piece.get("engine_data")
+                    has_ended, told = True, piece.get("engine_data")
                     worker = self._workers.answered(chosen.name, told)
                     name = None if worker is None else worker_name(worker)
                     receipt = {"worker": name, "held_tokens": chosen.held, "attempts": attempt}

@@ -15,10 +15,10 @@ class AskedRequest:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
-        tokens = request.get("token_ids") or ()
+        self._stops: dict[str, Any] = request.get("stop_conditions") or {}
+        tokens: Any = request["token_ids"]
         # One buffer of little-endian int32 where the frontend has DYN_TOKEN_IDS_AS_BYTES.
-        packed = isinstance(tokens, (bytes, bytearray, memoryview))
-        self._prompt = np.frombuffer(tokens, "<i4") if packed else np.asarray(tokens, np.int64)
+        self._prompt = np.frombuffer(tokens, "<i4") if isinstance(tokens, bytes) else np.asarray(tokens, np.int64)
         self._sent: list[int] = []
         self._continued_at = 0
         salt = (request.get("routing") or {}).get("cache_salt")
@@ -65,7 +65,3 @@ class AskedRequest:
             usage["prompt_tokens"] -= self._continued_at
             usage["completion_tokens"] += self._continued_at
         return out.get("finish_reason") is not None
-
-    @property
-    def _stops(self) -> dict[str, Any]:
-        return self._request.get("stop_conditions") or {}

@@ -7,8 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.outcome import VLLM_RECEIPT
@@ -31,8 +30,7 @@ SILENT_SECONDS = 5
 _WORKER_NAME = re.compile(r"(\d{1,16})(?:\.(\d{1,4}))?")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelCard(NamedTuple):
     """What an instance's model card says: the digests of its tokenizer, and its worker id if it tells one."""
 
     tokenizer: frozenset[str]
@@ -40,40 +38,38 @@ class ModelCard:
 
     @classmethod
     def of(cls, text: str) -> ModelCard:
-        """Read a card, JSON as Dynamo keeps it. Raise ValueError for anything else."""
+        """Read a card, JSON as Dynamo keeps it. Raise ValueError, TypeError or AttributeError for anything else."""
         card = json.loads(text)
-        if not isinstance(card, dict):
-            raise ValueError(f"a model card is an object, not {type(card).__name__}")
-        runtime = card.get("runtime_config") or {}
-        worker = (runtime.get("topology_domains") or {}).get(TOPOLOGY_DOMAIN)
-        return cls(_digests_in(card.get("tokenizer")), worker_of(worker))
+        digests = re.findall(r'"checksum": "([^"]+)"', json.dumps(card.get("tokenizer")))
+        name = ((card.get("runtime_config") or {}).get("topology_domains") or {}).get(TOPOLOGY_DOMAIN)
+        return cls(frozenset(digests), None if name is None else worker_of(name))
 
 
 class EngineWorkers:
     """The instances that may be asked, by Dynamo's ids. Belongs to the event loop's thread.
 
     `present` gives the instances of the endpoint and `cards` their model cards. Only those with the digests `tokenizer`
-    are asked. An instance's worker id comes from its card, or from the receipt of its first answer. `counts` counts
-    what was wrong."""
+    are asked. An instance's worker id comes from its card, or from the receipt of its first answer. `problem` gets the
+    name of what is wrong, one of PROBLEMS."""
 
     def __init__(
         self,
         present: Callable[[], Collection[int]],
         cards: Callable[[], Mapping[str, str]],
         tokenizer: frozenset[str],
-        *,
+        problem: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._present, self._read_cards, self._tokenizer, self._clock = present, cards, tokenizer, clock
+        self.present, self._read_cards, self._tokenizer = present, cards, tokenizer
+        self._problem, self._clock = problem, clock
         self._cards: dict[int, ModelCard] = {}
         self._worker_of: dict[int, Worker] = {}
         self._resting: dict[int, float] = {}
-        self.counts: Counter[str] = Counter()
 
     def candidates(self, tried: Collection[int] = ()) -> dict[int, Worker | None]:
         """Return the instances to choose from and their workers, None where no donors are known to be theirs."""
-        present = self._present()
-        if not self._cards.keys() >= set(present):
+        present = self.present()
+        if self._cards.keys() != set(present):
             self._learn(present)
         usable = [each for each in present if each not in tried and self._is_usable(each)]
         now = self._clock()
@@ -81,10 +77,6 @@ class EngineWorkers:
         # One that failed may have come back under another instance already.
         claims = Counter(self._worker_of[each] for each in self._worker_of.keys() - self._resting.keys())
         return {each: self._only_claimed(each, claims) for each in awake}
-
-    def is_present(self, instance: int) -> bool:
-        """Return whether Dynamo still counts an instance as alive."""
-        return instance in self._present()
 
     def failed(self, instance: int) -> None:
         """Note that an instance broke a request off."""
@@ -94,16 +86,12 @@ class EngineWorkers:
         """Learn from an answer's end, and return the worker; `engine_data` is what Dynamo hands on from the engine."""
         self._resting.pop(instance, None)
         if instance not in self._worker_of:
-            carried = engine_data.get("kv_transfer_params") if isinstance(engine_data, dict) else None
-            receipt = carried.get(VLLM_RECEIPT) if isinstance(carried, dict) else None
-            named = worker_of(receipt.get("worker")) if isinstance(receipt, dict) else None
-            if named is None:
-                self.counts["no_connector"] += 1
-                logger.warning(
-                    "instance %d names no worker id: its text is not known, load alone places there", instance
-                )
-            else:
+            try:
+                named = worker_of(engine_data["kv_transfer_params"][VLLM_RECEIPT]["worker"])
                 self._worker_of[instance] = named
+            except (TypeError, KeyError, ValueError):
+                self._problem("no_connector")
+                logger.warning("instance %d names no worker id: load alone places there", instance)
         return self._worker_of.get(instance)
 
     def _learn(self, present: Collection[int]) -> None:
@@ -124,37 +112,26 @@ class EngineWorkers:
                 del known[gone]
 
     def _is_usable(self, instance: int) -> bool:
-        card = self._cards.get(instance)
-        if card is not None and card.tokenizer != self._tokenizer:
-            self.counts["other_tokenizer"] += 1
-            logger.error(
-                "instance %d is not asked: its tokenizer has the digests %s, and prompts are read with %s",
-                *(instance, sorted(card.tokenizer), sorted(self._tokenizer)),
-            )
-        return card is not None and card.tokenizer == self._tokenizer
+        if (card := self._cards.get(instance)) is None or card.tokenizer == self._tokenizer:
+            return card is not None
+        self._problem("other_tokenizer")
+        digests = instance, sorted(card.tokenizer), sorted(self._tokenizer)
+        logger.error("instance %d is not asked: its tokenizer has the digests %s, prompts are read with %s", *digests)
+        return False
 
     def _only_claimed(self, instance: int, claims: Counter[Worker]) -> Worker | None:
         worker = self._worker_of.get(instance)
-        if worker is not None and claims[worker] > 1:
-            self.counts["same_worker_id"] += 1
-            logger.error(
-                "%d instances have the worker id %d, load alone places there: give each its own",
-                claims[worker],
-                worker[0],
-            )
-            return None
-        return worker
+        if worker is None or claims[worker] <= 1:
+            return worker
+        self._problem("same_worker_id")
+        logger.error(
+            "%d instances are worker %d: load places there until each has its own id", claims[worker], worker[0]
+        )
+        return None
 
 
-def worker_of(name: object) -> Worker | None:
-    """Return the id and rank in a worker's name, `3` or `3.0`; None for anything else."""
-    found = _WORKER_NAME.fullmatch(name) if isinstance(name, str) else None
-    return None if found is None else (int(found[1]), int(found[2] or 0))
-
-
-def _digests_in(value: Any) -> frozenset[str]:
-    """Return every `checksum` in a card's part."""
-    if not isinstance(value, dict):
-        return frozenset()
-    own = value.get("checksum")
-    return frozenset({own} if isinstance(own, str) else ()).union(*map(_digests_in, value.values()))
+def worker_of(name: str) -> Worker:
+    """Return the id and rank in a worker's name, `3` or `3.0`. Raise ValueError or TypeError for anything else."""
+    if (found := _WORKER_NAME.fullmatch(name)) is None:
+        raise ValueError(f"{name!r} is no worker, such as 3 or 3.0")
+    return int(found[1]), int(found[2] or 0)

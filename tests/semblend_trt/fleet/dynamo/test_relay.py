@@ -141,6 +141,8 @@ def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_e
         found = await again
         assert_whole(cold, found)
         assert {answer.placed["attempts"] for answer in found} == {1, 2}
+        continued = sum(answer.placed["attempts"] > 1 for answer in found)
+        assert await fleet.counted(client, 'semblend_dynamo_requests_total{result="continued"}') == continued
         fleet.begin(1)
         await fleet.both_answer(client)
         while (await known(fleet, client, some, text)).placed["worker"] != "1.0":
@@ -230,6 +232,8 @@ def test_workers_that_cannot_be_placed_by_text(fleet, some, tmp_path):
                 assert answer.error is None
                 seen.add(answer.placed["worker"])
         assert seen == {"1.0", "2.0", None}
+        for problem in ("no_connector", "other_tokenizer"):
+            assert await fleet.counted(client, f'semblend_dynamo_problems_total{{problem="{problem}"}}') > 0
         assert "names no worker id" in log.read_text()
 
     fleet.run(test)

@@ -1,6 +1,7 @@
 """Which instances are asked, and whose donors are theirs."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -24,8 +25,9 @@ class Fleet:
         self.cards = {name.removeprefix("i"): text for name, text in cards.items()}
         self.present = [int(name) for name in self.cards]
         self.now = 0.0
-        digests = frozenset({DIGEST})
-        self.workers = EngineWorkers(lambda: self.present, lambda: self.cards, digests, clock=lambda: self.now)
+        self.problems = Counter()
+        asks = (lambda: self.present, lambda: self.cards, frozenset({DIGEST}))
+        self.workers = EngineWorkers(*asks, lambda problem: self.problems.update([problem]), lambda: self.now)
 
 
 def receipt(worker):
@@ -44,7 +46,7 @@ def test_a_worker_without_our_connector_is_counted(told):
     fleet = Fleet(i1=card())
     fleet.workers.candidates()
     assert fleet.workers.answered(1, told) is None
-    assert fleet.workers.counts["no_connector"] == 1
+    assert fleet.problems["no_connector"] == 1
     assert fleet.workers.candidates() == {1: None}
 
 
@@ -52,7 +54,7 @@ def test_a_worker_without_our_connector_is_counted(told):
 def test_an_instance_with_another_tokenizer_or_an_unreadable_card_is_not_asked(text):
     fleet = Fleet(i1=card(), i2=text)
     assert list(fleet.workers.candidates()) == [1]
-    assert fleet.workers.counts["other_tokenizer"] == 1
+    assert fleet.problems["other_tokenizer"] == 1
 
 
 def test_an_instance_is_asked_once_its_card_is_there():
@@ -84,7 +86,7 @@ def test_an_answer_ends_the_rest():
 def test_two_instances_with_one_id_are_placed_by_load_until_one_is_gone():
     fleet = Fleet(i1=card(**topology("3")), i2=card(**topology("3")))
     assert fleet.workers.candidates() == {1: None, 2: None}
-    assert fleet.workers.counts["same_worker_id"] > 0
+    assert fleet.problems["same_worker_id"] > 0
     fleet.present.remove(1)
     assert fleet.workers.candidates() == {2: (3, 0)}
 
@@ -101,9 +103,14 @@ def test_what_is_gone_is_forgotten():
     fleet.workers.candidates()
     fleet.present, fleet.cards = [3], {"3": card()}
     assert fleet.workers.candidates() == {3: None}
-    assert not fleet.workers.is_present(1)
 
 
-@pytest.mark.parametrize(("name", "worker"), [("3", (3, 0)), ("3.1", (3, 1)), ("3.", None), ("-3", None), (3, None)])
+@pytest.mark.parametrize(("name", "worker"), [("3", (3, 0)), ("3.1", (3, 1))])
 def test_a_workers_name_is_its_id_and_rank(name, worker):
     assert worker_of(name) == worker
+
+
+@pytest.mark.parametrize("name", ["3.", "-3", "", 3, None])
+def test_no_other_name_is_a_worker(name):
+    with pytest.raises((ValueError, TypeError)):
+        worker_of(name)
