@@ -66,7 +66,7 @@ class DynamoFleet:
     def __init__(self, folder: Path, nats: str) -> None:
         self._folder, self._nats = folder, nats
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        port, self._metrics_port = islice(_free_ports(), 2)
+        port, self._metrics_port = islice(free_ports(), 2)
         self.address = f"http://127.0.0.1:{port}"
         # The frontend repeats what it has sent to a component that ended.
         frontend = ("--http-host", "127.0.0.1", "--namespace", "public", "--migration-limit", "3")
@@ -166,7 +166,7 @@ class DynamoFleet:
                     seen.add(answer.placed["worker"])
 
 
-def _free_ports() -> Iterator[int]:
+def free_ports() -> Iterator[int]:
     """Yield free ports below those that the system gives, and below 32768, the most that Dynamo reads."""
     for port in range(20_000 + os.getpid() % 5000, 32_768):
         with socket.socket() as free, suppress(OSError):
