@@ -126,11 +126,6 @@ def refuse_other_prompts(body: Mapping[str, Any]) -> None:
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
-def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages, with text as content, as a template sees them. Raises ChatError."""
-    return [_message(number, each, as_parts=False) for number, each in enumerate(_Chat.of(body).messages)]
-
-
 def _message(number: int, message: _Message, *, as_parts: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"role": message.role, "content": _content(number, message, as_parts=as_parts)}
     if message.role == "assistant":

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from semblend_trt.chats import PromptError, read_messages, refuse_other_prompts, render_chat
+from semblend_trt.chats import PromptError, refuse_other_prompts, render_chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,16 +55,6 @@ class PromptReader:
         """Return token ids of `messages`, by the tokenizer's template. Raise PromptError."""
         text, special = render_chat(body, self._tokenizer)
         return self.token_ids(text, special=special)
-
-    def texts(self, body: Mapping[str, Any]) -> list[tuple[str | None, str]]:
-        """Return role and text of each message; or None and the prompt, where it is a text. Raise PromptError."""
-        if "messages" not in body:
-            prompt = completion_prompt(body)
-            return [(None, prompt)] if isinstance(prompt, str) else []
-        return [(message["role"], message["content"]) for message in read_messages(body)]
-
-    def text(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids))
 
     def token_ids(self, text: str, *, special: bool = False) -> list[int]:
         """Return token ids of a part of a prompt; `special`: with those that the tokenizer adds. Raise PromptError."""

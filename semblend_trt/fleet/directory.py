@@ -43,7 +43,7 @@ from semblend_trt.namespace import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -221,7 +221,7 @@ class Verdict(str, Enum):
     GAP = "gap"  # events just before it were missed: apply it and ask for a resync
     DUPLICATE = "duplicate"  # seen already, or too late: ignore it
     STALE = "stale"  # of an earlier generation: ignore it
-    REFUSED = "refused"  # of a worker that is not followed, or not plausible: ignore it
+    REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
 
     def __init__(self, value: str) -> None:
         self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
@@ -237,18 +237,15 @@ _MEANING = {
 class Directory:
     """Takes messages with `observe` and answers with `holders`.
 
-    Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. Where `accepted`
-    is given, only these workers are followed. `counts` counts messages by verdict and problem; `on_problem` gets each
-    problem's name and a sentence."""
+    Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. `counts` counts
+    messages by verdict and problem; `on_problem` gets each problem's name and a sentence."""
 
     def __init__(
         self,
         *,
-        accepted: Collection[Worker] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str, str], None] = lambda _reason, _sentence: None,
     ) -> None:
-        self._accepted = None if accepted is None else frozenset(accepted)
         self._clock, self._on_problem = clock, on_problem
         self._lock = FairLock()
         self._workers: dict[Worker, FollowedWorker] = {}
@@ -372,9 +369,6 @@ class Directory:
 
     def _judged(self, event: Event, worker: Worker) -> Verdict:
         followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
-        if self._accepted is not None and worker not in self._accepted:
-            self._problem("unknown_worker", "is of a worker that is not followed", event)
-            return Verdict.REFUSED
         if followed is None:
             if len(self._workers) < MAX_WORKERS:
                 return Verdict.RESET if is_reset else Verdict.GAP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.fleet.placement import RESULTS
@@ -28,31 +27,32 @@ class PlacementCounters:
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
         self._series: dict[str, Any] = {}
-        self._registry: Any = None
-        with suppress(ImportError):
+        self._registry = registry
+        if not enabled:
+            return
+        try:
             from prometheus_client import REGISTRY, Counter, Histogram
 
-            if not enabled:
-                return
             count_here_where_unwritable()
-            self._registry = registry or REGISTRY
-            counter, place = Counter, {"registry": self._registry}
-            try:
-                self._series = {
-                    "results": counter("semblend_placements", "Requests by what placed them.", ["result"], **place),
-                    "tokens": counter("semblend_placement_tokens", "Prompt tokens, and held ones.", ["kind"], **place),
-                    "salts": counter("semblend_placement_client_salts", "Salts of clients, removed.", **place),
-                    "seconds": Histogram(
-                        "semblend_placement_seconds", "Time to look up and choose.", buckets=_SECONDS, **place
-                    ),
-                }
-            except ValueError as error:  # another gateway of the process counts already
-                logger.warning("no placements are counted: %s", error)
-                return
-            # A series at 0 differs from one that is missing.
-            for name, values in (("results", RESULTS), ("tokens", ("prompt", "held"))):
-                for value in values:
-                    self._series[name].labels(value)
+            self._registry = place = registry or REGISTRY
+            made: dict[str, Any] = {
+                "results": Counter("semblend_placements", "Requests by what placed them.", ["result"], registry=place),
+                "tokens": Counter("semblend_placement_tokens", "Prompt and held tokens.", ["kind"], registry=place),
+                "salts": Counter("semblend_placement_client_salts", "Salts of clients, removed.", registry=place),
+                "seconds": Histogram(
+                    "semblend_placement_seconds", "Look-up and choice.", (), buckets=_SECONDS, registry=place
+                ),
+            }
+        except ImportError:
+            return
+        except ValueError as error:  # another gateway of the process counts already
+            logger.warning("no placements are counted: %s", error)
+            return
+        # A series at 0 differs from one that is missing.
+        for name, values in (("results", RESULTS), ("tokens", ("prompt", "held"))):
+            for value in values:
+                made[name].labels(value)
+        self._series = made
 
     def placed(self, result: str, seconds: float) -> None:
         """Count one placement by its result, one of RESULTS."""
@@ -72,7 +72,7 @@ class PlacementCounters:
 
     def watch(self, directory: Directory) -> None:
         """Show the directory's donors and problems at each scrape."""
-        if self._registry is not None and self._series:
+        if self._series and self._registry is not None:
             self._registry.register(_DirectoryGauges(directory))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, CacheNamespace, 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from semblend_trt.fleet.directory import Directory, Worker
+    from semblend_trt.fleet.directory import Directory, FollowedWorker, Worker
 
 # Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing. And
 # where namespaces are given: a field keeps the workers' namespaces apart.
@@ -26,12 +26,33 @@ _OF_REQUESTS = ("extra.cache_salt", "extra.tenant_key", "adapter")
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the directory knows it; `silent_seconds` is the age of its last event."""
+    """A worker as the directory knows it: its donors' `tokens` by tier, the number of their tenants, its events by kind
+    and the age of its last one."""
 
     name: str
     generation: int
     donors: int
+    tokens: dict[str, int]
+    tenants: int
+    events: dict[str, int]
+    heartbeats_compared: int
     silent_seconds: float
+
+    @classmethod
+    def of(cls, name: str, followed: FollowedWorker, now: float) -> WorkerStatus:
+        donors, tokens = list(followed.donors.values()), Counter[str]()
+        for donor in donors:
+            tokens[donor.tier] += donor.tokens
+        return cls(
+            name,
+            followed.generation,
+            len(donors),
+            dict(tokens),
+            len({donor.tenant_key for donor in donors}),
+            dict(followed.events),
+            followed.compared,
+            round(now - followed.seen_at, 3),
+        )
 
 
 @dataclass(slots=True)
@@ -50,7 +71,7 @@ class FleetStatus:
         twice, now = directory.twice(), directory.now()
         for worker, followed in directory.workers().items():
             name, silent = worker_name(worker), now - followed.seen_at
-            status.workers.append(WorkerStatus(name, followed.generation, len(followed.donors), round(silent, 3)))
+            status.workers.append(WorkerStatus.of(name, followed, now))
             if worker in twice:
                 found["id_twice"].append(f"two live processes say that they are worker {name}; give each its own id")
             if silent > _OLD * followed.interval:

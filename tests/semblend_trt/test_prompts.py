@@ -22,14 +22,12 @@ def reader(tokenizer, monkeypatch):
 def test_a_completion_is_a_text_or_ids(reader, tokenizer, prompt):
     assert tokenizer.encode("abc") == [64, 65, 66]
     assert reader.completion({"prompt": prompt}) == [64, 65, 66]
-    assert reader.texts({"prompt": prompt}) == ([(None, "abc")] if "abc" in prompt else [])
 
 
 def test_a_chat_goes_through_the_template(reader, tokenizer):
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
     assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
-    assert reader.texts({"messages": messages}) == [("system", "a"), ("user", "b\nc"), ("assistant", "")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 MAX_BLOCKS = 1 << 17
 MAX_TOKENS = 1 << 28
@@ -44,15 +44,12 @@ class _Part(BaseModel):
 
 
 class TraceBlock(_Part):
-    """A block of a prompt from token `position` on. Equal `content_hash`: the same tokens of the same tenant."""
+    """A block of a prompt. Equal `content_hash`: the same tokens of the same tenant."""
 
-    block_id: Label | None = None
     content_hash: Label | None = None
     semantic_type: Label = BlockKind.OTHER.value
     token_count: Tokens
     text: str | None = None
-    position: Tokens | None = None
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property
     def kind(self) -> BlockKind:
@@ -61,22 +58,13 @@ class TraceBlock(_Part):
 
 
 class TraceLine(_Part):
-    """One request: its blocks in the prompt's order, and what was observed of its answer.
-
-    `timestamp_ms` is the arrival, since 1970. `observed_ttft_ms` is for streamed answers only: others come in one
-    piece. `observed_prefix_hit_tokens` came from the replica's prefix cache; it computed `observed_prefill_tokens`."""
+    """One request: its blocks in the prompt's order; `timestamp_ms` is the arrival, since 1970."""
 
     request_id: Label
     timestamp_ms: Milliseconds
-    session_id: Label | None = None
     tenant_id: Label | None = None
     model_name: Label | None = None
     blocks: Annotated[list[TraceBlock], Field(max_length=MAX_BLOCKS)]
-    observed_ttft_ms: Milliseconds | None = None
-    observed_total_latency_ms: Milliseconds | None = None
-    observed_prefix_hit_tokens: Tokens | None = None
-    observed_prefill_tokens: Tokens | None = None
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the line without its newline; leave out unknown values."""

@@ -351,14 +351,6 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
 
 
-def test_only_accepted_workers_are_followed():
-    directory = Directory(accepted=[WORKER])
-    for worker in (WORKER, OTHER):
-        feed(directory, holding(("a", DOCUMENT), worker=worker).messages())
-    assert [holder.worker for holder in directory.holders(DOCUMENT)] == [WORKER]
-    assert directory.counts["unknown_worker"] == 2
-
-
 def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory, monkeypatch):
     monkeypatch.setattr(module, "MAX_WORKERS", 2)
     monkeypatch.setattr(module, "MAX_DONORS", 5)

@@ -13,15 +13,12 @@ blocks = st.builds(
     semantic_type=st.sampled_from([kind.value for kind in BlockKind]),
     token_count=st.integers(0, 1 << 20),
     text=st.none() | st.text(max_size=20),
-    position=st.none() | st.integers(0, 1 << 20),
 )
 lines = st.builds(
     TraceLine,
     request_id=short,
     timestamp_ms=st.floats(0, 1e13),
     blocks=st.lists(blocks, max_size=4),
-    observed_ttft_ms=st.none() | st.floats(0, 1e6),
-    metadata=st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
 )
 
 
