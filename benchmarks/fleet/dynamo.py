@@ -94,13 +94,12 @@ async def routed_to_holder(
     fleet: DynamoFleet, rounds: list[list[list[int]]], at_once: int, client: aiohttp.ClientSession
 ) -> float:
     """Return the share of the requests behind the first round that the first round's worker got."""
-    seen = []
+    seen: list[list[str]] = []
     for prompts in rounds:
         seen.append([answer.placed["worker"] for answer in await gathered(fleet, client, prompts, 16, at_once)])
         await asyncio.sleep(EVENT_SECONDS)
-    return sum(each == first for later in seen[1:] for each, first in zip(later, seen[0], strict=True)) / (
-        len(seen[0]) * (len(seen) - 1)
-    )
+    follows: list[bool] = [each == first for later in seen[1:] for each, first in zip(later, seen[0], strict=True)]
+    return sum(follows) / len(follows)
 
 
 async def answered_through_kills(fleet: DynamoFleet, streams: int, client: aiohttp.ClientSession) -> float:
@@ -126,7 +125,7 @@ async def tokens_per_s(fleet: DynamoFleet, streams: int, client: aiohttp.ClientS
     begun = time.perf_counter()
     answers = await gathered(fleet, client, prompts, SPEED_TOKENS, SPEED_AT_ONCE)
     seconds = time.perf_counter() - begun
-    return sum(answer.usage["completion_tokens"] for answer in answers) / seconds
+    return float(sum(answer.usage["completion_tokens"] for answer in answers)) / seconds
 
 
 def run(texts: int, streams: int, results: Results) -> None:

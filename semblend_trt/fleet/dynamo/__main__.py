@@ -1,9 +1,8 @@
 """Serve a model of NVIDIA Dynamo from the workers that hold a prompt's text.
 
 The component registers the model NAME at an endpoint of its own. Dynamo's frontend hands it token ids, and it calls the
-instances of the workers' endpoint itself. What the frontend is to know of the model, such as its length and parsers,
-comes from the first worker's card. Donor events are read as the settings say (SEMBLEND_NATS_URL and so on); Dynamo's
-own variables say where its parts meet. SIGTERM ends it once its requests are answered.
+instances of the workers' endpoint itself. What the frontend has to know of the model comes from the first worker's
+card. The settings name the NATS server of donor events. SIGTERM ends it once its requests are answered.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.model_files import tokenizer_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PROGRAM = "semblend_trt.fleet.dynamo"
 logger = logging.getLogger(PROGRAM)
@@ -72,16 +71,17 @@ def _endpoint(text: str) -> str:
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     endpoint, engines = runtime.endpoint(arguments.endpoint), runtime.endpoint(arguments.workers)
     client, cards, own = await engines.client(), FpmEventSubscriber(engines), FpmEventSubscriber(endpoint)
-    for each in (cards, own):
-        each.start_tracking()
+    cards.start_tracking()
+    own.start_tracking()
     logger.info("waiting for a worker of %s", arguments.workers)
     path = await _register(endpoint, json.loads(await _first_card(cards)), arguments)
-    card = ModelCard.of(await _first_card(own, str(endpoint.connection_id())))
+    tokenizer = ModelCard.of(await _first_card(own, str(endpoint.connection_id()))).tokenizer
     registry = CollectorRegistry()
     endpoint.metrics.register_prometheus_expfmt_callback(lambda: generate_latest(registry).decode())
-    placement, problem = _placement(path, registry), counter(registry, "problems", "problem", PROBLEMS)
-    workers = EngineWorkers(client.instance_ids, cards.get_model_cards, card.tokenizer, problem)
-    relay = Relay(client, workers, placement, counter(registry, "requests", "result", RESULTS))
+    placement, sent = _placement(path, registry)
+    problem = counter(registry, "problems", "problem", PROBLEMS)
+    workers = EngineWorkers(client.instance_ids, cards.get_model_cards, tokenizer, problem)
+    relay = Relay(client, workers, placement, sent, counter(registry, "requests", "result", RESULTS))
     await placement.start()
     watching = asyncio.create_task(relay.watch(own.get_model_cards))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
@@ -90,8 +90,8 @@ async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     watching.cancel()
 
 
-def _placement(path: str, registry: CollectorRegistry) -> Placement:
-    """Return what places prompts of the tokenizer in `path`, as the settings say."""
+def _placement(path: str, registry: CollectorRegistry) -> tuple[Placement, Callable[[int, int], None]]:
+    """Return what places prompts of the tokenizer in `path`, as the settings say, and what counts their tokens."""
     settings = load_settings()
     options, counters = ConnectionOptions.of(settings), PlacementCounters(settings.metrics, registry)
     if options is None:
@@ -99,7 +99,7 @@ def _placement(path: str, registry: CollectorRegistry) -> Placement:
     weight, digest = settings.load_weight, tokenizer_digest(path)
     placement = Placement(options, load_weight=weight, tokenizer=digest, observe=counters.placed)
     counters.watch(placement.directory)
-    return placement
+    return placement, counters.sent
 
 
 async def _first_card(cards: Any, instance: str | None = None) -> str:
@@ -114,14 +114,12 @@ async def _register(endpoint: Any, card: dict[str, Any], arguments: argparse.Nam
     does not take it."""
     runtime, told = card.get("runtime_config") or {}, ModelRuntimeConfig()
     for name in _TOLD:
-        if runtime.get(name) is not None:
-            setattr(told, name, runtime[name])
+        setattr(told, name, runtime.get(name, getattr(told, name)))
     for name, value in (runtime.get("runtime_data") or {}).items():
         if name != _NOT_TOLD:
             told.set_engine_specific(name, json.dumps(value))
-    has_chat = "Chat" in card.get("model_type", "")
     path = str(arguments.model_path or card["source_path"])
-    kind = ModelType.Chat | ModelType.Completions if has_chat else ModelType.Completions
+    kind = ModelType.Chat | ModelType.Completions if "Chat" in card["model_type"] else ModelType.Completions
     model = (ModelInput.Tokens, kind, endpoint, path, arguments.model_name)
     known = {"runtime_config": told, "kv_cache_block_size": card.get("kv_cache_block_size"), "ignore_weights": True}
     try:

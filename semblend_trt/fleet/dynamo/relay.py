@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynamo.llm.exceptions import HttpError, InvalidArgument
@@ -72,21 +73,25 @@ class WorkerCall:
         self._pending.cancel()
 
 
+@dataclass(eq=False)
 class Relay:
-    """Answers the requests of one model. `client` calls the endpoint whose instances are `workers`; `ended` gets
-    what became of each request, one of RESULTS. Belongs to the event loop's thread."""
+    """Answers the requests of one model. `client` calls the endpoint whose instances are `workers`; `sent` gets the
+    tokens and held ones of each attempt, `ended` what became of a request. Belongs to the event loop's thread."""
 
-    def __init__(self, client: Any, workers: EngineWorkers, placement: Placement, ended: Callable[[str], None]) -> None:
-        self._client, self._workers, self._placement, self._ended = client, workers, placement, ended
-        self._calls: set[WorkerCall] = set()
-        self._loads: Loads[int] = Loads()
+    client: Any
+    workers: EngineWorkers
+    placement: Placement
+    sent: Callable[[int, int], None]
+    ended: Callable[[str], None]
+    _calls: set[WorkerCall] = field(default_factory=set)
+    _loads: Loads[int] = field(default_factory=Loads)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of the answer. Raise what an engine says of the request; HttpError 503 without workers."""
         asked, tried = AskedRequest(request), set[int]()
         while len(tried) < ATTEMPTS and asked.is_continuable:
-            candidates = self._workers.candidates(tried)
-            scores = self._placement.place(asked.tokens, asked.salt, candidates, self._loads.tokens)
+            candidates = self.workers.candidates(tried)
+            scores = self.placement.place(asked.tokens, asked.salt, candidates, self._loads.tokens)
             if not scores:
                 break
             tried.add(scores[0].name)
@@ -94,23 +99,23 @@ class Relay:
                 async for piece in self._ask(asked, scores[0], len(tried), context):
                     yield piece
             except WorkerLostError as error:
-                self._workers.failed(scores[0].name)
+                self.workers.failed(scores[0].name)
                 logger.warning("instance %d broke a request off: %s", scores[0].name, error)
                 if context.is_stopped():
                     return
                 if not asked.is_whole:
                     continue
                 yield {"token_ids": [], "finish_reason": "length"}
-            self._ended("answered" if len(tried) == 1 else "continued")
+            self.ended("answered" if len(tried) == 1 else "continued")
             return
-        self._ended("unanswered")
+        self.ended("unanswered")
         raise HttpError(503, f"no worker could answer the request, {len(tried)} tried")
 
     async def watch(self, components: Callable[[], Collection[str]]) -> None:
         """Give up, every second, what instances owe that are silent and not alive; say when `components` get more."""
         known = 1
         while await asyncio.sleep(1, result=True):
-            present = self._workers.present()
+            present = self.workers.present()
             for call in list(self._calls):
                 call.silent_seconds += 1
                 if call.silent_seconds > SILENT_SECONDS and call.instance not in present:
@@ -121,15 +126,16 @@ class Relay:
 
     async def _ask(self, asked: AskedRequest, chosen: Score[int], attempt: int, context: Any) -> AsyncIterator[Any]:
         """Yield what one worker answers, and add to its end who it is."""
+        self.sent(len(asked.tokens), chosen.held)
         answered = self._loads.sent(chosen.name, max(0, len(asked.tokens) - chosen.held))
-        call, has_ended = WorkerCall(self._client, asked.next_request(), chosen.name, context), False
+        call, has_ended = WorkerCall(self.client, asked.next_request(), chosen.name, context), False
         self._calls.add(call)
         try:
             while (piece := await call.piece()) is not None:
                 answered()
                 if asked.take(piece):
                     has_ended, told = True, piece.get("engine_data")
-                    worker = self._workers.answered(chosen.name, told)
+                    worker = self.workers.answered(chosen.name, told)
                     name = None if worker is None else worker_name(worker)
                     receipt = {"worker": name, "held_tokens": chosen.held, "attempts": attempt}
                     piece["engine_data"] = {**(told if isinstance(told, dict) else {}), RECEIPT: receipt}

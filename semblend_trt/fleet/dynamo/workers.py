@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
@@ -45,6 +46,7 @@ class ModelCard(NamedTuple):
         return cls(frozenset(digests), None if name is None else worker_of(name))
 
 
+@dataclass(eq=False)
 class EngineWorkers:
     """The instances that may be asked, by Dynamo's ids. Belongs to the event loop's thread.
 
@@ -52,19 +54,14 @@ class EngineWorkers:
     are asked. An instance's worker id comes from its card, or from the receipt of its first answer. `problem` gets the
     name of what is wrong, one of PROBLEMS."""
 
-    def __init__(
-        self,
-        present: Callable[[], Collection[int]],
-        cards: Callable[[], Mapping[str, str]],
-        tokenizer: frozenset[str],
-        problem: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.present, self._read_cards, self._tokenizer = present, cards, tokenizer
-        self._problem, self._clock = problem, clock
-        self._cards: dict[int, ModelCard] = {}
-        self._worker_of: dict[int, Worker] = {}
-        self._resting: dict[int, float] = {}
+    present: Callable[[], Collection[int]]
+    cards: Callable[[], Mapping[str, str]]
+    tokenizer: frozenset[str]
+    problem: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    _cards: dict[int, ModelCard] = field(default_factory=dict)
+    _worker_of: dict[int, Worker] = field(default_factory=dict)
+    _resting: dict[int, float] = field(default_factory=dict)
 
     def candidates(self, tried: Collection[int] = ()) -> dict[int, Worker | None]:
         """Return the instances to choose from and their workers, None where no donors are known to be theirs."""
@@ -72,7 +69,7 @@ class EngineWorkers:
         if self._cards.keys() != set(present):
             self._learn(present)
         usable = [each for each in present if each not in tried and self._is_usable(each)]
-        now = self._clock()
+        now = self.clock()
         awake = [each for each in usable if self._resting.get(each, now) <= now] or usable
         # One that failed may have come back under another instance already.
         claims = Counter(self._worker_of[each] for each in self._worker_of.keys() - self._resting.keys())
@@ -80,7 +77,7 @@ class EngineWorkers:
 
     def failed(self, instance: int) -> None:
         """Note that an instance broke a request off."""
-        self._resting[instance] = self._clock() + REST_SECONDS
+        self._resting[instance] = self.clock() + REST_SECONDS
 
     def answered(self, instance: int, engine_data: Any) -> Worker | None:
         """Learn from an answer's end, and return the worker; `engine_data` is what Dynamo hands on from the engine."""
@@ -90,13 +87,13 @@ class EngineWorkers:
                 named = worker_of(engine_data["kv_transfer_params"][VLLM_RECEIPT]["worker"])
                 self._worker_of[instance] = named
             except (TypeError, KeyError, ValueError):
-                self._problem("no_connector")
+                self.problem("no_connector")
                 logger.warning("instance %d names no worker id: load alone places there", instance)
         return self._worker_of.get(instance)
 
     def _learn(self, present: Collection[int]) -> None:
         """Read the cards of new instances, and forget those that are gone."""
-        cards = self._read_cards()
+        cards = self.cards()
         for instance in set(present) - self._cards.keys():
             try:
                 self._cards[instance] = card = ModelCard.of(cards[str(instance)])
@@ -112,10 +109,10 @@ class EngineWorkers:
                 del known[gone]
 
     def _is_usable(self, instance: int) -> bool:
-        if (card := self._cards.get(instance)) is None or card.tokenizer == self._tokenizer:
+        if (card := self._cards.get(instance)) is None or card.tokenizer == self.tokenizer:
             return card is not None
-        self._problem("other_tokenizer")
-        digests = instance, sorted(card.tokenizer), sorted(self._tokenizer)
+        self.problem("other_tokenizer")
+        digests = instance, sorted(card.tokenizer), sorted(self.tokenizer)
         logger.error("instance %d is not asked: its tokenizer has the digests %s, prompts are read with %s", *digests)
         return False
 
@@ -123,7 +120,7 @@ class EngineWorkers:
         worker = self._worker_of.get(instance)
         if worker is None or claims[worker] <= 1:
             return worker
-        self._problem("same_worker_id")
+        self.problem("same_worker_id")
         logger.error(
             "%d instances are worker %d: load places there until each has its own id", claims[worker], worker[0]
         )
