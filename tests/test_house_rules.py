@@ -13,6 +13,7 @@ PINS = (
     "requirements-vllm-next.txt",
     "requirements-litellm.txt",
     "requirements-dynamo.txt",
+    "requirements-dynamo-vllm.txt",
 )
 PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")
 URL_HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.gutenberg.org", "www.apache.org"}

@@ -5,6 +5,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.dynamo.counters import PROBLEMS, RESULTS, counter
 from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.metrics import Series
@@ -32,6 +33,8 @@ def exported():
     Series(registry)
     EventCounters(registry=registry)
     PlacementCounters(registry=registry).watch(directory)
+    counter(registry, "requests", "result", RESULTS)
+    counter(registry, "problems", "problem", PROBLEMS)
     return list(registry.collect())
 
 

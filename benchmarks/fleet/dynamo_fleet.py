@@ -72,15 +72,15 @@ class DynamoFleet:
         frontend = ("--http-host", "127.0.0.1", "--namespace", "public", "--migration-limit", "3")
         self.start("frontend", "dynamo.frontend", *frontend, "--http-port", str(port))
 
-    def start(self, name: str, module: str, *arguments: str, **variables: str) -> int:
-        """Start a module of Python, and return its process id."""
-        path = f"{_ROOT}:{PACKAGES}"
-        own = {"PYTHONPATH": path, "DYN_FILE_KV": str(self._folder / "kv"), "SEMBLEND_NATS_URL": self._nats}
+    def start(self, name: str, module: str, *arguments: str, python: str = sys.executable, **variables: str) -> None:
+        """Start a module of Python."""
+        path = variables.pop("PYTHONPATH", "")
+        own = {"PYTHONPATH": f"{_ROOT}:{path}:{PACKAGES}", "DYN_FILE_KV": str(self._folder / "kv")}
+        own["SEMBLEND_NATS_URL"] = self._nats
         with self.log_of(name).open("ab") as log:
-            command = [sys.executable, "-m", module, *arguments]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | _HERE | own | variables)
+            command, environment = [python, "-m", module, *arguments], os.environ | _HERE | own | variables
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self._processes[name] = process
-        return process.pid
 
     def component(self, name: str = "component", **variables: str) -> None:
         """Start a component for the workers; the first one's series are those of `counted`."""
@@ -107,13 +107,13 @@ class DynamoFleet:
         return self._folder / f"{name}.log"
 
     def send(self, name: str, number: int) -> None:
-        self._processes[name].send_signal(number)
+        """Send a signal to a process and to those that it started."""
+        os.killpg(self._processes[name].pid, number)
 
     def end(self, name: str, number: int = signal.SIGKILL) -> int:
         """End a process by a signal, and return its status."""
-        process = self._processes.pop(name)
-        process.send_signal(number)
-        return process.wait(START_SECONDS)
+        self.send(name, number)
+        return self._processes.pop(name).wait(START_SECONDS)
 
     def close(self) -> None:
         for name in list(self._processes):

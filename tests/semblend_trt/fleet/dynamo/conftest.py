@@ -1,13 +1,19 @@
 """A frontend of Dynamo, our component, two workers and a nats-server, started once for a module."""
 
 import asyncio
+import json
 import random
+import sys
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from benchmarks.fleet.dynamo_fleet import PACKAGES, DynamoFleet
+from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, PACKAGES, WORKERS, DynamoFleet
 from tests.semblend_trt.conftest import NatsServer
+from validation.vllm_engine import TRANSFER
+
+VLLM = Path(f"{sys.prefix}-vllm")
 
 # Seconds to a token, so that a test has time in the middle of an answer.
 TOKEN_SECONDS, WAIT_SECONDS = "0.02", 120
@@ -63,6 +69,32 @@ def started(tmp_path_factory):
     if not PACKAGES.is_dir():
         pytest.skip(f"skipped: {PACKAGES.name} is not there; `make dynamo-env` installs Dynamo")
     running = RunningFleet(tmp_path_factory.mktemp("dynamo"))
+    yield running
+    running.close()
+
+
+class VllmFleet(RunningFleet):
+    """Its workers are Dynamo's own, of a real vLLM with our connector."""
+
+    def begin(self, number):
+        settings = {"policy": "boundary", "recompute_boundary_layer": 2, "worker_id": number}
+        transfer = json.dumps(TRANSFER | {"kv_connector_extra_config": settings})
+        model = ("--model", str(MODEL_PATH), "--served-model-name", MODEL, "--dtype", "float32", "--block-size", "32")
+        ours = (*model, "--max-model-len", "4096", "--enforce-eager", "--kv-transfer-config", transfer)
+        here = ("--endpoint", WORKERS, "--dyn-endpoint-types", "completions")
+        variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        variables |= {"PYTHONPATH": str(VLLM / "dynamo"), "NUMBA_CACHE_DIR": str(VLLM / "numba")}
+        python = str(VLLM / "bin" / "python")
+        self.start(f"worker-{number}", "dynamo.vllm", *here, *ours, python=python, **variables)
+
+
+@pytest.fixture(scope="module")
+def vllm_fleet(tmp_path_factory):
+    """A frontend, the component and two vLLM workers, which answer."""
+    if not (VLLM / "dynamo").is_dir():
+        pytest.skip(f"skipped: {VLLM.name}/dynamo is not there; `make dynamo-vllm-env` installs it")
+    running = VllmFleet(tmp_path_factory.mktemp("dynamo-vllm"))
+    running.mend()
     yield running
     running.close()
 
