@@ -136,6 +136,14 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_pat
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
 
 
+def test_litellm_is_installed_from_its_lock_alone_and_tried_with_both_engines(make, tmp_path):
+    steps = make("--dry-run", "litellm-test", "GPU=").stdout
+    assert f"{tmp_path}/venv-litellm/bin/python -m pip" in steps
+    assert "--no-deps --require-hashes -r requirements-litellm.txt" in steps
+    assert "-m litellm tests/semblend_trt/fleet" in steps
+    assert "tests/engine_wrapper/vllm -n 0 -m litellm" in steps
+
+
 def test_a_package_bounds_what_is_locked_beside_it():
     needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
     bounds = lock({"install": [{"metadata": {"requires_dist": needs}}]}, "bounds")
