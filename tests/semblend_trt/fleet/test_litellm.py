@@ -10,13 +10,17 @@ import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from difflib import SequenceMatcher
 
 import pytest
 from aiohttp import web
 
+from semblend_trt.chats import ChatError
 from tests.http_server import answering
 from tests.litellm_proxy import LiteLlm, deployment
+from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.conftest import NatsServer
+from tests.semblend_trt.test_chats import rendered
 from tests.server_process import MODEL, ServerProcess, wait_for
 
 pytestmark = pytest.mark.litellm
@@ -168,7 +172,8 @@ def test_nats_is_lost_and_comes_back(fleet):
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_freezes_or_dies_is_replaced(fleet, end):
-    """The last tests: one worker freezes, and goes on; then it dies."""
+    """The last tests of the fleet: a worker freezes, and goes on when its cooldown is over; then one dies."""
+    wait_for(lambda: {fleet.proxy.ask(page())[0] for _ in range(2)} == {"one", "two"})
     text = page()
     holder = fleet.hold(INSTRUCTIONS[0] + text)
     os.kill(fleet.workers[holder].pid, end)
@@ -189,11 +194,17 @@ class Replica:
 
     async def answer(self, request):
         self.headers.append(request.headers)
+        if request.method != "POST":
+            return web.json_response({"path": request.path}, status=404)
+        self.headers.append(request.headers)
         self.bodies.append(await request.json())
         form = {"id": "1", "object": "text_completion", "created": 1, "model": "model"}
         if not self.bodies[-1].get("stream"):
             await asyncio.to_thread(self.go_on.wait)
-            return web.json_response({**form, "choices": [{"index": 0, "text": "whole", "finish_reason": "stop"}]})
+            choice = {"index": 0, "text": "whole", "finish_reason": "stop"}
+            if "messages" in self.bodies[-1]:
+                choice = {"index": 0, "message": {"role": "assistant", "content": "whole"}, "finish_reason": "stop"}
+            return web.json_response({**form, "choices": [choice]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for text, reason in ((self.event, None), ("last", "stop")):
@@ -254,3 +265,30 @@ def test_a_slow_answer_is_asked_for_once_and_a_stopped_proxy_ends_its_streams(pl
         assert slow.result()[0] == 200
     assert sum(len(each.bodies) for each in replicas.values()) == 2
     assert proxy.process.wait() in (0, -signal.SIGTERM)
+
+
+def read(body, template):
+    try:
+        return rendered(body, template)
+    except ChatError as error:
+        return error.name
+
+
+# LiteLLM drops `strict` of tools, joins the parts of an answer and makes developers' messages the system's.
+REWRITTEN = ("an answer as parts", "developer after a system")
+
+
+def test_a_replica_reads_the_chat_that_was_placed(plain):
+    """To the character, or but for the little that LiteLLM rewrites, behind which spans are found all the same."""
+    proxy, replicas = plain
+    for replica in replicas.values():
+        replica.go_on.set()
+    for name, body in READ.items():
+        status, answered, answer = proxy.post(body)
+        assert status == 200, (name, answer)
+        sent = replicas[answered].bodies[-1]
+        for template in TEMPLATES.values():
+            one, other = read(body, template), read(sent, template)
+            alike = SequenceMatcher(None, one, other, autojunk=False).ratio()
+            least = 0.9 if "tools" in body else 0.6 if name in REWRITTEN else 1
+            assert alike >= least or other == "template", (name, one, other)
