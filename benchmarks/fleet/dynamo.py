@@ -1,6 +1,6 @@
 """Requests through Dynamo's frontend and our component: who gets them, what kills cost, how fast answers pass.
 
-Two workers answer without an engine. A text comes five times behind five instructions, each round once the events of
+Two workers answer without an engine. A text comes after each of five instructions, each round once the events of
 the one before are known. Kills end a worker in the middle of its answers, and it is started again. The component's
 speed is that of answers of 256 tokens, 32 at once, which the workers give as fast as they can.
 """
@@ -86,7 +86,7 @@ async def gathered(
 
 
 def prompts_of(texts: int, seed: int) -> list[list[list[int]]]:
-    """Return the texts' prompts, behind one instruction after the other."""
+    """Return the texts' prompts, each round after another instruction."""
     tokenizer, draws = load_tokenizer(str(MODEL_PATH)), random.Random(seed)
     words = (files("validation") / "assets" / "excerpt.txt").read_text(encoding="utf-8").split()
     chosen = [" ".join(draws.choices(words, k=TEXT_WORDS)) for _ in range(texts)]
@@ -96,7 +96,7 @@ def prompts_of(texts: int, seed: int) -> list[list[list[int]]]:
 async def routed_to_holder(
     fleet: DynamoFleet, rounds: list[list[list[int]]], at_once: int, client: aiohttp.ClientSession
 ) -> float:
-    """Return the share of the requests behind the first round that the first round's worker got."""
+    """Return the share of the later rounds' requests that the first round's worker got."""
     seen: list[list[str]] = []
     for prompts in rounds:
         seen.append([answer.placed["worker"] for answer in await gathered(fleet, client, prompts, 16, at_once)])
@@ -126,9 +126,9 @@ async def answered_through_kills(fleet: DynamoFleet, streams: int, client: aioht
 async def tokens_per_s(fleet: DynamoFleet, streams: int, client: aiohttp.ClientSession) -> float:
     """Return the tokens a second of answers that the workers give at once."""
     prompts = [[100 + at] * 100 for at in range(streams)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     answers = await gathered(fleet, client, prompts, SPEED_TOKENS, SPEED_AT_ONCE)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return float(sum(answer.usage["completion_tokens"] for answer in answers)) / seconds
 
 
@@ -142,7 +142,7 @@ def run(texts: int, streams: int, results: Results) -> None:
         speed = asyncio.run(with_client(fleet, partial(tokens_per_s, fleet, streams // 2)))
     with running(TOKEN_SECONDS) as fleet:
         answered = asyncio.run(with_client(fleet, partial(answered_through_kills, fleet, streams)))
-    placed = f"{texts} texts behind {len(INSTRUCTIONS)} instructions, 1, 4 and 16 at once, the worst; 2 workers"
+    placed = f"{texts} texts after {len(INSTRUCTIONS)} instructions, 1, 4 and 16 at once, the worst; 2 workers"
     results.add("dynamo_routed_to_holder_share", min(shares), "share", placed, 0.98, "higher")
     killed = f"{streams} streams of {KILLED_TOKENS} tokens, {KILLED_AT_ONCE} at once, through {KILLS} kills of a worker"
     results.add("dynamo_answered_through_kills", answered, "share", killed, 1.0, "higher")

@@ -126,10 +126,10 @@ class DynamoFleet:
         prompt: Sequence[int],
         most: int,
         *,
-        begun: Callable[[], None] = lambda: None,
+        on_event: Callable[[], None] = lambda: None,
         **fields: Any,
     ) -> Answer:
-        """Return the streamed answer of `most` tokens to token ids; call `begun` at each event.
+        """Return the streamed answer of `most` tokens to token ids; call `on_event` at each event.
 
         `fields` are the request's, and `salt` and `headers`."""
         nvext = {"extra_fields": ["engine_data"], "cache_salt": fields.pop("salt", None)}
@@ -145,7 +145,7 @@ class DynamoFleet:
                 if not line.startswith(b"data: ") or is_whole:
                     continue
                 event = json.loads(data)
-                begun()
+                on_event()
                 error = event.get("error", error)
                 usage = event.get("usage") or usage
                 told = (event.get("nvext") or {}).get("engine_data", told)
@@ -153,7 +153,7 @@ class DynamoFleet:
         return Answer(200, text, error or (None if is_whole else "no end"), usage, told)
 
     async def ready(self, client: aiohttp.ClientSession, workers: int) -> None:
-        """Wait until so many workers have answered. Raise RuntimeError with the logs' ends when they do not."""
+        """Wait until that number of `workers` has answered. Raise RuntimeError with the logs' ends when they do not."""
         until, seen = time.monotonic() + START_SECONDS, set[str]()
         while len(seen) < workers:
             if time.monotonic() > until or any(each.poll() is not None for each in self._processes.values()):

@@ -48,7 +48,7 @@ class RuleEngine:
         self._announcer = DonorAnnouncer(publisher, publisher.close)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer token by token, as many as `max_tokens`. Raise InvalidArgument for a long prompt."""
+        """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""
         tokens, most = list(request["token_ids"]), request["stop_conditions"]["max_tokens"]
         if len(tokens) > self._longest:
             raise InvalidArgument(f"the prompt has {len(tokens)} tokens, more than the engine's {self._longest}")

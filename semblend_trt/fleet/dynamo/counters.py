@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
-# What became of requests; `continued`: behind a worker that broke off.
+# What became of requests; `continued`: by another worker, after the first broke off.
 RESULTS = ("answered", "continued", "unanswered")
 # What was wrong with an instance, once for each request that it was a candidate for, or answered.
 PROBLEMS = ("no_connector", "other_tokenizer", "same_worker_id")

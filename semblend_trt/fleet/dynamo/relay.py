@@ -45,7 +45,7 @@ class WorkerCall:
         self._pending = client.direct(request, instance, annotated=False, context=context)
 
     async def piece(self) -> Any:
-        """Return the next piece of the answer, None behind the last. Raise WorkerLostError, or what the engine says."""
+        """Return the next piece of the answer, None after the last. Raise WorkerLostError, or what the engine says."""
         try:
             if self._stream is None:
                 self._stream = await self._pending

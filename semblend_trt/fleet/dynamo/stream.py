@@ -47,7 +47,7 @@ class AskedRequest:
         return not (self._sent and has_state)
 
     def next_request(self) -> dict[str, Any]:
-        """Return the request for another worker: at first as it came, then to continue behind what was answered."""
+        """Return the request for another worker: at first as it came, then to continue after what was answered."""
         self._continued_at = done = len(self._sent)
         if not done:
             return self._request

@@ -25,7 +25,7 @@ logger.addFilter(OnceAMinute())
 TOPOLOGY_DOMAIN = "semblend-worker"
 # Seconds for which an instance that failed is asked only where no other is left.
 REST_SECONDS = 5.0
-# An instance that Dynamo no longer counts as alive has lost its requests after so many silent seconds. An instance that
+# An instance that Dynamo no longer counts as alive has lost its requests after that number of silent seconds. One that
 # drains is not counted either, but sends on; one that is merely slow is counted.
 SILENT_SECONDS = 5
 _WORKER_NAME = re.compile(r"(\d{1,16})(?:\.(\d{1,4}))?")

@@ -19,12 +19,12 @@ TEXT = 600
 ANSWER = 60
 
 
-async def answers(fleet, client, prompts, most=ANSWER, begun=lambda: None):
-    return await asyncio.gather(*(fleet.ask(client, prompt, most, begun=begun) for prompt in prompts))
+async def answers(fleet, client, prompts, most=ANSWER, on_event=lambda: None):
+    return await asyncio.gather(*(fleet.ask(client, prompt, most, on_event=on_event) for prompt in prompts))
 
 
 async def known(fleet, client, some, text, **fields):
-    """Asks for a text behind other beginnings until the component knows who holds it."""
+    """Asks for a text after other beginnings until the component knows who holds it."""
     while not (answer := await fleet.ask(client, some(20) + text, 1, **fields)).placed["held_tokens"]:
         pass
     return answer
@@ -135,7 +135,7 @@ def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_e
 
     async def test(client):
         cold, begun = await answers(fleet, client, prompts), Begun(60)
-        again = asyncio.create_task(answers(fleet, client, prompts, begun=begun))
+        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
         await begun.called.wait()
         fleet.end("worker-1")
         found = await again
@@ -156,7 +156,7 @@ def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, some):
 
     async def test(client):
         cold, begun = await answers(fleet, client, prompts), Begun(40)
-        again = asyncio.create_task(answers(fleet, client, prompts, begun=begun))
+        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
         await begun.called.wait()
         fleet.send("worker-2", signal.SIGSTOP)
         # It takes connections and answers nothing, until Dynamo no longer counts it as alive.
@@ -202,7 +202,7 @@ def test_what_is_asked_to_end_answers_what_it_has(fleet, some, name):
             fleet.component("component-2")
             while "2 components serve this model" not in fleet.log_of("component").read_text():
                 await asyncio.sleep(0)
-        again = asyncio.create_task(answers(fleet, client, prompts, begun=begun))
+        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
         await begun.called.wait()
         ended = asyncio.create_task(asyncio.to_thread(fleet.end, name, signal.SIGTERM))
         found = await again

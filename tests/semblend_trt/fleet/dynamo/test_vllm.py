@@ -1,4 +1,4 @@
-"""Dynamo's own workers of vLLM, with our connector, behind the component."""
+"""Dynamo's own workers of vLLM, with our connector, asked by the component."""
 
 import pytest
 
@@ -19,11 +19,11 @@ def test_vllm_reuses_a_text_behind_another_beginning_and_is_continued_when_kille
         assert receipt["reused_tokens"] > len(text) / 2
         name, most = f"worker-{receipt['worker'][0]}", 200
 
-        def begun():
+        def kill():
             if name in vllm_fleet.running():
                 vllm_fleet.end(name)
 
-        answer = await vllm_fleet.ask(client, some(30) + text, most, salt="mine", ignore_eos=True, begun=begun)
+        answer = await vllm_fleet.ask(client, some(30) + text, most, salt="mine", ignore_eos=True, on_event=kill)
         assert (answer.error, answer.usage["completion_tokens"], answer.placed["attempts"]) == (None, most, 2)
 
     vllm_fleet.run(test)
