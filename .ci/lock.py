@@ -14,6 +14,11 @@ HEADER = """\
 """
 CI = ("CI", "`make lock` makes this file; `make env` uses it on such a machine, and `make env LOCK=` goes without.")
 VLLM = ("`make vllm-env`", "`make vllm-lock` makes this file. vLLM is installed without what it requires beyond these.")
+DYNAMO = (
+    "`make dynamo-env`",
+    "`make dynamo-lock` makes this file. It adds to what `make env` installs, and Dynamo goes without the rest.",
+)
+LITELLM = ("`make litellm-env`", "`make litellm-lock` makes this file.")
 
 
 def lock(reports: list[dict], user: str, makes: str) -> str:
@@ -39,8 +44,12 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["bounds"]:
             text = bounds(json.load(sys.stdin))
+        case ["litellm"]:
+            text = lock([json.load(sys.stdin)], *LITELLM)
         case []:
             text = lock([json.load(sys.stdin)], *CI)
+        case ["dynamo"]:
+            text = lock([json.load(sys.stdin)], *DYNAMO)
         case paths:
             text = lock([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths], *VLLM)
     sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""The text that a chat becomes: the one reader for the router, the embedded server and the estimate.
+"""The text that a chat becomes: the one reader for gateways, the embedded server and the estimate.
 
 It reads a body of /v1/chat/completions as the newest vLLM does, or refuses it by name. Like vLLM it ignores unknown
 fields and those that do not change the prompt. It does not know a server's own arguments, such as template defaults."""
@@ -126,11 +126,6 @@ def refuse_other_prompts(body: Mapping[str, Any]) -> None:
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
-def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages, with text as content, as a template sees them. Raises ChatError."""
-    return [_message(number, each, as_parts=False) for number, each in enumerate(_Chat.of(body).messages)]
-
-
 def _message(number: int, message: _Message, *, as_parts: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"role": message.role, "content": _content(number, message, as_parts=as_parts)}
     if message.role == "assistant":

@@ -54,6 +54,7 @@ _OLD_NAMES = {
 # Settings that are accepted and ignored, each with the reason.
 _EXACT_RUNS = "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"
 _RETIRED = {
+    "AUDIT_SAMPLE": "spot checks are a command, semblend-trt spot-check; unset it",
     "DONOR_DTYPE": "donors are kept in the dtype of the cache",
     "FUZZY_CHUNKS": _EXACT_RUNS,
     "FUZZY_MARGIN": _EXACT_RUNS,
@@ -258,9 +259,6 @@ class ReportingSettings(SettingsGroup):
     """JSONL file to which audit events are appended; unset, none are written."""
     metrics: bool = True
     """Counts in Prometheus' default registry, where prometheus_client is installed."""
-    audit_sample: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of the requests with reuse that are computed a second time without it, while nothing else waits or runs,
-    and compared, by the router."""
 
 
 class FleetSettings(SettingsGroup):
@@ -293,6 +291,12 @@ class FleetSettings(SettingsGroup):
     """Send donors' embeddings too, where there are any; texts can be guessed from them."""
     worker_id: int | None = Field(None, ge=0, le=(1 << 53) - 1)
     """Number of this worker in the fleet; unset, that after the last hyphen of the host's name, or 0."""
+    load_weight: float = Field(1.0, gt=0.0, le=1000.0)
+    """What a token that a worker has yet to compute counts against one that it holds, where a gateway's callback places
+    requests: below 1 a request stays longer with its text while it has a queue."""
+    tenant_secret: SecretStr | None = Field(None, min_length=16, max_length=4096)
+    """Secret from which a gateway's callback makes each tenant's salt, the same for all its processes; unset, all
+    callers share their KV."""
     heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600.0)
     """A heartbeat goes out this often; readers give a silent worker up."""
     resync_seconds: float = Field(300.0, ge=0.0, le=86400.0)

@@ -57,6 +57,7 @@ class BoundedAnswer(BaseModel):
     max_kl: Annotated[float, Field(gt=0)]
     risk: Annotated[float, Field(gt=0, lt=1)]
     sampled_tokens: Annotated[int, Field(gt=0)]
+    namespace: str | None = None
 
 
 class DriftMonitor:
@@ -73,8 +74,8 @@ class DriftMonitor:
         """Return the SHA-256 of each profile whose promise to the tenant is broken."""
         return self._broken.get(salt, [])
 
-    def observe(self, salt: str | None, answer: BoundedAnswer, *, is_over: bool) -> None:
-        """Add one spot check. The one that breaks a promise is logged."""
+    def observe(self, salt: str | None, answer: BoundedAnswer, *, is_over: bool) -> str:
+        """Add one spot check; return its result. The one that breaks a promise is logged."""
         key, result = (salt, answer.profile, answer.max_kl, answer.risk), "over" if is_over else "within"
         with self._lock:
             if key not in self._tests and len(self._tests) < MAX_TESTS:
@@ -90,3 +91,4 @@ class DriftMonitor:
         if result == "broken":
             text = "answers break the promise of reuse profile %s (%g nats, risk %g); calibrate on this traffic"
             logger.error(text, answer.profile, answer.max_kl, answer.risk)
+        return result

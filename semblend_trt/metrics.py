@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 # What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
 TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
-COLD_RUN_RESULTS = ("equal", "differs", "not_comparable", "failed", "skipped")
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, read by the rules that its own files state; engine and router read prompts with it."""
+"""The tokenizer of a model, read by the rules that its own files state; engines and gateways read prompts with it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
 _RECEIPT = (
-    *("outcome", "reason", "policy", "profile", "max_kl", "risk", "generation", "exact_prefix_tokens"),
+    *("outcome", "reason", "policy", "profile", "namespace", "max_kl", "risk", "generation", "exact_prefix_tokens"),
     *("offered_tokens", "sampled_tokens", "sampled_deviation", "checked_tokens", "reused_tokens"),
     *("recomputed_tokens", "largest_kept"),
 )
@@ -51,8 +51,9 @@ class ReuseReport:
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
     `sampled_tokens` before them, which estimate a mean of `sampled_deviation`. `largest_kept` is the largest deviation
     among those reused. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
-    among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex;
-    `max_kl` (nats) and `risk` are of its bound, None without one. While a check's result is not known, what it decides
+    among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex,
+    and `namespace` the key of the request's namespace; `max_kl` (nats) and `risk` are of the profile's bound, None
+    without one. While a check's result is not known, what it decides
     is None, and only what needs no check counts as reused."""
 
     outcome: str
@@ -69,6 +70,7 @@ class ReuseReport:
     generation: int = 0
     policy: str | None = None
     profile: str | None = None
+    namespace: str | None = None
     max_kl: float | None = None
     risk: float | None = None
     nearest: tuple[Neighbour, ...] = ()
@@ -299,7 +301,7 @@ _VLLM = {
     "load_failure_policy": "Set kv_load_failure_policy to recompute, so that a failed load costs time and no request.",
     "tensor_parallel": "Set --tensor-parallel-size to 1.",
     "pipeline_parallel": "Set --pipeline-parallel-size to 1.",
-    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind the router.",
+    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind a gateway.",
     "context_parallel": "Set both context parallel sizes to 1.",
     # The connector's halves meet in one process; vLLM on a CPU replaces uni by mp.
     "executor": "Set --distributed-executor-backend to uni, and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING to 0.",

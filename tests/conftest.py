@@ -25,8 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from semblend_trt import model_files
 from semblend_trt.background import OnceAMinute
-from semblend_trt.connector import lookup, model_files
+from semblend_trt.connector import lookup
 from semblend_trt.discovery.planner import Deadline
 from tests.random_models import random_model
 

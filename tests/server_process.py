@@ -12,7 +12,6 @@ from validation.documents import stock_list
 from validation.prompts import render
 
 MODEL = files("validation") / "assets" / "model"
-_ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class ServerProcess:
@@ -52,10 +51,6 @@ class ServerProcess:
             if " on http://" in line:
                 self._listens.set()
         self._listens.set()
-
-
-def router(config, **variables):
-    return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
 
 
 def wait_for(holds):

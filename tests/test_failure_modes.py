@@ -5,8 +5,8 @@ import pytest
 from semblend_trt import audit
 from semblend_trt.donors.disk_tier import FILE_REASONS
 from semblend_trt.donors.offload import OffloadEventKind
+from semblend_trt.fleet.placement import RESULTS
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
-from semblend_trt.fleet.router import counters, serving
 from semblend_trt.outcome import FAULTS, OTHER_REASON, REASONS, Scope, filled
 from tests.pages import Page, code_in
 
@@ -14,16 +14,17 @@ PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md")]
 # The names in the last columns of their tables.
 TOLD = {name for page in PAGES for row in page.rows for name in code_in(row[-1]) if name.isidentifier()}
 FAILED_MOVES = {"write_failed", "write_skipped", "fetch_failed", "lift_failed", "file_refused", "disk_unavailable"}
-ROUTER = {*counters.REFUSALS, *counters.FALLBACKS, *counters.FAILED_ATTEMPTS, *serving.DROPPED}
-# Of a connection to NATS, of a line of telemetry, and of a worker that a reader does not follow.
-OTHER_COUNTS = {"failed", "dropped", "refused"}
+# How a prompt may be placed without its text.
+PLACED = {*RESULTS} - {"held"}
+# Of a connection to NATS, and of a worker that a reader does not follow.
+OTHER_COUNTS = {"failed", "dropped", "refused", "id_twice"}
 
 
 def test_the_pages_have_every_reason_and_no_other():
     """What is listed here needs a row that counts as it, or an entry in the table of reasons."""
     assert {*OffloadEventKind} > FAILED_MOVES
     events = {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, *FAILED_MOVES}
-    assert TOLD ^ {*REASONS, *FAULTS, *FILE_REASONS, *events, *ROUTER, *OTHER_COUNTS} == set()
+    assert TOLD ^ {*REASONS, *FAULTS, *FILE_REASONS, *events, *PLACED, *OTHER_COUNTS} == set()
     assert f"`{OTHER_REASON}`" in PAGES[0].text
 
 

@@ -5,10 +5,9 @@ from functools import cache
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.dynamo.counters import PROBLEMS, RESULTS, counter
+from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.fleet.publisher import EventCounters
-from semblend_trt.fleet.router.config import RouterConfig
-from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
-from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.metrics import Series
 from tests.pages import Page, code_in
 
@@ -30,11 +29,13 @@ def series(prefix="semblend_"):
 @cache
 def exported():
     """All metrics of the code."""
-    registry, router = CollectorRegistry(), RouterCounters().registry
+    registry, directory = CollectorRegistry(), Directory()
     Series(registry)
     EventCounters(registry=registry)
-    router.register(FleetGauges(ReplicaSet(RouterConfig.model_construct(replicas=[]), None), Directory()))
-    return [metric for source in (registry, router) for metric in source.collect()]
+    PlacementCounters(registry=registry).watch(directory)
+    counter(registry, "requests", "result", RESULTS)
+    counter(registry, "problems", "problem", PROBLEMS)
+    return list(registry.collect())
 
 
 def test_the_page_has_every_series_and_no_other():

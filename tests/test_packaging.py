@@ -119,14 +119,14 @@ def test_wheel_carries_the_licence_and_the_extras(wheel, wheel_files):
         assert "Apache License" in archive.read(licence).decode()
         headers = email.message_from_string(archive.read(metadata).decode())
     assert headers["Requires-Python"] == ">=3.10"
-    extras = "trtllm vllm gpu embedded semantic embedder onnx onnx-gpu nats router validation metrics dev"
+    extras = "trtllm vllm gpu embedded semantic embedder onnx onnx-gpu nats litellm validation metrics dev"
     assert set(headers.get_all("Provides-Extra", [])) == set(extras.split())
 
 
 def test_sdist_can_be_built_and_tested(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    locks = {f"requirements-{name}.txt" for name in ("ci", "vllm", "vllm-next")}
+    locks = {f"requirements-{name}.txt" for name in ("ci", "vllm", "vllm-next", "litellm", "dynamo", "dynamo-vllm")}
     assert {"Makefile", "constraints-cpu.txt", *locks, ".ci/lock.py", "LICENSE", "tests/test_packaging.py"} <= names
 
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers.utils.logging import disable_progress_bar
 
-from semblend_trt.connector.model_files import user_folder
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_files import user_folder
 from semblend_trt.model_tokenizer import reason_of
 
 # What `--model` takes, and what reports say.

@@ -1,1 +1,1 @@
-"""Measures the publisher, the directory, the router and a fleet of processes."""
+"""Measures the publisher, the directory, placement and a fleet of processes."""

@@ -3,7 +3,7 @@
 First, 64 workers announce donors in real messages: they share a beginning and documents, and have text of their own.
 Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
 work. Second, prompts are looked up while a thread of the same process, as in
-the router, takes messages of donors that come and go.
+a gateway, takes messages of donors that come and go.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     _Tokens = npt.NDArray[np.int32]
 
-NAMESPACE = CacheNamespace(
+# Bound to no request.
+BASE_NAMESPACE = CacheNamespace(
     model="Qwen/Qwen2.5-7B-Instruct",
     model_revision="a09a35458c702b33eeacc393d103063234e8bc28",
     tokenizer="Qwen/Qwen2.5-7B-Instruct",
@@ -47,7 +48,8 @@ NAMESPACE = CacheNamespace(
     rope_config={"rope_theta": 1000000, "max_position_embeddings": 32768},
     tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
     backend_cache_layout="trtllm_pytorch_primary_pool_v1",
-).for_request(None, None)
+)
+NAMESPACE = BASE_NAMESPACE.for_request(None, None)
 VOCABULARY = 150_000
 KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64

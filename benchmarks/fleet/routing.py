@@ -2,8 +2,9 @@
 
 Time is simulated. Requests arrive at random, and a worker prefills one after the other. A prefilled document is a donor
 until documents used later need its room. The rest is real: donors are sketched from token ids and announced in
-messages, with a delay; the directory knows these messages alone, and the policies choose by what it finds in the
-prompt. Every prompt begins with text of its own, so that no two share a prefix.
+messages, with a delay; the directory knows these messages alone, and placement chooses by what it finds in the
+prompt. The other policies choose in turn, by load, or by the longest beginning that a worker was sent. Every prompt
+begins with text of its own, so that no two share a prefix.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import numpy as np
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
-from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 from semblend_trt.fleet.wire import Emitter, EventWriter
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from semblend_trt.fleet.routing_policy import RoutingPolicy, Worker
+    from semblend_trt.fleet.directory import Worker
     from validation.results import Results
 
     _Tokens = npt.NDArray[np.int32]
@@ -36,11 +36,13 @@ WORKERS, DOCUMENTS = 4, 64
 SHORTEST, LONGEST = 1024, 6144
 OWN_BEFORE, OWN_BEHIND = 64, 192
 TOKENS_PER_S = 20_000.0
-# A reused token costs this share of a computed one; events reach the router this long after a donor is held.
+# A reused token costs this share of a computed one; events reach the directory this long after a donor is held.
 REUSE_COST, EVENT_SECONDS = 0.05, 0.05
 # Half of the documents fit a worker.
 DONOR_TOKENS = DOCUMENTS * (SHORTEST + LONGEST) // 2 // 2
 LEARNING = 0.2
+POLICIES = ("round_robin", "least_loaded", "exact_prefix", "span_overlap")
+PREFIX_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,9 +135,30 @@ def arrivals_of(requests: int) -> list[Arrival]:
     ]
 
 
-def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
+class Policy:
+    """One of POLICIES: chooses a worker, and says how many of the prompt's tokens it is expected to hold."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.placement = name, Placement(None)
+        self._sent: dict[int, set[int]] = {number: set() for number in range(WORKERS)}
+
+    def choose(self, tokens: _Tokens, load: dict[int, float]) -> tuple[int, int]:
+        known = tokens if self._name == "span_overlap" else None
+        beginnings = [hash(tokens[:end].tobytes()) for end in range(PREFIX_BLOCK, len(tokens) + 1, PREFIX_BLOCK)]
+        if self._name == "exact_prefix":
+            longest = {name: sum(each in sent for each in beginnings) for name, sent in self._sent.items()}
+            load = {name: each for name, each in load.items() if longest[name] == max(longest.values())}
+        elif self._name == "round_robin":
+            load = dict.fromkeys(load, 0.0)
+        best = self.placement.place(known, None, {name: (name, 0) for name in load}, load)[0]
+        self._sent[best.name].update(beginnings)
+        return best.name, best.held
+
+
+def simulate(policy: Policy, arrivals: list[Arrival]) -> Outcome:
     """Send all requests through a policy."""
-    workers, directory, outcome = [SimulatedWorker(number) for number in range(WORKERS)], Directory(), Outcome()
+    workers, outcome = [SimulatedWorker(number) for number in range(WORKERS)], Outcome()
+    directory = policy.placement.directory
     # (time, order, what happens): a worker's number ends its first request, bytes are a message.
     due: list[tuple[float, int, int | bytes | Arrival]] = [(each.at, -1, each) for each in arrivals]
     heapq.heapify(due)
@@ -157,14 +180,13 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
             if worker.waiting:
                 heapq.heappush(due, (now + worker.begin(), order, what))
         else:
-            request = RoutingRequest(what.tokens, holders=directory.holders(what.tokens))
-            choice = policy.choose(request, [Replica(worker.worker, worker.outstanding) for worker in workers])
-            worker = workers[choice.worker[0]]
+            chosen, held = policy.choose(what.tokens, {at: each.outstanding for at, each in enumerate(workers)})
+            worker = workers[chosen]
             if what.at == counted_from:
                 busy_before = [each.busy_seconds for each in workers]
             if what.at >= counted_from:
                 outcome.to_holder.append(worker.holds(what.document))
-            placed = _Placed(what, max(0, len(what.tokens) - choice.reused_tokens))
+            placed = _Placed(what, max(0, len(what.tokens) - held))
             worker.outstanding += placed.expected_tokens
             worker.waiting.append(placed)
             if len(worker.waiting) == 1:
@@ -180,8 +202,8 @@ def run(requests: int, results: Results) -> None:
         f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
         f"as many as these could just serve without reuse"
     )
-    for name, policy in POLICIES.items():
-        outcome = simulate(policy(), arrivals)
+    for name in POLICIES:
+        outcome = simulate(Policy(name), arrivals)
         end, goals = ("", (0.95, 1.3)) if name == "span_overlap" else (f"_{name}", (None, None))
         share, p95 = float(np.mean(outcome.to_holder)), float(np.percentile(outcome.waits, 95)) * 1e3
         results.add(f"routed_to_holder_share{end}", share, "share", baseline, goals[0], "higher")

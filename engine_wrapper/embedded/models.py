@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.sparse_forward import check_latent_cache
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
-from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.model_files import file_states, snapshot
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 from semblend_trt.transformers_version import embedded_engine_refusal
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.llm_args import LlmArgs
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.connector.model_files import FileState
+    from semblend_trt.model_files import FileState
     from semblend_trt.ranks import Ranks
 
 SUPPORTED_MODEL_TYPES = (

@@ -20,22 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine_wrapper.embedded import http
+from engine_wrapper.embedded.http import RequestRefusedError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import CapacityError, ConfigurationError
-from semblend_trt.fleet.router import serving
-from semblend_trt.fleet.router.prompts import PromptReader
-from semblend_trt.fleet.router.serving import RequestRefusedError
+from semblend_trt.prompts import PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine_wrapper.embedded.request import RequestOutput
 
-BOUNDS = serving.ServerBounds()
 _SAMPLING = {"max_tokens", "ignore_eos", "stop_token_ids"}
 # `Body` checks none of these. The first change no answer; PromptReader makes the prompt of the others.
 _PASSED_OVER = ["metadata", "request_id", "return_token_ids", "seed", "top_p", "user"]
@@ -88,7 +87,7 @@ class Worker:
         self._thread.shutdown()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[serving.refusing()])
+        app = web.Application(middlewares=[http.refusing], client_max_size=http.MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", partial(self._serve, is_chat=False))
         app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
         app.router.add_get("/v1/models", self._models)
@@ -97,7 +96,7 @@ class Worker:
         return app
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return serving.metrics_page()
+        return http.metrics_page()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.name, "max_model_len": self._llm.executor.max_seq_len}]})
@@ -108,7 +107,7 @@ class Worker:
         return web.json_response({"status": "ok", "running": self._running})
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.Response:
-        body, _ = await serving.json_object(request, BOUNDS)
+        body = await http.json_object(request)
         fields = read_body(body, is_chat=is_chat)
         if fields.model not in (None, self.name):
             raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
@@ -188,8 +187,7 @@ def _run(model: str, port: int, dtype: str) -> int:
     llm = LLM(model, dtype=dtype, kv_connector_config=KvCacheConnectorConfig.ours())
     worker = Worker(llm, Path(model).resolve().name)
     try:
-        clients, what = serving.Connections(BOUNDS), f"serving {printable(worker.name)}"
-        asyncio.run(serving.serve(worker.app(), "127.0.0.1", port, what, clients))
+        asyncio.run(http.serve(worker.app(), "127.0.0.1", port, f"serving {printable(worker.name)}"))
     finally:
         worker.close()
     return 0

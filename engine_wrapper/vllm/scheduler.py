@@ -326,7 +326,8 @@ class VllmScheduler:
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)
-        return is_saving, {VLLM_RECEIPT: report.receipt}
+        worker = self._scheduler.worker
+        return is_saving, {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:

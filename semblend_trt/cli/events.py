@@ -1,8 +1,7 @@
-"""Shows the donor events of the fleet: each one (tail), what is wrong with them (check), who holds how much (stats).
+"""Shows the donor events of the fleet, one a line.
 
-The server and the subject are those of the settings (SEMBLEND_NATS_URL and so on) unless they are given here. `check`
-and `stats` ask the workers for all donors again, to compare them with the heartbeats, and print a report in JSON.
-`check` exits with 1 when something is wrong, and each action with 2 when it cannot listen.
+The server and the subject are those of the settings (SEMBLEND_NATS_URL and so on) unless they are given here. It exits
+with 2 when it cannot listen. `semblend-trt fleet status` says who holds how much and what is wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from semblend_trt.command_line import count, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
@@ -23,81 +21,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.directory import FollowedWorker
 
-SUMMARY = "show, check or count the fleet's donor events"
+SUMMARY = "print every donor event of the fleet, one a line"
 DEFAULT_URL = "nats://127.0.0.1:4222"
 MAX_SECONDS = 86400
-EXAMPLES = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, summary, seconds in (
-        ("tail", "print every event, one a line", None),
-        ("check", "listen for a while and tell what is wrong", 30.0),
-        ("stats", "listen for a while and tell who holds how much", 30.0),
-    ):
-        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
-        action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
-        default = "until it is interrupted" if seconds is None else "%(default)s"
-        action.add_argument(
-            "--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})"
-        )
-        action.add_argument("--limit", type=count, help="stop after this many messages")
-        action.add_argument("--json", action="store_true", help="print JSON, as reports always are")
+    tail = actions.add_parser("tail", help=SUMMARY, description=f"{SUMMARY.capitalize()}.")
+    add_listening(tail, None)
+    tail.add_argument("--json", action="store_true", help="print JSON")
 
 
-@dataclass(slots=True)
-class _Seen:
-    messages: int = 0
-    size: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
-    sentences: deque[str] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
-
-    def note(self, reason: str, sentence: str) -> None:
-        self.problems[reason] += 1
-        self.sentences.append(f"{reason}: {sentence}")
+def add_listening(action: argparse.ArgumentParser, seconds: float | None) -> None:
+    """Add where and how long to listen, by default for `seconds`."""
+    action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
+    action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
+    default = "until it is interrupted" if seconds is None else "%(default)s"
+    action.add_argument("--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})")
+    action.add_argument("--limit", type=count, help="stop after this many messages")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Listen and print. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.fleet.directory import Directory
+    from semblend_trt.fleet.wire import EventError
 
-    seen, is_tail = _Seen(), arguments.action == "tail"
-    # Its clock does not run, so that workers that fall silent stay in the report.
-    directory = Directory(clock=lambda: 0.0, on_problem=seen.note)
+    def show(payload: bytes, _: str | None) -> None:
+        try:
+            line = _line(payload, as_json=arguments.json)
+        except EventError as error:
+            line = printable(f"not an event ({len(payload)} bytes): {error.reason}: {error}")
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
-    def show(payload: bytes, sender: str | None) -> None:
-        seen.messages, seen.size = seen.messages + 1, seen.size + len(payload)
-        is_event = directory.observe(payload, sender) is not None
-        if is_tail and is_event:
-            _say(_line(payload, as_json=arguments.json))
-        elif is_tail:
-            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
-
-    asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
-    if is_tail:
-        return 0
-    workers = directory.workers()
-    if arguments.action == "stats":
-        held = {f"{worker_id}.{rank}": _stats_of(each) for (worker_id, rank), each in workers.items()}
-        _say(json.dumps({"messages": seen.messages, "bytes": seen.size, "workers": held}, indent=2))
-        return 0
-    report = {
-        "messages": seen.messages,
-        "workers": len(workers),
-        "heartbeats_compared": sum(each.compared for each in workers.values()),
-        "problems": dict(seen.problems),
-        "examples": list(seen.sentences),
-    }
-    _say(json.dumps(report, indent=2))
-    return int(bool(seen.problems))
+    asyncio.run(listen_to(options_of(arguments), show, arguments.seconds, arguments.limit, asks=False))
+    return 0
 
 
-def _options(arguments: argparse.Namespace) -> ConnectionOptions:
+def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
+    """Return the connection of the arguments and the settings."""
     from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
@@ -112,7 +76,7 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
     return replace(options, stream=None)
 
 
-async def _listen(
+async def listen_to(
     options: ConnectionOptions,
     show: Callable[[bytes, str | None], None],
     seconds: float | None,
@@ -120,6 +84,7 @@ async def _listen(
     *,
     asks: bool,
 ) -> None:
+    """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
     from semblend_trt.config import masked
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
 
@@ -178,26 +143,8 @@ def _line(payload: bytes, *, as_json: bool) -> str:
     return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {kind} {details}")
 
 
-def _stats_of(worker: FollowedWorker) -> dict[str, Any]:
-    tokens: Counter[str] = Counter()
-    for donor in worker.donors.values():
-        tokens[donor.tier] += donor.tokens
-    return {
-        "generation": worker.generation,
-        "donors": len(worker.donors),
-        "tokens": dict(tokens),
-        "tenants": len({donor.tenant_key for donor in worker.donors.values()}),
-        "events": dict(worker.events),
-    }
-
-
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= MAX_SECONDS:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to {MAX_SECONDS}")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""`semblend-trt SUBCOMMAND`: every other module of this folder is a subcommand of its name, and so is every module that
-an installed package names as an entry point of the group `semblend_trt.cli`.
+"""`semblend-trt SUBCOMMAND`: every other module of this folder is a subcommand of its name, with hyphens. So is what an
+installed package names as an entry point of the group `semblend_trt.cli`.
 
 Such a module has SUMMARY (one line for the list of subcommands), `configure(parser)`, which adds its arguments, and
 `run(arguments)`, which returns the exit status. It imports what is heavy in `run`.
@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
 def subcommands() -> list[str]:
     """Return the subcommands' names, sorted."""
-    names = {module.name for module in pkgutil.iter_modules(cli.__path__)}
-    return sorted(name for name in names | _plugged().keys() if name != "main" and not name.startswith("_"))
+    modules = {module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_")}
+    names = {name.replace("_", "-") for name in modules - {"main"}}
+    return sorted(names | _plugged().keys())
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
     """The subcommands of the floors above, which this one cannot import."""
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.cli")}
+
+
+def _module_of(name: str) -> Any:
+    return import_module(f"{cli.__name__}.{name.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +54,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     known, plugged = subcommands(), _plugged()
     for name in [words[0]] if words and words[0] in known else known:
-        module: Any = plugged[name].load() if name in plugged else import_module(f"{cli.__name__}.{name}")
+        module: Any = plugged[name].load() if name in plugged else _module_of(name)
         subparser = parsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         module.configure(subparser)
         subparser.set_defaults(run=module.run)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.engine_spec import text_of
-from semblend_trt.connector.model_files import TOKENIZER_FILES, DigestCache, digest_in, snapshot, weights_digest
 from semblend_trt.connector.requests import Adapters
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_files import DigestCache, snapshot, tokenizer_digest, weights_digest
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
 if TYPE_CHECKING:
@@ -119,11 +119,10 @@ def tokenizer_folder(engine: EngineSpec) -> Path | None:
 
 
 def _tokenizer_revision(engine: EngineSpec) -> str:
-    with suppress(ConfigurationError, OSError):
-        directory = tokenizer_folder(engine)
-        if directory is not None and (digest := digest_in(directory, TOKENIZER_FILES)) is not None:
-            return content_value(digest)
-    return unknown_value()
+    digest = None
+    if engine.tokenizer is not None:
+        digest = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
+    return unknown_value() if digest is None else digest
 
 
 def _name(model: str | Path) -> str:

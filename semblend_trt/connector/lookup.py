@@ -162,7 +162,10 @@ class Lookup:
         prompt = tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
-        if match.digest in getattr(request, "broken_profiles", ()):
+        is_broken = match.digest is not None and any(
+            each.is_broken(match.digest, namespace.key) for each in self._observers
+        )
+        if is_broken or match.digest in getattr(request, "broken_profiles", ()):
             match = replace(match, profile=None, refusal="bound_broken", bound=None)
         tracked.profile, tracked.bound = match.digest, match.bound
         planned, tracked.leases = self.planner.plan(

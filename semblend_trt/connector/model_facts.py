@@ -25,10 +25,10 @@ from semblend_trt.connector.attention_layout import (
     layer_groups,
     sizes_of,
 )
-from semblend_trt.connector.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.connector.rope_config import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
+from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:

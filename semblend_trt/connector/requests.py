@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from semblend_trt import __version__
-from semblend_trt.connector.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, SemBlendError
+from semblend_trt.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, are_counts
@@ -503,6 +503,7 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         exact_prefix_tokens=tracked.num_computed_tokens,
         policy=policy,
         profile=tracked.profile,
+        namespace=tracked.namespace_key,
         max_kl=None if tracked.bound is None else tracked.bound.max_kl,
         risk=None if tracked.bound is None else tracked.bound.risk,
     )

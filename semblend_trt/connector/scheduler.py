@@ -68,6 +68,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             from semblend_trt.fleet.announcer import announcer_for
 
             announcer = announcer_for(self._settings)
+        self.worker: str | None = None if announcer is None else announcer.worker
         self._neighbours: Neighbours | None = None
         if self._settings.embedder is not EmbedderKind.OFF and self._settings.enabled and self._refusal is None:
             # Imported here, so that an engine without an embedder runs none of this code.

@@ -14,9 +14,9 @@ from semblend_trt.connector.eligibility import facts_in_engine, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
-from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
+from semblend_trt.model_files import is_local
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.outcome import advice
 from semblend_trt.policy import ReusePolicy, terms_of

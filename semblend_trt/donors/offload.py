@@ -124,6 +124,10 @@ class DonorObserver:
     def gone(self, donor_id: str) -> None:
         """The donor is no longer held, or its save failed."""
 
+    def is_broken(self, profile: str, namespace_key: str) -> bool:  # noqa: ARG002
+        """Return whether spot checks found a profile's promise broken in a namespace."""
+        return False
+
     def close(self) -> None:
         """The engine ends, and all its donors with it."""
 

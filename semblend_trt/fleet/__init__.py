@@ -1,1 +1,1 @@
-"""Donor events between the workers of a fleet, and the router that places requests by them."""
+"""Donor events between the workers of a fleet, and the placement of requests by them."""

@@ -69,10 +69,11 @@ class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
 
     A donor that an earlier process saved is announced after a request names its namespace. `close` calls `leave` once.
-    All methods but `close` and `embedded` belong to the scheduler's thread."""
+    `worker` names the worker. All methods but `close` and `embedded` belong to the scheduler's thread."""
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         self._publisher, self._leave = publisher, leave
+        self.worker = f"{publisher.emitter.worker_id}.{publisher.emitter.dp_rank}"
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
         # Donors of earlier processes, by namespace key and id.
         self._found: dict[str, dict[str, Held]] = {}
@@ -117,6 +118,9 @@ class DonorAnnouncer(DonorObserver):
         for found in self._found.values():
             found.pop(donor_id, None)
         self._withdraw(donor_id)
+
+    def is_broken(self, profile: str, namespace_key: str) -> bool:
+        return (profile, namespace_key) in self._publisher.broken
 
     @_guarded
     def close(self) -> None:

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from semblend_trt.config import Settings
-    from semblend_trt.fleet.directory import Directory
+    from semblend_trt.fleet.directory import Directory, Worker
     from semblend_trt.fleet.wire import Emitter, Notice
 
 logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
+# The field of a message beside requests for a resync: a reuse profile whose promise is broken in a `namespace`.
+BROKEN_PROFILE = "broken_profile"
+_DIGEST_DIGITS = 64
 # Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS = 3600
@@ -151,6 +154,17 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
     await client.subscribe(options.subjects, cb=read)
 
 
+async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
+    """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
+    client = await connect_client(options, name="semblend-trt spot-check")
+    try:
+        message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
+        await client.publish(options.subject + RESYNC_SUFFIX, json.dumps(message).encode())
+        await flush(client)
+    finally:
+        await client.close()
+
+
 async def pause(failures: int) -> None:
     """Wait before another attempt; at random, so that not all workers come back to a server at once."""
     seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)
@@ -158,7 +172,9 @@ async def pause(failures: int) -> None:
 
 
 class Connection:
-    """Sends one emitter's messages; made with `open`, in one event loop. `is_asked`: a reader asked for a resync."""
+    """Sends one emitter's messages; made with `open`, in one event loop. `is_asked`: a reader asked for a resync;
+    `is_id_twice`: it said that another live process has this worker id. `broken`: reuse profiles whose promise spot
+    checks found broken, each with the key of the namespace."""
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
         self._emitter, self._stream = emitter, options.stream
@@ -166,7 +182,8 @@ class Connection:
         self._client: Any = None
         self._jetstream: Any = None
         self._acks: list[asyncio.Future[Any]] = []
-        self.is_lost = self.is_asked = False
+        self.is_lost = self.is_asked = self.is_id_twice = False
+        self.broken: list[tuple[str, str]] = []
 
     @classmethod
     async def open(cls, options: ConnectionOptions, emitter: Emitter) -> Connection:
@@ -229,7 +246,14 @@ class Connection:
         ]
 
     async def _asked(self, message: Any) -> None:
-        self.is_asked = self.is_asked or is_meant(message.data, self._emitter)
+        request = meant(message.data, self._emitter)
+        if request and BROKEN_PROFILE in request:
+            profile, namespace = request[BROKEN_PROFILE], request.get("namespace")
+            if all(isinstance(each, str) and len(each) == _DIGEST_DIGITS for each in (profile, namespace)):
+                self.broken.append((str(profile), str(namespace)))
+            return
+        self.is_asked = self.is_asked or request is not None
+        self.is_id_twice = self.is_id_twice or bool(request and request.get("id_twice") is True)
 
     async def _closed(self) -> None:
         self.is_lost = True
@@ -256,14 +280,15 @@ async def _provide_stream(jetstream: Any, name: str, subjects: str) -> None:
         await jetstream.add_stream(config)
 
 
-def is_meant(request: bytes, emitter: Emitter) -> bool:
-    """Return whether a resync request is for this emitter: empty, or JSON that names its worker (and rank)."""
+def meant(request: bytes, emitter: Emitter) -> dict[str, Any] | None:
+    """Return a resync request for this emitter, empty or JSON that names its worker (and rank); None for any other."""
     try:
         wanted = json.loads(request or b"{}") if len(request) <= MAX_REQUEST_BYTES else None
     except (ValueError, RecursionError):
-        return False
+        return None
     own = {"worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
-    return isinstance(wanted, dict) and all(wanted.get(name, value) == value for name, value in own.items())
+    is_meant = isinstance(wanted, dict) and all(wanted.get(name, value) == value for name, value in own.items())
+    return wanted if is_meant else None
 
 
 class DirectoryReader:
@@ -316,9 +341,13 @@ class DirectoryReader:
             await client.publish(resync, b"")
             await flush(client)
             self.connections += 1
+            warned: set[Worker] = set()
             while not lost.is_set():
-                for worker_id, dp_rank in self._directory.resyncs_due():
-                    await client.publish(resync, json.dumps({"worker_id": worker_id, "dp_rank": dp_rank}).encode())
+                twice = self._directory.twice()
+                for worker in {*self._directory.resyncs_due(), *(twice - warned)}:
+                    asked = {"worker_id": worker[0], "dp_rank": worker[1], "id_twice": worker in twice}
+                    await client.publish(resync, json.dumps(asked).encode())
+                warned = twice
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(lost.wait(), TICK_SECONDS)
         finally:

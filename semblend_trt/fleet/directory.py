@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,20 +29,29 @@ from semblend_trt.fleet.events import (
     UnknownEvent,
     decode,
 )
-from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
 from semblend_trt.fleet.sketch_index import Posting, SketchIndex, warm_up
 from semblend_trt.fleet.wire import EventError, donor_digest
-from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key
+from semblend_trt.namespace import (
+    NO_SALT,
+    SALT_PREFIX,
+    TENANT_PREFIX,
+    CacheNamespace,
+    is_content,
+    salt_digest,
+    tenant_key,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
     from semblend_trt.fleet.events import Event
-    from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
+
+# (worker_id, dp_rank)
+Worker: TypeAlias = tuple[int, int]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
@@ -55,6 +64,8 @@ _MAX_MET = 8
 FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
 # Heartbeats missed, or rejected, after which the directory forgets a worker.
 HEARTBEATS_MISSED = 3
+# Heartbeats of an earlier generation after which its process counts as alive.
+_RIVAL_HEARTBEATS = 2
 # A generation is a time in microseconds. One further ahead of this reader's clock replaces no other.
 MOST_AHEAD_US = 86_400_000_000
 # Seconds between two checks for silent workers.
@@ -63,12 +74,26 @@ _LOOK_SECONDS = 0.05
 _REMOVED_AT_ONCE = 8
 
 
+def worker_name(worker: Worker) -> str:
+    """Return a worker's id and rank as text, as `semblend-trt events` writes them."""
+    return f"{worker[0]}.{worker[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
+
+    worker: Worker
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace: its key, its salt's digest, the number and sketches of its donors."""
+    """A namespace: its key, the digests of its salt and tokenizer, the number and sketches of its donors."""
 
     key: str
     salt: str
+    tokenizer: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
@@ -87,12 +112,12 @@ class KnownNamespaces:
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Add a donor to the namespace with these `values`. Raise NamespaceError for bad values, for a tenant key that
         does not match the salt, and for too many namespaces."""
-        key, salt = _key_and_salt(msgspec.msgpack.encode(values))
+        key, salt, tokenizer = _identity(msgspec.msgpack.encode(values))
         known = self._by_key.get(key)
         if known is None:
             if self.is_full:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._by_key[key] = KnownNamespace(key, salt)
+            known = self._by_key[key] = KnownNamespace(key, salt, tokenizer)
             self._by_salt.setdefault(salt, {})[key] = known
         known.donors += 1
         return known
@@ -106,22 +131,24 @@ class KnownNamespaces:
             if not self._by_salt[known.salt]:
                 del self._by_salt[known.salt]
 
-    def met_by(self, salt: str | None) -> list[KnownNamespace]:
+    def met_by(self, salt: str | None, tokenizer: str | None = None) -> list[KnownNamespace]:
         """Return the namespaces that a request with this raw salt may reuse from: most donors first, at most _MAX_MET.
-        Raise NamespaceError for a salt that no request may have."""
+        Leave out those whose tokenizer has another digest. Raise NamespaceError for a salt that no request may have."""
         met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
-        return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
+        fit = [each for each in met if tokenizer in (None, each.tokenizer) or not is_content(each.tokenizer)]
+        return sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
 
 
 @functools.lru_cache(maxsize=1024)
-def _key_and_salt(spelling: bytes) -> tuple[str, str]:
-    """Return key and salt of a namespace in MessagePack. Donors with the same bytes share one cache entry."""
+def _identity(spelling: bytes) -> tuple[str, str, str]:
+    """Return key, salt and tokenizer's digest of a namespace in MessagePack. Donors with the same bytes share one cache
+    entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace.key, salt
+    return namespace.key, salt, namespace.tokenizer_revision
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -142,7 +169,8 @@ class FollowedWorker:
 
     `is_synced`: no event was missed since its last reset. `is_partial`: some donors found no room, so heartbeats are
     compared only when there is room again. `is_unplaced`: there were too many namespaces for some donors. `unheeded`
-    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors."""
+    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors.
+    `rival`: the earlier generation of the last stale heartbeat, the number of such in a row, and when it came."""
 
     number: int
     generation: int = 0
@@ -157,6 +185,7 @@ class FollowedWorker:
     is_partial: bool = False
     is_unplaced: bool = False
     unheeded: int = 0
+    rival: tuple[int, int, float] = (0, 0, float("-inf"))
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
 
@@ -178,6 +207,11 @@ class FairLock:
         self._lock.release()
 
 
+def _is_twice(followed: FollowedWorker, now: float) -> bool:
+    _, beats, at = followed.rival
+    return beats >= _RIVAL_HEARTBEATS and now - at <= HEARTBEATS_MISSED * followed.interval
+
+
 class Verdict(str, Enum):
     """How an event relates to the events before it. `is_to_apply`: the directory applies it."""
 
@@ -187,7 +221,7 @@ class Verdict(str, Enum):
     GAP = "gap"  # events just before it were missed: apply it and ask for a resync
     DUPLICATE = "duplicate"  # seen already, or too late: ignore it
     STALE = "stale"  # of an earlier generation: ignore it
-    REFUSED = "refused"  # of a worker that is not followed, or not plausible: ignore it
+    REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
 
     def __init__(self, value: str) -> None:
         self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
@@ -203,18 +237,15 @@ _MEANING = {
 class Directory:
     """Takes messages with `observe` and answers with `holders`.
 
-    Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. Where `accepted`
-    is given, only these workers are followed. `counts` counts messages by verdict and problem; `on_problem` gets each
-    problem's name and a sentence."""
+    Thread safe; only `holders` raises. `clock` (monotonic seconds) times expiry and resync requests. `counts` counts
+    messages by verdict and problem; `on_problem` gets each problem's name and a sentence."""
 
     def __init__(
         self,
         *,
-        accepted: Collection[Worker] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str, str], None] = lambda _reason, _sentence: None,
     ) -> None:
-        self._accepted = None if accepted is None else frozenset(accepted)
         self._clock, self._on_problem = clock, on_problem
         self._lock = FairLock()
         self._workers: dict[Worker, FollowedWorker] = {}
@@ -245,6 +276,8 @@ class Directory:
             self._expire(now)
             is_known = worker in self._workers
             verdict = self._judged(event, worker)
+            if verdict is Verdict.STALE:
+                self._note_rival(event, self._workers[worker], now)
             if not verdict.is_to_apply and self._is_given_up(event, worker):
                 verdict = self._judged(event, worker)
             if is_known and verdict in _MEANING:
@@ -257,12 +290,15 @@ class Directory:
                 self._tidy()
         return verdict
 
-    def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
+    def holders(
+        self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None, tokenizer: str | None = None
+    ) -> tuple[Holder, ...]:
         """Return the workers that hold text of a prompt (integers [n]), the largest share first.
 
         `tokens` are estimated over all donors of a worker in one namespace: text that two of them hold counts once.
-        Donors must have the same raw `tenant_salt`. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
-        prompts = self._fingerprints(token_ids, tenant_salt)
+        Donors must have the same raw `tenant_salt`; those of engines whose tokenizer has another digest than
+        `tokenizer` do not count. Raise ValueError for bad tokens, NamespaceError for a bad salt."""
+        prompts = self._fingerprints(token_ids, tenant_salt, tokenizer)
         return self._holders_of(prompts) if prompts else ()
 
     def workers(self) -> dict[Worker, FollowedWorker]:
@@ -276,6 +312,16 @@ class Directory:
         with self._lock:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
+
+    def twice(self) -> set[Worker]:
+        """Return the workers whose id two live processes have. Their text counts as held nowhere."""
+        with self._lock:
+            now = self._clock()
+            return {worker for worker, followed in self._workers.items() if _is_twice(followed, now)}
+
+    def now(self) -> float:
+        """Return the time of the clock by which workers were seen."""
+        return self._clock()
 
     def resyncs_due(self) -> tuple[Worker, ...]:
         """Return the workers to ask for a resync, each once per RESYNC_SECONDS or (shorter) heartbeat interval."""
@@ -293,17 +339,20 @@ class Directory:
     # Two methods, so that a benchmark can time each.
 
     def _fingerprints(
-        self, token_ids: npt.ArrayLike, salt: str | None
+        self, token_ids: npt.ArrayLike, salt: str | None, tokenizer: str | None = None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
             self._expire(self._clock())
-            met = self._namespaces.met_by(salt)
+            met = self._namespaces.met_by(salt, tokenizer)
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 
     def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
         with self._lock:
-            workers = list(self._by_number)
+            now, workers = self._clock(), list(self._by_number)
+            for followed in self._workers.values():
+                if followed.rival[1] and _is_twice(followed, now):
+                    workers[followed.number] = None
             shares = np.zeros(len(workers))
             for namespace, prompt in prompts:
                 np.maximum(shares, namespace.index.search(len(shares), prompt), out=shares)
@@ -320,9 +369,6 @@ class Directory:
 
     def _judged(self, event: Event, worker: Worker) -> Verdict:
         followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
-        if self._accepted is not None and worker not in self._accepted:
-            self._problem("unknown_worker", "is of a worker that is not followed", event)
-            return Verdict.REFUSED
         if followed is None:
             if len(self._workers) < MAX_WORKERS:
                 return Verdict.RESET if is_reset else Verdict.GAP
@@ -349,6 +395,16 @@ class Directory:
         if event.event_id > followed.last_id + 1:
             return Verdict.GAP
         return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
+
+    def _note_rival(self, event: Event, followed: FollowedWorker, now: float) -> None:
+        """Note a heartbeat of an earlier generation. A process that has ended sends no second one."""
+        if isinstance(event.data, ProviderHeartbeat):
+            generation, beats, _ = followed.rival
+            beats = beats + 1 if generation == event.generation else 1
+            followed.rival = (event.data.provider_generation, beats, now)
+            if beats >= _RIVAL_HEARTBEATS:
+                sentence = "two live processes have this worker id, and neither's text is found; give each its own"
+                self._problem("id_twice", sentence, event)
 
     def _is_given_up(self, event: Event, worker: Worker) -> bool:
         """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""

@@ -46,12 +46,14 @@ _SERIES = {
     "sent": ("semblend_events", "Donor events sent.", "kind", KIND_NAMES),
     "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
     "resyncs": ("semblend_event_resyncs", "Resyncs: times all donors were registered again.", "reason", RESYNC_REASONS),
-    "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
+    "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed", "id_twice")),
 }
 # Least tokens of a group of donors that is sketched together; a group stays in the processor's cache.
 GROUP_TOKENS = 16384
 MAX_CHANGES = 65536
 BATCH = 512
+# Most broken promises that a worker keeps.
+MAX_BROKEN = 4096
 # Seconds between two looks at the queue. Waking the thread for each change would cost the serving path more.
 TICK_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
@@ -289,10 +291,12 @@ class EventPublisher:
         resync_seconds: float = 300.0,
     ) -> None:
         self.counters, self.embeddings = counters, embeddings
-        self._options, self._emitter = options, emitter
+        self._options, self.emitter = options, emitter
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
+        # Reuse profiles whose promise is broken, each with the key of the namespace; this thread alone adds to it.
+        self.broken: set[tuple[str, str]] = set()
         self._overflowed = 0
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -378,6 +382,16 @@ class EventPublisher:
         if connection.is_lost:
             await self._lose(0)
             return False
+        while connection.broken:
+            self._note_broken(connection.broken.pop())
+        if connection.is_id_twice:
+            connection.is_id_twice = False
+            self.counters.count("connections", "id_twice")
+            logger.error(
+                "another live process has worker id %d: no request is sent where either one holds text; "
+                "set SEMBLEND_WORKER_ID to a number of its own",
+                self.emitter.worker_id,
+            )
         now = time.monotonic()
         if connection.is_asked and now - self._resynced_at >= self._heartbeat_seconds:
             self._resync("requested")
@@ -393,6 +407,15 @@ class EventPublisher:
             while self._flushing:
                 self._flushing.pop().set()
         return bool(len(self._outbox))
+
+    def _note_broken(self, promise: tuple[str, str]) -> None:
+        if promise not in self.broken and len(self.broken) < MAX_BROKEN:
+            self.broken.add(promise)
+            logger.error(
+                "spot checks found the promise of reuse profile %s broken in namespace %s: only exact text is reused "
+                "there until this process ends; calibrate on this traffic",
+                *promise,
+            )
 
     async def _send(self, connection: Connection, notices: list[Notice]) -> None:
         try:
@@ -415,7 +438,7 @@ class EventPublisher:
     async def _connect(self) -> None:
         for failures in itertools.count():
             try:
-                self._connection = await Connection.open(self._options, self._emitter)
+                self._connection = await Connection.open(self._options, self.emitter)
                 break
             except Exception as error:
                 self.counters.count("connections", "failed")

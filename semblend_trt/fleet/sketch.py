@@ -1,4 +1,4 @@
-"""Sketch: a sample of a donor's anchors, from which a router estimates how much of a prompt the donor holds.
+"""Sketch: a sample of a donor's anchors, from which a directory estimates how much of a prompt the donor holds.
 
 Two texts that share a run have the same anchors in it (discovery/fingerprint.py). Level L keeps the anchors whose keyed
 hash begins with L zero bits, one in 2**L, so both samples agree in the run. The estimate is the share of a prompt's

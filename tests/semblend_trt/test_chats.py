@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.chats import ChatError, read_messages, render_chat
-from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.chats import ChatError, render_chat
+from semblend_trt.prompts import PromptReader
 from tests.conftest import byte_tokenizer
 from tests.semblend_trt.chat_bodies import READ, REFUSED, TEMPLATES, USER
 from validation.estimate.prompts import HEAD_BYTES, Encoder, PromptLog, encoded
@@ -120,6 +120,5 @@ FIELDS = ["role", "content", "tool_calls", "name", "reasoning", "tool_call_id", 
 )
 def test_no_body_makes_it_fail(messages, fields):
     body = {"messages": [{"role": "user", **each} for each in messages], **fields}
-    for read in (read_messages, lambda chat: rendered(chat, TEMPLATES["glm"])):
-        with contextlib.suppress(ChatError):
-            read(body)
+    with contextlib.suppress(ChatError):
+        rendered(body, TEMPLATES["glm"])

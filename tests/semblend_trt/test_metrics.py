@@ -25,6 +25,7 @@ UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None, sampled_tokens
 # Counts once, prints what is counted and how often was warned; `spoil` makes the folder what it is to be.
 COUNTS = """
 import json, logging, os, resource, shutil, sys
+from prometheus_client import generate_latest
 from pathlib import Path
 
 folder, fault = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]), sys.argv[1]
@@ -37,18 +38,17 @@ if fault == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 from semblend_trt.fleet.publisher import EventCounters
-from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.fleet.router.serving import metrics_page
+from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, ReuseReport
 
-metrics, events, router = metrics_for(True), EventCounters(), RouterCounters()
+metrics, events, placements = metrics_for(True), EventCounters(), PlacementCounters()
 if fault == "gone":
     shutil.rmtree(folder)
 for reason in ("low_reuse", "deviation"):
     metrics_for(True).request_ended(ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason, reused_tokens=4))
     events.count("sent", "donor_registered")
-    router.refused("no_replica")
+    placements.placed("held", 0.1)
 if fault == "gone" and os.fork() == 0:
     # With a number of its own, the child would need files of its own.
     metrics.request_ended(ReuseReport(Outcome.COLD_FALLBACK.value, "low_reuse"))
@@ -56,7 +56,7 @@ if fault == "gone" and os.fork() == 0:
     os._exit(0)
 if fault == "gone":
     assert os.wait()[1] == 0
-page = metrics_page().body.decode() + metrics_page(router.registry).body.decode()
+page = generate_latest().decode()
 counted = {line.split()[0]: float(line.split()[1]) for line in page.splitlines() if line.startswith("semblend")}
 print(json.dumps([counted, len(warnings)]))
 """
@@ -235,7 +235,7 @@ def test_the_process_starts_and_counts(tmp_path, fault):
     assert counted['semblend_requests_total{outcome="backend_declined_reuse"}'] == 2
     assert counted['semblend_refusals_total{reason="deviation"}'] == 1
     assert counted['semblend_tokens_total{kind="reused"}'] == 8
-    assert counted['semblend_router_refusals_total{reason="no_replica"}'] == 2
+    assert counted['semblend_placements_total{result="held"}'] == 2
     assert warnings == (fault not in ("sound", "gone"))
     # Other processes read every file there is.
     assert all(path.stat().st_size for path in folder.glob("*.db"))

@@ -7,7 +7,6 @@ import pytest
 from semblend_trt.doctor.trtllm import read_options
 from semblend_trt.errors import SemBlendError
 from semblend_trt.files import read_text
-from semblend_trt.fleet.router.config import load_config
 from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
@@ -18,7 +17,7 @@ from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 
 READERS = [
-    *(read_options, load_config, ReuseProfile.read, content_of, recorded_observations, rows_of, read_text),
+    *(read_options, ReuseProfile.read, content_of, recorded_observations, rows_of, read_text),
     *(lambda path: tokenizer_file(path.parent), lambda path: AuditFile(path).read(), trace_file),
 ]
 

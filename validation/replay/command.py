@@ -31,8 +31,8 @@ SCHEMA = 3
 BASELINE = ReplayPolicy.LRU.value
 _DEFAULT_SHARES = (0.1, 0.25, 0.5)
 _DESCRIPTION = """
-Replays requests through the eviction policies, for an exact prefix cache and for reuse of spans. Reads the router's
-telemetry and traces as Mooncake publishes them; lines that cannot be read are passed over and counted. Writes
+Replays requests through the eviction policies, for an exact prefix cache and for reuse of spans. Reads traces in the
+SemanticKV system's format and as Mooncake publishes them; lines that cannot be read are passed over and counted. Writes
 replay_results.json and replay_summary.md. Exit status: 0 the replay is complete, 2 bad usage, an error, or nothing
 could be read, 130 interrupted.
 """

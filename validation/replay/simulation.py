@@ -18,8 +18,8 @@ import numpy as np
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
-from semblend_trt.fleet.telemetry import BlockKind
 from validation.replay.trace import NONE
+from validation.replay.trace_line import BlockKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Traces: what a replay needs of requests, from the router's telemetry or from a trace as Mooncake publishes it."""
+"""Traces: what a replay needs of requests, in the SemanticKV system's format or in Mooncake's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, open_input, too_long
-from semblend_trt.fleet.telemetry import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
+from validation.replay.trace_line import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
     from pathlib import Path
 
-    from semblend_trt.fleet.telemetry import BlockKind
+    from validation.replay.trace_line import BlockKind
 
 
 NONE = -1
@@ -65,14 +65,14 @@ class Skipped:
 
 
 class TraceFormat(str, Enum):
-    """Who publishes a trace: ROUTER is this package's router."""
+    """Who publishes a trace."""
 
-    ROUTER = "router"
+    SEMANTIC_KV = "semantic_kv"
     MOONCAKE = "mooncake"
 
 
 # The key by which a line's format is recognised.
-_KEYS = {"blocks": TraceFormat.ROUTER, "hash_ids": TraceFormat.MOONCAKE}
+_KEYS = {"blocks": TraceFormat.SEMANTIC_KV, "hash_ids": TraceFormat.MOONCAKE}
 MAX_REQUESTS = 1_000_000
 MAX_BLOCK_USES = 4_000_000
 
@@ -85,7 +85,7 @@ class Trace:
     without tokens, which are not replayed; `skipped` lines that are no requests."""
 
     def __init__(self) -> None:
-        self.form = TraceFormat.ROUTER
+        self.form = TraceFormat.SEMANTIC_KV
         self.spans, self.prefixes = Blocks(), Blocks()
         self.empty, self.skipped = 0, Skipped()
         self._span_uses, self._prefix_uses = array("q"), array("q")
@@ -223,7 +223,7 @@ def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat
         raise UnreadError(f"without any of {', '.join(_KEYS)}")
     if form not in (None, found):
         raise UnreadError(f"of another format, {found.value}")
-    if found is TraceFormat.ROUTER:
+    if found is TraceFormat.SEMANTIC_KV:
         return TraceLine.model_validate(values), found
     seen = _MooncakeRequest.model_validate(values)
     ids, tokens, size = seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK

@@ -5,10 +5,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
-from benchmarks.fleet import directory, events, routing
-from semblend_trt.fleet.routing_policy import POLICIES
+from benchmarks.fleet import directory, events, gateway, placement, routing
 from tests.benchmarks.dry_runs import dry_rows
+from tests.http_server import answering
 
 
 def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path, monkeypatch):
@@ -34,5 +35,27 @@ def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
 
 def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path):
     rows = dry_rows(routing, tmp_path, "--requests", "300")
-    assert len(rows) == 3 * len(POLICIES)
+    assert len(rows) == 3 * len(routing.POLICIES)
     assert rows["routed_to_holder_share"].value > rows["routed_to_holder_share_round_robin"].value
+
+
+def test_placing_is_timed_while_the_loop_takes_events(tmp_path, monkeypatch):
+    for name, value in {"DOCUMENTS": 20}.items():
+        monkeypatch.setattr(directory, name, value)
+    for name, value in {"EVENTS_PER_S": 200, "REQUESTS_PER_S": 5, "SECONDS": 1, "ROUNDS": 1}.items():
+        monkeypatch.setattr(placement, name, value)
+    rows = dry_rows(placement, tmp_path, "--donors", "200")
+    assert 0 < rows["placement_added_ms_p50"].value <= rows["placement_added_ms_p99"].value
+
+
+def test_a_gateway_that_forgets_one_text_of_two_holders_has_half_of_the_share(tmp_path, monkeypatch):
+    monkeypatch.setenv("LITELLM_MASTER_KEY", "key")
+    monkeypatch.setattr(gateway, "SETTLED_SECONDS", 0.0)
+    turns = iter(range(1000))
+
+    async def answer(request):
+        return web.json_response({}, headers={"x-litellm-model-id": str(next(turns) // 4 % 2)})
+
+    with answering(answer) as url:
+        rows = dry_rows(gateway, tmp_path, "--texts", "4", "--url", url)
+    assert rows["litellm_routed_to_holder_share"].value == 0.5

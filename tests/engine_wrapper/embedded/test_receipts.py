@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from aiohttp import ClientSession
 
-from engine_wrapper.embedded.server import BOUNDS, Worker
-from semblend_trt.fleet.router.serving import Connections, listening
+from engine_wrapper.embedded.http import listening
+from engine_wrapper.embedded.server import Worker
 from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import COLD
 from validation import models
@@ -38,7 +38,7 @@ async def receipts(llm, cases, stop_token_ids):
     asked = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "stop_token_ids": list(stop_token_ids)}
     try:
         async with (
-            listening(worker.app(), "127.0.0.1", 0, Connections(BOUNDS)) as address,
+            listening(worker.app(), "127.0.0.1", 0) as address,
             ClientSession(address, raise_for_status=True) as client,
         ):
             for group in groups(cases):

@@ -1,7 +1,6 @@
-"""A fleet as users run it: two `vllm serve`, a NATS server and the router, asked with the openai client."""
+"""A fleet as users run it: two `vllm serve`, a NATS server and LiteLLM's proxy, asked with the openai client."""
 
 import contextlib
-import hashlib
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,24 +11,18 @@ import psutil
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.fleet.router.config import Tenants, load_config
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
+from tests.litellm_proxy import LiteLlm, deployment
 from tests.semblend_trt.conftest import NatsServer
-from tests.server_process import MODEL, prompts, router, wait_for
+from tests.server_process import MODEL, prompts, wait_for
 
-NAME = "stock-lists"
-SECRET = {"ROUTER_SECRET": "a secret of the router"}
+pytestmark = pytest.mark.litellm
+
+NAME = "model"
 OPTIONS = ("--max-model-len", "2048", "--enable-prompt-tokens-details", "--served-model-name", NAME)
-CONFIG = f"""
-port = 0
-show_worker = true
-model = "{MODEL}"
-name = "{NAME}"
-secret_env = "ROUTER_SECRET"
-health_seconds = 0.2
-"""
-GREEDY = {"model": NAME, "max_tokens": 8, "temperature": 0}
+GREEDY = {"max_tokens": 8, "temperature": 0}
+SECRET = {"SEMBLEND_TENANT_SECRET": "a secret of the gateway's own"}
 
 
 class VllmServer(ServeProcess):
@@ -49,34 +42,36 @@ class VllmServer(ServeProcess):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             return response.read().decode()
 
+    def donors(self):
+        return self.audit.read_text().count('"event":"donor_registered"')
+
+    @property
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
 
 @dataclass
 class Fleet:
     workers: dict[str, VllmServer]
-    url: str
-    tenants: Tenants
+    proxy: LiteLlm
 
-    @property
-    def salt(self):
-        return self.tenants.caller({"Authorization": "Bearer key of acme"}).salt
-
-    def client(self, tenant, url=None):
-        return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
+    def client(self, tenant="acme"):
+        return openai.OpenAI(base_url=f"{self.proxy.url}/v1", api_key=f"sk-{tenant}", max_retries=0, timeout=120)
 
     def ask(self, prompt, tenant="acme", **fields):
-        raw = self.client(tenant).completions.with_raw_response.create(prompt=prompt, **GREEDY, **fields)
-        return raw.headers["X-SemBlend-Worker"], *told(raw.parse())
+        completions = self.client(tenant).completions.with_raw_response
+        raw = completions.create(model="shipped", prompt=prompt, **GREEDY, **fields)
+        return raw.headers["x-litellm-model-id"], *told(raw.parse())
 
     def holder(self, prompt):
-        worker, *_ = self.ask(prompt)
-        wait_for(lambda: self.metric("donors", worker))
-        return worker
+        """The worker that answers a prompt, once the proxy knows that it has it."""
+        before = self.donors()
+        name, _, cached = self.ask(prompt)
+        wait_for(lambda: cached or self.donors() > before)
+        return name
 
-    def metric(self, name, worker):
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
-            lines = response.read().decode().splitlines()
-        series = f'semblend_router_{name}{{worker="{worker}"}}'
-        return sum(float(line.split()[1]) for line in lines if line.startswith(series))
+    def donors(self):
+        return self.proxy.metric("semblend_fleet_donors")
 
 
 def told(answer):
@@ -93,32 +88,25 @@ def fleet(tmp_path_factory):
         nats.start()
         workers = {}
         ending.callback(lambda: [worker.kill() for worker in workers.values()])
-        tables = f'{CONFIG}nats_url = "{nats.url}"\n'
-        for number in (1, 2):
-            workers[f"{number}.0"] = worker = VllmServer(number, nats.url, folder / f"audit-{number}.jsonl")
-            tables += f'[[replicas]]\nurl = "{worker.url}"\nworker_id = {number}\n'
-        for tenant in ("acme", "globex"):
-            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-            verify = "verify = true\n" * (tenant == "acme")
-            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n{verify}'
-        config = folder / "router.toml"
-        config.write_text(tables)
-        # Before any worker answers: the router has to find out when they have come up.
-        front = router(config, **SECRET)
-        ending.callback(front.kill)
-        made = Fleet(workers, front.address(), Tenants(load_config(config), SECRET))
-        for name, worker in workers.items():
+        for number, name in enumerate(("one", "two"), 1):
+            workers[name] = VllmServer(number, nats.url, folder / f"audit-{number}.jsonl")
+        listed = [deployment(name, worker.url, at, MODEL) for at, (name, worker) in enumerate(workers.items(), 1)]
+        proxy = LiteLlm(folder, listed, {"timeout": 60}, SEMBLEND_NATS_URL=nats.url, **SECRET)
+        ending.callback(proxy.kill)
+        for worker in workers.values():
             worker.address()
-            wait_for(lambda name=name: made.metric("replica_healthy", name))
+        made = Fleet(workers, proxy)
+        made.holder("A first prompt of its own, so that the proxy has loaded its tokenizer and knows of a donor. " * 8)
         yield made
 
 
 def test_documents_that_moved_are_served_where_they_are_held(fleet):
     (first, right), *others = prompts(0)
-    assert [model.id for model in fleet.client("acme").models.list()] == [NAME]
+    assert [model.id for model in fleet.client().models.list()] == ["shipped"]
+    before = fleet.donors()
     holder, *answered = fleet.ask(first)
     assert answered == [right, 0]
-    wait_for(lambda: fleet.metric("donors", holder))
+    wait_for(lambda: fleet.donors() > before)
     for prompt, expected in others:
         worker, text, cached = fleet.ask(prompt)
         assert (worker, text) == (holder, expected)
@@ -129,57 +117,63 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
     wait_for(lambda: all(f"{each} {len(others)}.0\n" in served.metrics() for each in series))
 
 
-def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet):
-    prompt, _ = prompts(0)[1]
-    holder = fleet.holder(prompt)
-    routed = fleet.client("acme").completions.create(prompt=prompt, **GREEDY)
-    receipt = routed.usage.semblend
-    assert (receipt["policy"], receipt["outcome"]) == ("position_fix", "backend_materialized_reuse")
-    assert 400 < receipt["reused_tokens"] <= routed.usage.prompt_tokens_details.cached_tokens
-    assert routed.kv_transfer_params is None
-    salt = {"extra_body": {"cache_salt": fleet.salt}}
-    straight = fleet.client("acme", fleet.workers[holder].url).completions.create(prompt=prompt, **GREEDY, **salt)
-    assert straight.kv_transfer_params == {"semblend.receipt": receipt}
-
-
-def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet):
+def test_vllms_answer_carries_the_receipt_through_the_proxy(fleet):
     prompt, _ = prompts(0)[1]
     fleet.holder(prompt)
-    acme, header = fleet.client("acme"), {"X-SemBlend-Verify": "cold"}
-    answer = acme.completions.create(prompt=prompt, **GREEDY, extra_headers=header)
-    assert answer.usage.semblend["reused_tokens"] > 400
-    assert answer.usage.semblend["verified"] == {"result": "equal", "compared": "tokens"}
-    assert not {"token_ids", "prompt_token_ids"} & set(answer.choices[0].model_extra or ())
-    sampled = acme.completions.create(prompt=prompt, **GREEDY | {"temperature": 1.0}, extra_headers=header)
-    assert sampled.usage.semblend["verified"]["result"] == "not_comparable"
-    with pytest.raises(openai.PermissionDeniedError, match="verify"):
-        fleet.client("globex").completions.create(prompt=prompt, **GREEDY, extra_headers=header)
-    worker = acme.with_options(base_url=f"{fleet.workers[fleet.holder(prompt)].url}/v1")
+    routed = fleet.client().completions.create(model="shipped", prompt=prompt, **GREEDY)
+    receipt = routed.kv_transfer_params["semblend.receipt"]
+    assert (receipt["policy"], receipt["outcome"]) == ("position_fix", "backend_materialized_reuse")
+    assert 400 < receipt["reused_tokens"] <= routed.usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_stream_has_every_token_and_the_usage(fleet):
+    prompt, expected = prompts(0)[1]
+    holder = fleet.holder(prompt)
+    usage = {"include_usage": True}
+    asked = fleet.client().completions.with_raw_response
+    raw = asked.create(model="shipped", prompt=prompt, **GREEDY, stream=True, stream_options=usage)
+    events = list(raw.parse())
+    assert raw.headers["x-litellm-model-id"] == holder
+    assert "".join(each.choices[0].text or "" for each in events if each.choices).strip() == expected
+    assert next(each.usage for each in events if each.usage).prompt_tokens_details.cached_tokens > 400
+
+
+def test_answers_of_vllm_are_compared_with_cold_runs(fleet, tmp_path, capsys):
+    """Through the proxy, under the salt of the tenant, and straight."""
+    (first, _), (second, _), *_ = prompts(0)
+    holder, log = fleet.holder(first), tmp_path / "requests.jsonl"
+    log.write_text(json.dumps({"model": "shipped", "prompt": second, **GREEDY}) + "\n")
+    words = ["spot-check", "--url", fleet.proxy.url, "--api-key", "sk-acme", "--share", "1", str(log)]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["cold_runs"] == {"equal": 1}
     asked = {"cache_salt": "new", "kv_transfer_params": {"semblend.cold": True}}
-    cold = worker.completions.create(prompt=prompt, **GREEDY, extra_body=asked)
-    assert (told(cold)[1], cold.kv_transfer_params["semblend.receipt"]["reason"]) == (0, "cold_run")
+    through = fleet.client().completions.create(model="shipped", prompt=first, **GREEDY, extra_body=asked)
+    straight = fleet.workers[holder].client.completions.create(model=NAME, prompt=first, **GREEDY, extra_body=asked)
+    for cold in (through, straight):
+        assert (told(cold)[1], cold.kv_transfer_params["semblend.receipt"]["reason"]) == (0, "cold_run")
 
 
 def test_a_tenants_salt_reaches_vllm(fleet):
-    """The worker itself has the tenant's documents under the salt that the router made, and under no other."""
+    """The worker itself has the tenant's documents under the salt that the proxy made, and under no other."""
     prompt, expected = prompts(0)[2]
     holder = fleet.holder(prompt)
     assert fleet.ask(prompt, extra_body={"cache_salt": "guessed"})[0] == holder
     assert fleet.ask(prompt, "globex")[1:] == (expected, 0)
-    worker = fleet.client("acme", fleet.workers[holder].url)
-    for salt, is_known in ((fleet.salt, True), ("guessed", False), (None, False)):
-        answer = worker.completions.create(prompt=prompt, **GREEDY, extra_body={"cache_salt": salt})
-        assert (told(answer)[1] > 400) == is_known, salt
+    for salt in ("guessed", None):
+        answer = fleet.workers[holder].client.completions.create(
+            model=NAME, prompt=prompt, **GREEDY, extra_body={"cache_salt": salt}
+        )
+        assert told(answer)[1] < 400, salt
 
 
 def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet, tmp_path):
     (first, _), (second, expected), *_ = prompts(7)
-    path, worker = tmp_path / "document.txt", fleet.workers["1.0"]
+    path, worker = tmp_path / "document.txt", fleet.workers["one"]
     path.write_text(first)
-    held = worker.audit.read_text().count('"event":"donor_registered"')
+    held = worker.donors()
     assert main(["warm", "--url", worker.url, str(path)]) == 0
-    wait_for(lambda: worker.audit.read_text().count('"event":"donor_registered"') > held)
-    text, cached = told(fleet.client("acme", worker.url).completions.create(prompt=second, **GREEDY))
+    wait_for(lambda: worker.donors() > held)
+    text, cached = told(worker.client.completions.create(model=NAME, prompt=second, **GREEDY))
     assert (text, cached > 400) == (expected, True)
 
 
@@ -192,9 +186,9 @@ def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet):
     engine.suspend()  # so that it cannot have answered before it is killed
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(fleet.ask, prompt)
-        wait_for(lambda: fleet.metric("replica_in_flight", holder))
+        wait_for(lambda: "vllm:num_requests_running" in fleet.workers[holder].metrics())
         engine.kill()
         worker, text, _ = asking.result()
     assert (worker, text) == (other, expected)
-    wait_for(lambda: not fleet.metric("donors", holder))
-    assert (fleet.metric("replica_healthy", holder), fleet.metric("replica_healthy", other)) == (0, 1)
+    number = [*fleet.workers].index(holder) + 1
+    wait_for(lambda: not fleet.proxy.metric(f'semblend_fleet_donors{{worker="{number}.0"}}'))

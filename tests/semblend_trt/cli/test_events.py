@@ -1,4 +1,4 @@
-"""`semblend-trt events` against a real server: every event a line, what is wrong a sentence, a status for scripts."""
+"""`semblend-trt events tail` and `fleet status` against a real server: every event a line, what is wrong a sentence."""
 
 import json
 import os
@@ -9,18 +9,21 @@ import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.config import EventFormat
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventWriter
-from tests.semblend_trt.samples import NAMESPACE
+from tests.semblend_trt.samples import NAMESPACE, text
 
+SKETCH = sketch_of(text(1, 100), sketch_key(NAMESPACE.key, None)).to_bytes()
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class Listening:
-    """`semblend-trt events ACTION` as a process that listens already."""
+    """`semblend-trt events tail` or `fleet status` as a process that listens already."""
 
     def __init__(self, url, action, *arguments, **variables):
         environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name} | variables
-        command = [sys.executable, "-c", COMMAND, "events", action, "--url", url, *arguments]
+        subcommand = "events" if action == "tail" else "fleet"
+        command = [sys.executable, "-c", COMMAND, subcommand, action, "--url", url, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
         self.told = self._process.stderr.readline()
@@ -67,7 +70,7 @@ def test_tail_prints_a_line_an_event(listen):
 
 def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_reader):
     arguments = ("--limit", "2")
-    listening = Listening(nats_server.url, "check", *arguments, SEMBLEND_NATS_SUBJECT_PER_WORKER="1")
+    listening = Listening(nats_server.url, "status", *arguments, SEMBLEND_NATS_SUBJECT_PER_WORKER="1")
     assert listening.told == "listening on semantic-kv-events.*\n"
     reader = make_reader(nats_server.url)
     for number in (3, 4):
@@ -76,7 +79,7 @@ def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_read
     status, output = listening.end()
     assert status == 1
     report = json.loads(output)
-    assert (report["messages"], report["workers"], report["problems"]) == (2, 1, {"wrong_subject": 1})
+    assert (report["messages"], len(report["workers"]), report["faults"]) == (2, 1, {"wrong_subject": 1})
 
 
 def test_a_forged_event_is_shown_and_does_nothing(listen):
@@ -88,38 +91,40 @@ def test_a_forged_event_is_shown_and_does_nothing(listen):
     assert len(output.splitlines()) == 2
     assert output.replace("\n", "").isprintable()
     assert r"x\x1b[2J\x9b1m\r\n\u202e" in output
-    for action in ("tail", "check", "stats"):
-        _, output = listen(action, payloads[:1], "--json")
+    for action in (("tail", "--json"), ("status",)):
+        _, output = listen(action[0], payloads[:1], *action[1:])
         assert output.replace("\n", "").isprintable()
         assert json.loads(output)
 
 
-def test_check_tells_what_is_wrong(listen):
-    status, output = listen("check", events())
+def test_status_tells_what_is_wrong(listen):
+    status, output = listen("status", events())
     report = json.loads(output)
-    assert (status, report["problems"], report["heartbeats_compared"], report["workers"]) == (0, {}, 1, 1)
+    assert (status, report["problems"], report["faults"]) == (0, {}, {})
+    assert [worker["heartbeats_compared"] for worker in report["workers"]] == [1]
     first, second, third = events()
-    status, output = listen("check", [first, third, second, b"garbage", events(3)[0]])
+    status, output = listen("status", [first, third, second, b"garbage", events(3)[0]])
     assert status == 1
     for told in ('"gap": 1', '"duplicate": 1', '"malformed": 1', "two processes may have this worker id"):
         assert told in output
 
 
-def test_stats_say_who_holds_how_much(listen):
+def test_status_says_who_holds_how_much(listen):
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
     payloads = [writer.reset()]
-    payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, b"") for number in range(3)]
+    payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, SKETCH) for number in range(3)]
     payloads += [writer.relocated("d1", "device"), writer.evicted("d2")]
-    status, output = listen("stats", payloads)
-    assert status == 0
-    worker = json.loads(output)["workers"]["3.0"]
-    assert worker.pop("events")["donor_registered"] == 3
-    assert worker == {"generation": 7, "donors": 2, "tokens": {"host": 100, "device": 100}, "tenants": 1}
+    status, output = listen("status", payloads)
+    assert status == 0, output
+    (worker,) = json.loads(output)["workers"]
+    assert worker["events"]["donor_registered"] == 3
+    held = {"generation": 7, "donors": 2, "tokens": {"host": 100, "device": 100}, "tenants": 1}
+    assert worker | held | {"name": "3.0"} == worker
 
 
-def test_check_asks_for_all_donors_anew(nats_server, make_reader):
+def test_status_asks_for_all_donors(nats_server, make_reader):
     asked = make_reader(nats_server.url, "semantic-kv-events.resync")
-    listening = Listening(nats_server.url, "check", "--seconds", "0.5")
+    listening = Listening(nats_server.url, "status", "--seconds", "0.5")
     assert asked.wait_for(lambda reader: reader.payloads == [b""])
     assert listening.end()[0] == 0
 
@@ -133,7 +138,7 @@ def test_a_server_that_dies_ends_it_with_two(nats_server):
 def test_a_server_that_is_not_there_is_named(make_nats_server, capsys):
     server = make_nats_server()
     server.kill()
-    assert main(["events", "stats", "--url", server.url]) == 2
+    assert main(["fleet", "status", "--url", server.url]) == 2
     assert f"NATS is out of reach at {server.url} (NoServersError); start it, or give" in capsys.readouterr().err
-    assert main(["events", "stats", "--url", "http://alice:hunter2@nowhere"]) == 2
+    assert main(["fleet", "status", "--url", "http://alice:hunter2@nowhere"]) == 2
     assert "hunter2" not in capsys.readouterr().err

@@ -29,8 +29,8 @@ def test_every_module_is_a_subcommand(capsys):
         ("doctor --kv-dtype int3", "invalid choice: 'int3'"),
         ("doctor --model ", "the name is empty"),
         ("events tail --seconds 0", "argument --seconds: '0' is no number above 0 and up to 86400\n"),
-        ("events stats --seconds soon", "argument --seconds: 'soon' is no number above 0 and up to 86400\n"),
-        ("events stats --limit 0.5", "argument --limit: '0.5' is no whole number from 1 on\n"),
+        ("fleet status --seconds soon", "argument --seconds: 'soon' is no number above 0 and up to 86400\n"),
+        ("fleet status --limit 0.5", "argument --limit: '0.5' is no whole number from 1 on\n"),
         *((f"warm a --url {url}", "argument --url") for url in ("file:///etc", "http://[1", "http://a:b@c")),
         ("warm a --url http://a --concurrency 0", "argument --concurrency"),
     ],
@@ -78,3 +78,9 @@ def test_the_list_of_subcommands_is_quick_to_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", [["router"], ["router", "--config", "router.toml", "--check"]])
+def test_the_router_says_what_replaced_it(words, capsys):
+    assert command.main(words) == 2
+    assert capsys.readouterr().err.count("semblend_trt.fleet.litellm.placement") == 1

@@ -1,7 +1,6 @@
 """Documents that were sent ahead are reused by the first request; a second run goes on where the first one ended."""
 
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -9,18 +8,16 @@ import signal
 import threading
 import urllib.request
 from contextlib import contextmanager
-from queue import Queue
 
 import pytest
 from aiohttp import web
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
+from semblend_trt.cli._server import MAX_PAUSE, pause
 from semblend_trt.cli.main import main
-from semblend_trt.cli.warm import MAX_PAUSE, STATE_NAME, Warming, pause
-from semblend_trt.fleet.router.app import Router
-from semblend_trt.fleet.router.config import RouterConfig
-from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
+from semblend_trt.cli.warm import STATE_NAME, Warming
+from tests.http_server import answering, listening_app
 from tests.pages import ROOT
 from tests.semblend_trt.held_donors import at_once
 from tests.server_process import MODEL
@@ -30,27 +27,6 @@ from validation.prompts import render
 # One token a byte.
 PAGE = (ROOT / "validation/assets/excerpt.txt").read_text(encoding="ascii", errors="ignore")
 PAGES = [PAGE[start : start + 300] for start in (0, 300, 600)]
-
-
-@contextmanager
-def listening_app(app):
-    """The address of an application that a thread serves."""
-    told = Queue()
-
-    async def serve():
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with listening(app, "127.0.0.1", 0, Connections(ServerBounds())) as address:
-            told.put((address, lambda: loop.call_soon_threadsafe(ended.set)))
-            await ended.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    address, end = told.get(timeout=60)
-    try:
-        yield address
-    finally:
-        end()
-        thread.join()
 
 
 @pytest.fixture
@@ -66,19 +42,6 @@ def serving(llm):
     with listening_app(worker.app()) as address:
         yield address
     worker.close()
-
-
-@contextmanager
-def answering(answer):
-    """The address of a server that answers everything with `answer`, a handler or raw JSON."""
-
-    async def always(_):
-        return web.Response(body=answer, content_type="application/json")
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer if callable(answer) else always)
-    with listening_app(app) as address:
-        yield address
 
 
 @pytest.fixture
@@ -143,21 +106,6 @@ def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at
     usage = answer["usage"]
     behind = usage["prompt_tokens_details"]["reused_tokens"]
     assert behind > usage["prompt_tokens"] // 2 > 2 * bare
-
-
-def test_a_router_sends_documents_on_under_the_callers_salt(llm, url, tiny_qwen2_path, pages, capsys):
-    keys = [{"sha256": hashlib.sha256(b"key").hexdigest(), "tenants": ["acme"]}]
-    places = {"model": str(tiny_qwen2_path), "name": "tiny", "replicas": [{"url": url, "worker_id": 1}]}
-    config = RouterConfig.model_validate({**places, "keys": keys, "secret_env": "SECRET"})
-    router = Router(config, {"SECRET": "a secret of the router"}, llm.tokenizer, None)
-    with listening_app(router.app()) as address:
-        assert warm(address, *pages, "--priority", 1) == 2
-        assert f"{address} names no model (401: " in capsys.readouterr().err
-        assert warm(address, *pages, "--priority", 1, "--api-key", "key") == 0
-        await_donors(llm, 3)
-        headers = {"Authorization": "Bearer key"}
-        assert reused(address, f"Read this: {PAGES[0]} What is it?", headers) == len(PAGES[0])
-    assert reused(url, f"Read this: {PAGES[0]} What is it?") == 0
 
 
 def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):

@@ -11,20 +11,14 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, Outbox
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter, EventWriter
-from semblend_trt.model_tokenizer import load_tokenizer
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tiny_qwen2_path):
-    return load_tokenizer(str(tiny_qwen2_path))
 
 
 class Teller:
     """A worker without a network: `messages()` are its events since the last call."""
 
-    def __init__(self, worker, generation=7):
-        self.worker, self.generation = worker, generation
+    def __init__(self, worker, generation=7, base=BASE_NAMESPACE):
+        self.worker, self.generation, self._base = worker, generation, base
         self.salts = {}
         self._begin({})
 
@@ -38,7 +32,7 @@ class Teller:
         return {donor_id: held.tier for donor_id, held in self._outbox.donors.items()}
 
     def add(self, donor_id, tokens, salt=None):
-        self._outbox.donors[donor_id] = held_donor(tokens, salt)
+        self._outbox.donors[donor_id] = held_donor(tokens, salt, base=self._base)
         self.salts[donor_id] = salt
         self._outbox.changes.append(donor_id)
 
@@ -70,8 +64,8 @@ def outbox(worker=(3, 0), generation=7):
     return Outbox(EventWriter(Emitter(*worker, generation), EventFormat.JSON), EventCounters(enabled=False))
 
 
-def held_donor(tokens, salt=None, tier="device"):
-    namespace = BASE_NAMESPACE.for_request(salt, None)
+def held_donor(tokens, salt=None, tier="device", base=BASE_NAMESPACE):
+    namespace = base.for_request(salt, None)
     return Held(namespace, b"" if salt is None else sketch_key(namespace.key, salt), tier, len(tokens), tokens)
 
 

@@ -11,7 +11,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
-from semblend_trt.fleet.connection import is_meant
+from semblend_trt.fleet.connection import meant
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter
@@ -148,12 +148,12 @@ def test_one_generation_a_process_that_rises():
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "meant"),
+    ("request_bytes", "is_meant"),
     [
         *((each, True) for each in (b"", b"{}", b'{"worker_id": 3}', b'{"worker_id": 3, "dp_rank": 1}')),
         *((each, False) for each in (b'{"worker_id": 4}', b'{"worker_id": 3, "dp_rank": 0}')),
         *((each, False) for each in (b"[3]", b"\xff", b"[" * 1000, b" " * 2000)),
     ],
 )
-def test_requests_for_a_resync(request_bytes, meant):
-    assert is_meant(request_bytes, Emitter(3, 1, 9)) is meant
+def test_requests_for_a_resync(request_bytes, is_meant):
+    assert (meant(request_bytes, Emitter(3, 1, 9)) is not None) == is_meant

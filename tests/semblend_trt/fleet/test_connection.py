@@ -19,7 +19,7 @@ from tests.pages import Page
 
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
-PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "router")}
+PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "gateway")}
 UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
 ACCOUNT_LIMITS = UNLIMITED | {"conn": -1, "leaf": -1, "imports": -1, "exports": -1, "wildcards": True}
 
@@ -277,7 +277,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
     async def check(directory, _):
         await directory.until(lambda: directory.equals(workers))
 
-    reading(options_of(guarded_server, "router"), check)
+    reading(options_of(guarded_server, "gateway"), check)
 
 
 def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog):
@@ -297,7 +297,7 @@ def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_s
         assert list(directory.workers()) == [(4, 0)]
         assert set(directory.counts) <= {"reset", "refused", "wrong_subject"}
 
-    reading(options_of(guarded_server, "router"), check)
+    reading(options_of(guarded_server, "gateway"), check)
     told = [each.getMessage() for each in caplog.records if "does not permit" in each.getMessage()]
     assert len(told) == 1
     assert PASSWORDS["worker-4"] not in told[0]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, KnownNamespaces, Verdict
-from semblend_trt.fleet.routing_policy import Holder
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, KnownNamespaces, Verdict
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from semblend_trt.namespace import content_value
@@ -350,14 +349,6 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
     assert directory.holders(text(2, 1000)) == FOUND
     assert is_synced(directory)
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
-
-
-def test_only_accepted_workers_are_followed():
-    directory = Directory(accepted=[WORKER])
-    for worker in (WORKER, OTHER):
-        feed(directory, holding(("a", DOCUMENT), worker=worker).messages())
-    assert [holder.worker for holder in directory.holders(DOCUMENT)] == [WORKER]
-    assert directory.counts["unknown_worker"] == 2
 
 
 def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory, monkeypatch):

@@ -1,7 +1,7 @@
 """Lines and traces that several tests of the replay build."""
 
-from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
 from validation.replay.trace import trace_of
+from validation.replay.trace_line import TraceBlock, TraceLine
 
 
 def line(index, contents, tokens, tenant=None, **fields):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
-from semblend_trt.fleet.telemetry import BlockKind
 from tests.validation.replay.conftest import line, trace_from
 from validation.replay import simulation
 from validation.replay.simulation import BlockCache, BlockHistory, ReplayPolicy, ReuseRule, replay_policy, simulate
 from validation.replay.trace import NONE, trace_of
+from validation.replay.trace_line import BlockKind
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)

@@ -3,10 +3,10 @@
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.telemetry import TraceBlock
 from tests.validation.replay.conftest import line
 from validation.replay import trace as trace_module
 from validation.replay.trace import TraceFormat, trace_file, trace_of
+from validation.replay.trace_line import TraceBlock
 
 
 def uses(trace):
@@ -85,7 +85,7 @@ def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
         ('{"timestamp": 9, "input_length": 5, "hash_ids": ["a"]}', "hash_ids: Input should be a valid integer"),
         ('{"timestamp": NaN, "input_length": 5, "hash_ids": [1]}', "timestamp: Input should be a finite number"),
         ('{"timestamp": 9, "input_length": 5000, "hash_ids": [1]}', "with ids of blocks of 512 tokens that do not fit"),
-        ('{"request_id": "a", "timestamp_ms": 1, "blocks": []}', "of another format, router"),
+        ('{"request_id": "a", "timestamp_ms": 1, "blocks": []}', "of another format, semantic_kv"),
     ],
 )
 def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, line, reason):

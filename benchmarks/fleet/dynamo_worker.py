@@ -1,0 +1,104 @@
+"""A worker of Dynamo without an engine, for benchmarks and tests.
+
+It answers by a rule of all tokens so far, so that an answer that another worker continued is the unbroken one, and
+announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. The answer's
+end tells the salt and the headers that came with the request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import uvloop
+from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
+from dynamo.llm.exceptions import InvalidArgument
+from dynamo.runtime import dynamo_worker
+
+from benchmarks.fleet.directory import BASE_NAMESPACE
+from semblend_trt.fleet.announcer import DonorAnnouncer
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
+from semblend_trt.fleet.wire import Emitter
+from semblend_trt.outcome import VLLM_RECEIPT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SECONDS_BELOW = 16
+# Tokens of an answer lie above those that end one.
+_LOWEST, _COUNT = 32, 1500
+_HEARTBEAT_SECONDS = 1.0
+
+
+class RuleEngine:
+    """Answers requests as a vLLM with our connector does: `longest` prompts, `paused` seconds to each token."""
+
+    def __init__(self, worker_id: int, nats: str, longest: int, paused: float) -> None:
+        self._worker_id, self._longest, self._paused, self._ids = worker_id, longest, paused, itertools.count()
+        options = ConnectionOptions(servers=(nats,), subject="semantic-kv-events")
+        emitter = Emitter(worker_id, 0, time.time_ns() // 1000)
+        counters = EventCounters(enabled=False)
+        publisher = EventPublisher(options, emitter, counters, heartbeat_seconds=_HEARTBEAT_SECONDS)
+        self._announcer = DonorAnnouncer(publisher, publisher.close)
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""
+        tokens, most = list(request["token_ids"]), request["stop_conditions"]["max_tokens"]
+        if len(tokens) > self._longest:
+            raise InvalidArgument(f"the prompt has {len(tokens)} tokens, more than the engine's {self._longest}")
+        if tokens[0] < SECONDS_BELOW:
+            await asyncio.sleep(tokens[0])
+        salt = (request.get("routing") or {}).get("cache_salt")
+        self._announce(tokens, salt and f"dynamo-cache-salt:{salt}")
+        total, prompt = sum(tokens), len(tokens)
+        for place in range(prompt, prompt + most):
+            if context.is_stopped():
+                return
+            if self._paused:
+                await asyncio.sleep(self._paused)
+            token = _LOWEST + (total + place) % _COUNT
+            total += token
+            piece: dict[str, Any] = {"token_ids": [token]}
+            if place == prompt + most - 1:
+                used = {"prompt_tokens": prompt, "completion_tokens": most, "total_tokens": prompt + most}
+                seen = {"salt": salt, "headers": context.trace_headers()}
+                receipt = {VLLM_RECEIPT: {"worker": f"{self._worker_id}.0"}}
+                piece |= {"finish_reason": "length", "completion_usage": used}
+                piece["engine_data"] = {"seen": seen, "kv_transfer_params": receipt}
+            yield piece
+
+    def _announce(self, tokens: list[int], salt: str | None) -> None:
+        donor = f"{self._worker_id}-{next(self._ids)}"
+        self._announcer.intended(donor, BASE_NAMESPACE.for_request(salt, None), salt)
+        self._announcer.held(donor, np.array(tokens, np.int32), "host")
+
+
+async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
+    endpoint, told = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
+    told.context_length = arguments.context_length
+    model = (ModelInput.Tokens, ModelType.Completions, endpoint, arguments.model_path, arguments.model_name)
+    await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=told, ignore_weights=True)
+    engine = RuleEngine(arguments.worker_id, arguments.nats, arguments.context_length, arguments.token_seconds)
+    await endpoint.serve_endpoint(engine.generate, graceful_shutdown=True)
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("endpoint", "model-path", "model-name", "nats"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--worker-id", type=int, required=True)
+    parser.add_argument("--context-length", type=int, default=4096)
+    parser.add_argument("--token-seconds", type=float, default=0.0)
+    uvloop.run(dynamo_worker()(_serve)(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The router: an OpenAI-compatible HTTP proxy that sends each request to a replica that holds its text."""

@@ -1,0 +1,71 @@
+"""A request that goes on elsewhere asks for the rest, and tells of the whole."""
+
+import numpy as np
+import pytest
+
+from semblend_trt.fleet.dynamo.stream import AskedRequest
+
+
+def request(**fields):
+    return {"token_ids": [5, 6, 7], "stop_conditions": {"max_tokens": 4, "min_tokens": 1}} | fields
+
+
+def taken(asked, *pieces):
+    return [asked.take(piece) for piece in pieces]
+
+
+def test_the_first_worker_gets_the_request_as_it_came():
+    came = request()
+    assert AskedRequest(came).next_request() is came
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, 7], np.array([5, 6, 7], "<i4").tobytes()])
+def test_the_next_worker_is_asked_for_the_rest(tokens):
+    asked = AskedRequest(request(token_ids=tokens, model="m"))
+    asked.next_request()
+    taken(asked, {"token_ids": [8]}, {"token_ids": [9, 10]})
+    rest = {"max_tokens": 1, "min_tokens": 0}
+    assert asked.next_request() == {"token_ids": [5, 6, 7, 8, 9, 10], "stop_conditions": rest, "model": "m"}
+    assert asked.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def test_usage_is_that_of_the_whole_answer():
+    asked = AskedRequest(request())
+    asked.next_request()
+    taken(asked, {"token_ids": [8, 9]})
+    asked.next_request()
+    last = {"token_ids": [10], "finish_reason": "stop"}
+    last["completion_usage"] = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+    assert taken(asked, last) == [True]
+    assert last["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+def test_an_answer_that_lacks_its_end_alone_is_whole():
+    asked = AskedRequest(request())
+    assert not asked.is_whole
+    taken(asked, {"token_ids": [1, 2, 3]})
+    assert not asked.is_whole
+    taken(asked, {"token_ids": [4]})
+    assert asked.is_whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_options": {"n": 2}},
+        {"sampling_options": {"best_of": 2}},
+        {"sampling_options": {"guided_decoding": {"json": {}}}},
+        {"output_options": {"prompt_logprobs": 0}},
+    ],
+)
+def test_what_an_engine_alone_knows_is_not_continued_once_it_has_begun(fields):
+    asked = AskedRequest(request(**fields))
+    assert asked.is_continuable
+    taken(asked, {"token_ids": [8]})
+    assert not asked.is_continuable
+
+
+def test_the_salt_is_the_engines():
+    assert AskedRequest(request(routing={"cache_salt": "a"})).salt == "dynamo-cache-salt:a"
+    assert AskedRequest(request(routing={"cache_salt": None})).salt is None
+    assert AskedRequest(request(routing=None)).salt is None

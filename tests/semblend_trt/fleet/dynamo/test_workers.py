@@ -1,0 +1,116 @@
+"""Which instances are asked, and whose donors are theirs."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from semblend_trt.fleet.dynamo.workers import REST_SECONDS, EngineWorkers, worker_of
+
+DIGEST = "blake3:aa"
+
+
+def card(digest=DIGEST, **runtime):
+    return json.dumps({"tokenizer": {"hf_tokenizer_json": {"checksum": digest}}, "runtime_config": runtime})
+
+
+def topology(name):
+    return {"topology_domains": {"semblend-worker": name}}
+
+
+class Fleet:
+    """Instances with their cards, and a clock that tests move."""
+
+    def __init__(self, **cards):
+        self.cards = {name.removeprefix("i"): text for name, text in cards.items()}
+        self.present = [int(name) for name in self.cards]
+        self.now = 0.0
+        self.problems = Counter()
+        asks = (lambda: self.present, lambda: self.cards, frozenset({DIGEST}))
+        self.workers = EngineWorkers(*asks, lambda problem: self.problems.update([problem]), lambda: self.now)
+
+
+def receipt(worker):
+    return {"kv_transfer_params": {"semblend.receipt": {"worker": worker}}}
+
+
+def test_a_worker_is_known_by_its_card_or_by_its_first_answer():
+    fleet = Fleet(i1=card(**topology("3")), i2=card())
+    assert fleet.workers.candidates() == {1: (3, 0), 2: None}
+    assert fleet.workers.answered(2, receipt("4.0")) == (4, 0)
+    assert fleet.workers.candidates() == {1: (3, 0), 2: (4, 0)}
+
+
+@pytest.mark.parametrize("told", [None, {}, {"kv_transfer_params": None}, receipt(None), receipt("x"), receipt(3)])
+def test_a_worker_without_our_connector_is_counted(told):
+    fleet = Fleet(i1=card())
+    fleet.workers.candidates()
+    assert fleet.workers.answered(1, told) is None
+    assert fleet.problems["no_connector"] == 1
+    assert fleet.workers.candidates() == {1: None}
+
+
+@pytest.mark.parametrize("text", [card("blake3:bb"), "{", "[]", '{"runtime_config": 3}', '{"tokenizer": null}'])
+def test_an_instance_with_another_tokenizer_or_an_unreadable_card_is_not_asked(text):
+    fleet = Fleet(i1=card(), i2=text)
+    assert list(fleet.workers.candidates()) == [1]
+    assert fleet.problems["other_tokenizer"] == 1
+
+
+def test_an_instance_is_asked_once_its_card_is_there():
+    fleet = Fleet(i1=card())
+    fleet.present.append(2)
+    assert list(fleet.workers.candidates()) == [1]
+    fleet.cards["2"] = card()
+    assert list(fleet.workers.candidates()) == [1, 2]
+
+
+def test_one_that_failed_rests_while_there_is_another():
+    fleet = Fleet(i1=card(), i2=card())
+    fleet.workers.candidates()
+    fleet.workers.failed(1)
+    assert list(fleet.workers.candidates()) == [2]
+    assert list(fleet.workers.candidates(tried={2})) == [1]
+    fleet.now = REST_SECONDS
+    assert list(fleet.workers.candidates()) == [1, 2]
+
+
+def test_an_answer_ends_the_rest():
+    fleet = Fleet(i1=card(), i2=card())
+    fleet.workers.candidates()
+    fleet.workers.failed(1)
+    fleet.workers.answered(1, receipt("1"))
+    assert list(fleet.workers.candidates()) == [1, 2]
+
+
+def test_two_instances_with_one_id_are_placed_by_load_until_one_is_gone():
+    fleet = Fleet(i1=card(**topology("3")), i2=card(**topology("3")))
+    assert fleet.workers.candidates() == {1: None, 2: None}
+    assert fleet.problems["same_worker_id"] > 0
+    fleet.present.remove(1)
+    assert fleet.workers.candidates() == {2: (3, 0)}
+
+
+def test_one_that_comes_back_has_its_id_once_the_old_one_failed():
+    fleet = Fleet(i1=card(**topology("3")), i2=card(**topology("3")))
+    fleet.workers.candidates()
+    fleet.workers.failed(1)
+    assert fleet.workers.candidates() == {2: (3, 0)}
+
+
+def test_what_is_gone_is_forgotten():
+    fleet = Fleet(i1=card(**topology("3")), i2=card())
+    fleet.workers.candidates()
+    fleet.present, fleet.cards = [3], {"3": card()}
+    assert fleet.workers.candidates() == {3: None}
+
+
+@pytest.mark.parametrize(("name", "worker"), [("3", (3, 0)), ("3.1", (3, 1))])
+def test_a_workers_name_is_its_id_and_rank(name, worker):
+    assert worker_of(name) == worker
+
+
+@pytest.mark.parametrize("name", ["3.", "-3", "", 3, None])
+def test_no_other_name_is_a_worker(name):
+    with pytest.raises((ValueError, TypeError)):
+        worker_of(name)

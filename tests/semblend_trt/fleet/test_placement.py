@@ -1,0 +1,139 @@
+"""Placement: the best of a gateway's candidates by text and load, whatever it is given."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.fleet import placement as module
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.placement import Loads, Placement, Score
+from semblend_trt.namespace import content_value
+from tests.semblend_trt.fleet.conftest import Teller
+from tests.semblend_trt.samples import BASE_NAMESPACE, text
+from tests.server_process import wait_for
+
+DOCUMENT = text(1, 1000)
+NAMES = ("a", "b", "c", "d")
+FOUR = {name: (number, 0) for number, name in enumerate(NAMES)}
+
+
+def hear(placement, worker, *donors):
+    """The directory hears of a worker with donors `(id, tokens, salt ...)`."""
+    teller = Teller(worker)
+    for donor in donors:
+        teller.add(*donor)
+    for message in teller.messages():
+        placement.directory.observe(message)
+
+
+def best(placement, tokens=DOCUMENT, salt=None, candidates=FOUR, load=None):
+    return placement.place(tokens, salt, candidates, load or {})[0]
+
+
+FOUR_OF = dict.fromkeys(("min_size", "max_size"), 4)
+
+
+@given(st.lists(st.integers(0, 8), **FOUR_OF), st.lists(st.integers(0, 3000), **FOUR_OF), st.sampled_from([0.25, 1, 2]))
+def test_the_worker_that_would_have_the_prompt_first_is_best(parts, loads, weight):
+    placement = Placement(None, load_weight=weight)
+    for (_, worker), part in zip(FOUR.items(), parts, strict=True):
+        hear(placement, worker, ("d", DOCUMENT[: 125 * part])) if part else None
+    load = dict(zip(NAMES, loads, strict=True))
+    scores = placement.place(DOCUMENT, None, FOUR, load)
+    waits = [weight * load[each.name] + len(DOCUMENT) - each.held for each in scores]
+    assert waits == sorted(waits)
+    assert {each.name: -(-each.held // 125) for each in scores}.keys() == set(NAMES)
+    for each, part in zip(sorted(scores, key=lambda score: score.name), parts, strict=True):
+        assert abs(each.held - 125 * part) <= 125 * (part > 0)
+
+
+def test_equal_candidates_take_turns():
+    placement = Placement(None)
+    assert Counter(best(placement).name for _ in range(40)) == dict.fromkeys(NAMES, 10)
+
+
+def test_turns_of_many_names_are_remembered_within_bounds(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_NAMES", 8)
+    placement = Placement(None)
+    for number in range(50):
+        best(placement, candidates={f"old-{number}": None})
+    assert Counter(best(placement).name for _ in range(8)) == dict.fromkeys(NAMES, 2)
+    assert len(placement._turn_of) <= 8
+
+
+def test_tenants_never_meet():
+    placement = Placement(None)
+    hear(placement, (2, 0), ("d", DOCUMENT, "acme"))
+    assert best(placement, salt="acme") == Score("c", 1000, 1000)
+    assert all(best(placement, salt=salt).held == 0 for salt in (None, "", "globex"))
+    assert placement.counts == {"held": 1, "not_held": 3}
+
+
+def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_load():
+    placement = Placement(None)
+    hear(placement, (9, 0), ("d", DOCUMENT))
+    scores = placement.place(DOCUMENT, None, {"bare": None, "ours": (0, 0)}, {"bare": 5, "ours": 7})
+    assert scores == (Score("bare", 0, -5), Score("ours", 0, -7))
+    assert placement.counts == {"not_held": 1}
+
+
+@pytest.mark.parametrize("tokens", [[], np.zeros((2, 2), int), ["a"], [-1], [1 << 40], [0.5]])
+def test_what_is_no_prompt_is_placed_by_load(tokens):
+    placement = Placement(None)
+    hear(placement, (0, 0), ("d", DOCUMENT))
+    assert best(placement, tokens, load={"a": 1, "b": 1, "d": 1}).name == "c"
+    assert placement.counts.total() == 1
+    assert placement.counts["held"] == 0
+
+
+def test_bad_salts_unread_prompts_and_no_candidates_raise_nothing():
+    placement = Placement(None)
+    hear(placement, (0, 0), ("d", DOCUMENT))
+    assert best(placement, salt="\ud800", load={"a": 1}).name != "a"
+    assert best(placement, None, load={"a": 1, "b": 1, "c": 1}).name == "d"
+    assert placement.place(DOCUMENT, None, {}, {}) == ()
+    assert placement.counts == {"failed": 1, "unread": 1, "no_candidate": 1}
+
+
+def test_engines_with_another_tokenizer_hold_nothing():
+    ours, other = Placement(None, tokenizer=content_value("ours")), Placement(None, tokenizer=content_value("other"))
+    for placement in (ours, other):
+        teller = Teller((0, 0), base=replace(BASE_NAMESPACE, tokenizer_revision=content_value("ours")))
+        teller.add("d", DOCUMENT)
+        for message in teller.messages():
+            placement.directory.observe(message)
+    assert (best(ours).held, best(other).held) == (1000, 0)
+
+
+def test_loads_go_with_the_first_answer():
+    loads = Loads()
+    answered = [loads.sent("a", 100), loads.sent("a", 50), loads.sent("b", 7)]
+    assert loads.tokens == {"a": 150, "b": 7}
+    for _ in range(2):
+        answered[0]()
+        answered[2]()
+    assert loads.tokens == {"a": 50}
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_weight_that_is_not_positive_is_refused(weight):
+    with pytest.raises(ValueError, match="load weight"):
+        Placement(None, load_weight=weight)
+
+
+def test_it_learns_from_nats(nats_server, make_worker):
+    make_worker(nats_server, worker=(2, 0)).add("d", 1000)
+
+    async def run():
+        placement = Placement(ConnectionOptions((nats_server.url,), "semantic-kv-events"))
+        await placement.start()
+        await asyncio.to_thread(wait_for, lambda: placement.directory.donors_of((2, 0)))
+        assert best(placement, text(1, 1000)) == Score("c", 1000, 1000)
+        await placement.stop()
+
+    asyncio.run(run())

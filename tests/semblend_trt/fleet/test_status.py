@@ -1,0 +1,127 @@
+"""What is wrong with a fleet: ids that two processes have, old and missing events, namespaces that never meet."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from semblend_trt.cli.main import main
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.placement import Placement
+from semblend_trt.fleet.status import FleetStatus, differences
+from semblend_trt.namespace import unknown_value
+from tests.semblend_trt.fleet.conftest import Teller
+from tests.semblend_trt.samples import BASE_NAMESPACE, text
+from tests.server_process import wait_for
+
+DOCUMENT = text(1, 1000)
+
+
+@pytest.fixture
+def clock():
+    return SimpleNamespace(now=100.0)
+
+
+@pytest.fixture
+def directory(clock):
+    return Directory(clock=lambda: clock.now)
+
+
+def tells(directory, teller, heartbeat=True):
+    for payload in teller.messages(heartbeat):
+        directory.observe(payload)
+
+
+def holding(directory, generation):
+    teller = Teller((3, 0), generation)
+    teller.add("a", DOCUMENT)
+    tells(directory, teller)
+    return teller
+
+
+def test_a_sound_fleet_has_no_problems(directory):
+    holding(directory, 7)
+    status = FleetStatus.of(directory)
+    assert [(each.name, each.generation, each.donors) for each in status.workers] == [("3.0", 7, 1)]
+    assert status.problems == {}
+
+
+def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(directory, clock):
+    first, second = holding(directory, 7), holding(directory, 8)
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+    for _ in range(2):
+        clock.now += 10
+        tells(directory, first)
+        tells(directory, second)
+    assert directory.twice() == {(3, 0)}
+    assert directory.holders(DOCUMENT) == ()
+    assert FleetStatus.of(directory).problems.keys() == {"id_twice"}
+    for _ in range(4):
+        clock.now += 10
+        tells(directory, second)
+    assert directory.twice() == set()
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+
+
+def test_the_last_word_of_a_process_that_was_replaced_is_no_second_process(directory):
+    first, second = holding(directory, 7), holding(directory, 8)
+    tells(directory, first)
+    tells(directory, second)
+    assert directory.twice() == set()
+
+
+def test_old_and_missing_events_are_found(directory, clock):
+    teller = holding(directory, 7)
+    clock.now += 16
+    assert FleetStatus.of(directory).problems.keys() == {"old_events"}
+    teller.add("b", DOCUMENT)
+    teller.messages()
+    tells(directory, teller)
+    assert FleetStatus.of(directory).problems.keys() == {"unsynced"}
+
+
+def test_the_fields_that_keep_namespaces_apart_are_named():
+    one = BASE_NAMESPACE.for_request("acme", "adapter")
+    same = BASE_NAMESPACE.for_request(None, None)
+    other = replace(BASE_NAMESPACE, kv_dtype="fp8", rope_config={"rope_type": "default", "rope_theta": 5})
+    assert differences({(1, 0): [one], (2, 0): [same]}) == []
+    assert differences({(1, 0): [one], (2, 0): [other.for_request(None, None)]}) == [
+        "namespaces do not meet in kv_dtype: 'bfloat16' on 1.0; 'fp8' on 2.0",
+        "namespaces do not meet in rope_config.rope_theta: 1000000 on 1.0; 5 on 2.0",
+    ]
+
+
+def test_what_could_not_be_determined_meets_nothing():
+    unknown = [replace(BASE_NAMESPACE, model_revision=unknown_value()).for_request(None, None) for _ in range(2)]
+    assert differences({(1, 0): unknown[:1], (2, 0): unknown[1:]}) == [
+        "namespaces do not meet in model_revision: not determined on 1.0, 2.0"
+    ]
+
+
+def test_the_command_tells_what_it_heard(nats_server, make_worker, capsys):
+    first = make_worker(nats_server, worker=(3, 0), generation=7)
+    first.add("a")
+    assert first.publisher.flush(30)
+    arguments = ["fleet", "status", "--url", nats_server.url, "--seconds", "0.7"]
+    assert main(arguments) == 0
+    assert '"donors": 1' in capsys.readouterr().out
+    second = make_worker(nats_server, worker=(3, 0), generation=8)
+    assert second.publisher.flush(30)
+    assert main(arguments) == 1
+    assert "two live processes say that they are worker 3.0" in capsys.readouterr().out
+
+
+def test_workers_of_one_id_hear_of_each_other(nats_server, make_worker, caplog):
+    workers = [make_worker(nats_server, worker=(3, 0), generation=generation) for generation in (7, 8)]
+
+    async def run():
+        placement = Placement(ConnectionOptions((nats_server.url,), "semantic-kv-events"))
+        await placement.start()
+        await asyncio.to_thread(wait_for, lambda: all(each.counters.connections["id_twice"] for each in workers))
+        await placement.stop()
+
+    asyncio.run(run())
+    assert "another live process has worker id 3" in caplog.text
+    assert "two live processes have this worker id" in caplog.text
