@@ -81,7 +81,7 @@ def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     what = "Prints all result rows; compares or rewrites the tables on pages that are made of them."
     parser = arguments.Parser("scoreboard", what)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    pages = ("README.md", "docs/results.md", "docs/quality.md")
+    pages = ("README.md", "docs/results.md", "docs/quality.md", "docs/fleet.md")
     which = f"pages that hold tables (default: {' '.join(pages)})"
     parser.add_argument("--pages", type=Path, nargs="+", default=[*map(Path, pages)], metavar="FILE", help=which)
     action = parser.add_mutually_exclusive_group()

@@ -6,6 +6,7 @@ The report has figures with intervals: as JSON, and as a Markdown page, which is
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
 from validation.output import markdown_table, progress, say, write_json, write_text
+from validation.replay.fleet import Fleet, Served, serve_fleet
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
-from validation.results import Measured
+from validation.results import Measured, Results
 
 if TYPE_CHECKING:
     import argparse
@@ -30,11 +32,15 @@ FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 3
 BASELINE = ReplayPolicy.LRU.value
 _DEFAULT_SHARES = (0.1, 0.25, 0.5)
+PULL, PULL_ROWS = "pull", "replay_pull"
+# Of a fleet's worker by default: 64 GiB of an 8B model's KV.
+FLEET_CAPACITY, MAX_WORKERS = 524_288, 64
 _DESCRIPTION = """
 Replays requests through the eviction policies, for an exact prefix cache and for reuse of spans. Reads traces in the
 SemanticKV system's format and as Mooncake publishes them; lines that cannot be read are passed over and counted. Writes
-replay_results.json and replay_summary.md. Exit status: 0 the replay is complete, 2 bad usage, an error, or nothing
-could be read, 130 interrupted.
+replay_results.json and replay_summary.md. With --policy pull a growing fleet serves the trace, and
+replay_pull_TRACE.json says what fetches from other workers add to placement by held text. Exit status: 0 the replay is
+complete, 2 bad usage, an error, or nothing could be read, 130 interrupted.
 """
 
 
@@ -54,20 +60,29 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     told = "first tokens of each reused span that are computed again"
     parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
     arguments.add(parser, "--output", default=Path("results/replay"), metavar="DIR", help="folder of the files")
+    told = "serve the trace by several workers, which fetch from each other what that makes faster; writes rows"
+    fleet = parser.add_argument_group("a fleet")
+    fleet.add_argument("--policy", choices=(PULL,), help=told)
+    told = "workers of the first third of the requests, and of the others"
+    fleet.add_argument("--workers", nargs=2, type=int, default=(2, 8), metavar="N", help=told)
+    fleet.add_argument("--gbits", nargs="+", type=int, default=(10, 25, 100, 400), metavar="N", help="Gb/s of a link")
+    told = "tokens that a worker prefills in a second (default: %(default)s)"
+    fleet.add_argument("--prefill-rate", type=int, default=27_000, metavar="N", help=told)
+    told = "bytes of KV a token (default: %(default)s, of an 8B model in bf16)"
+    fleet.add_argument("--token-bytes", type=int, default=131_072, metavar="N", help=told)
     return parser.parse_args(given)
 
 
 def run_replay(options: argparse.Namespace, command: str) -> bool:
     """Run and write everything; always True. Raises SemBlendError and OSError."""
     _check(options)
+    if options.policy == PULL:
+        return run_pull(options, command)
     document, page = paths = [options.output / name for name in FILE_NAMES]
     for path in paths:
         check_writable(path)
     trace = trace_file(options.trace, options.requests)
-    rules, facts = [ReuseRule(EXACT_PREFIX, as_prefixes=True)], _facts(trace)
-    # An id of Mooncake's depends on all text before its block, so it says nothing of spans.
-    if trace.form is not TraceFormat.MOONCAKE:
-        rules.append(ReuseRule(SPAN, False, options.min_match_length, options.recompute_tokens))
+    rules, facts = _rules(trace, options), _facts(trace)
     lines, unlimited = _replayed(trace, rules, options)
     measured = Measured.now(command, "cpu")
     found = {
@@ -92,12 +107,57 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     return True
 
 
+def run_pull(options: argparse.Namespace, command: str) -> bool:
+    """Serve the trace by a fleet without and with fetches, and write rows; always True. Raises as `run_replay`."""
+    name = f"{PULL_ROWS}_{re.sub(r'[^A-Za-z0-9_-]+', '_', options.trace.stem)}"
+    check_writable(options.output / f"{name}.json")
+    trace = trace_file(options.trace, options.requests)
+    rule, capacity = _rules(trace, options)[-1], (options.capacity_tokens or [FLEET_CAPACITY])[0]
+    first, last = options.workers
+    fleet = Fleet(first, last, capacity, options.prefill_rate, options.token_bytes)
+    rows = Results(measured=Measured.now(command, "cpu"), is_shown=False)
+    with progress("Serving", 1 + len(options.gbits)) as on_step:
+        alone = serve_fleet(trace, rule, fleet)
+        on_step("placement alone")
+        for gbits in options.gbits:
+            _add_pull(
+                rows, f"{gbits}g_{name.removeprefix(PULL_ROWS + '_')}", alone, serve_fleet(trace, rule, fleet, gbits)
+            )
+            on_step(f"{gbits} Gb/s")
+    say(f"{' '.join(_facts(trace))} Served by {fleet.first}, then {fleet.last} workers of {capacity:,} tokens each.")
+    rows.write(options.output, name)
+    return True
+
+
+def _add_pull(rows: Results, name: str, alone: Served, found: Served) -> None:
+    tokens = int(found.tokens.sum())
+    before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
+    first, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
+    told = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
+    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", told, better="higher")
+    told = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
+    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", told)
+
+
+def _rules(trace: Trace, options: argparse.Namespace) -> list[ReuseRule]:
+    rules = [ReuseRule(EXACT_PREFIX, as_prefixes=True)]
+    # An id of Mooncake's depends on all text before its block, so it says nothing of spans.
+    if trace.form is not TraceFormat.MOONCAKE:
+        rules.append(ReuseRule(SPAN, False, options.min_match_length, options.recompute_tokens))
+    return rules
+
+
 def _check(options: argparse.Namespace) -> None:
     known = [each.value for each in ReplayPolicy]
     for name in options.policies:
         if name not in known:
             raise ConfigurationError(f"--policies names {name!r}; there are {', '.join(known)}.")
-    arguments.check_integers(options, seed=0, min_match_length=1, recompute_tokens=0)
+    arguments.check_integers(options, seed=0, min_match_length=1, recompute_tokens=0, prefill_rate=1, token_bytes=1)
+    first, last = options.workers
+    if not 1 <= first <= last <= MAX_WORKERS:
+        raise ConfigurationError(f"--workers is {first} {last}; it must ascend, from 1 to {MAX_WORKERS}.")
+    if wrong := [each for each in options.gbits if each < 1]:
+        raise ConfigurationError(f"--gbits holds {wrong[0]}; a link has at least 1 Gb/s.")
     if options.requests is not None:
         arguments.check_integers(options, requests=1)
         if options.requests > MAX_REQUESTS:

@@ -205,7 +205,7 @@ class BlockCache:
     def __init__(
         self, blocks: Blocks, policy: EvictionPolicy[BlockHistory], capacity: int, *, looks_ahead: bool = False
     ) -> None:
-        self._blocks, self._policy, self._capacity = blocks, policy, capacity
+        self.blocks, self._policy, self._capacity = blocks, policy, capacity
         self._looks_ahead = looks_ahead
         self.before: dict[int, int] = {}
         self._held: dict[int, BlockHistory] = {}
@@ -216,15 +216,19 @@ class BlockCache:
     def __contains__(self, block: object) -> bool:
         return block in self._held
 
+    def held(self, wanted: Iterable[int]) -> frozenset[int]:
+        """Return those of these blocks that are held."""
+        return frozenset(self._held.keys() & set(wanted))
+
     def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
         """Serve a request of these blocks at a time in seconds; return those that were held before. The first block
         counts as the last used, so that the end of a prompt is evicted first."""
         before: dict[int, int] = {}
         for last, block in pairwise((NONE, *wanted)):
             before.setdefault(block, last)
-        tokens = self._blocks.tokens
+        tokens = self.blocks.tokens
         request = [each for each in dict.fromkeys(wanted) if each != NONE and tokens[each] <= self._capacity]
-        hits = frozenset(self._held.keys() & set(request))
+        hits = self.held(request)
         self.regrets += sum(block in self._gone for block in request)
         ticks = {block: self._tick + len(request) - place for place, block in enumerate(request)}
         self._tick += len(request)
@@ -236,7 +240,7 @@ class BlockCache:
         if not self._looks_ahead:
             self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
-            parent, kind, tick = self._blocks.parents[block], self._blocks.kinds[block], ticks[block]
+            parent, kind, tick = self.blocks.parents[block], self.blocks.kinds[block], ticks[block]
             history = BlockHistory(tokens[block], tick, block=block, kind=kind, added=tick, last_seconds=seconds)
             self._held[block], self.before[block] = history, before[block]
             self._children[parent] = self._children.get(parent, 0) + 1
@@ -248,10 +252,10 @@ class BlockCache:
 
     def _missing(self, request: list[int], hits: frozenset[int]) -> list[int]:
         """Return the blocks to hold, parents first: those that fit beside the request's others, as their parents do."""
-        room = self._capacity - sum(self._blocks.tokens[block] for block in hits)
+        room = self._capacity - sum(self.blocks.tokens[block] for block in hits)
         chosen: dict[int, None] = {}
         for block in request:
-            tokens, parent = self._blocks.tokens[block], self._blocks.parents[block]
+            tokens, parent = self.blocks.tokens[block], self.blocks.parents[block]
             has_parent = parent in hits or parent in chosen or parent == NONE
             if block not in hits and has_parent and (self._looks_ahead or tokens <= room):
                 chosen[block] = None
@@ -262,9 +266,9 @@ class BlockCache:
         for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
             del self._held[block]
             self._children.pop(block, None)
-            self._children[self._blocks.parents[block]] -= 1
+            self._children[self.blocks.parents[block]] -= 1
             self._gone.add(block)
-            self.used_tokens -= self._blocks.tokens[block]
+            self.used_tokens -= self.blocks.tokens[block]
             self.evictions += 1
             self._policy.removed(str(block), evicted=True)
 
@@ -280,8 +284,8 @@ class BlockCache:
                 waiting.add(block)
             while tokens > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
                 victims.append(block)
-                tokens -= self._blocks.tokens[block]
-                block = self._blocks.parents[block]
+                tokens -= self.blocks.tokens[block]
+                block = self.blocks.parents[block]
                 children[block] = children.get(block, self._children[block]) - 1
         return victims
 
@@ -327,6 +331,12 @@ class ReuseRule:
         """Return the trace's blocks under this rule."""
         return trace.prefixes if self.as_prefixes else trace.spans
 
+    def reused(self, request: Sequence[int], hits: frozenset[int], cache: BlockCache, tokens: int) -> int:
+        """Return how many of a prompt's `tokens` are not computed if the cache holds `hits`."""
+        spans = _spans(request, hits, cache)
+        kept = sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
+        return min(kept, tokens - 1)
+
     def sentence(self) -> str:
         """Return what counts, for a report."""
         if self.as_prefixes:
@@ -362,19 +372,17 @@ def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -
     prompt_tokens = trace.prompt_tokens()
     reused = np.zeros(len(prompt_tokens), dtype=np.int64)
     for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        spans = _spans(request, cache.serve(request, seconds), blocks, cache)
-        kept = sum(max(0, span - rule.recompute_tokens) for span in spans if span >= rule.min_tokens)
-        reused[index] = min(kept, prompt_tokens[index] - 1)
+        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, prompt_tokens[index])
     return Outcome(reused, cache.evictions, cache.regrets)
 
 
-def _spans(request: Sequence[int], hits: frozenset[int], blocks: Blocks, cache: BlockCache) -> Iterator[int]:
+def _spans(request: Sequence[int], hits: frozenset[int], cache: BlockCache) -> Iterator[int]:
     """Yield the tokens of each run of held blocks in the order in which they came."""
     span, last = 0, NONE
     for block in request:
         if block not in hits or cache.before[block] != last:
             yield span
             span = 0
-        span += blocks.tokens[block] if block in hits else 0
+        span += cache.blocks.tokens[block] if block in hits else 0
         last = block
     yield span
