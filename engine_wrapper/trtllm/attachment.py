@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
+from engine_wrapper.trtllm.block_table import table_for
 from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
@@ -52,6 +53,7 @@ class Attachment:
     guard_refusal: str | None = None
     execution_refusal: str | None = None
     unwatch: Undo = lambda: None
+    executor: Any = None
 
     def remove(self) -> None:
         """Leave the engine as it was found."""
@@ -86,7 +88,9 @@ def attach_to_executor(
         # Rows would have to be rounded, and attended to, as the engine's own kernels do.
         if refusal is not None or needs_scales(pool):
             return refusal or "kv_cache_dtype"
-        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
+        table = table_for(parts.manager)
+        assert table is not None
+        return PlannedForward(parts.decoder, table, runtime, pool, facts, engine.max_num_tokens)
 
     unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
@@ -105,7 +109,7 @@ def attach_to_executor(
             refused,
             advice(refused, Scope.DECODER),
         )
-    return Attachment(guarded, forward, None, refused, unwatch)
+    return Attachment(guarded, forward, None, refused, unwatch, getattr(parts, "executor", None))
 
 
 def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
@@ -157,9 +161,7 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
 
 
 def _refused_engine(parts: ExecutorParts) -> str | None:
-    if type(parts.manager).__name__ != "KVCacheManager":
-        return "cache_manager_v2"
-    if not callable(getattr(parts.manager, "get_batch_cache_indices", None)):
+    if table_for(parts.manager) is None:
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
@@ -169,11 +171,10 @@ def _refused_engine(parts: ExecutorParts) -> str | None:
     holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
     if len(holders) != 1:
         return "engine_layout"
-    holder, runner = holders[0], holders[0].cuda_graph_runner
-    # The runner of prefill graphs is there only if they are on.
-    has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
-    if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
-        return "cuda_graphs"
+    holder = holders[0]
+    # Graphs of decode steps are captured before we attach, and replay no batch with a plan.
+    if getattr(holder, "breakable_cuda_graph_runner", None) is not None:
+        return "prefill_graphs"
     compiled = getattr(engine, "_torch_compile_enabled", False) or getattr(holder, "_torch_compile_backend", None)
     return "compiled_prefill" if compiled else None
 
