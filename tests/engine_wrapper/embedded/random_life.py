@@ -163,6 +163,7 @@ class Life:
         self.gate = SaverGate(llm.connector_worker)
         self._freed = {}
         self._watch_pins()
+        self._watch_saves()
 
     @property
     def wrong_tokens(self):
@@ -271,6 +272,22 @@ class Life:
             pin(request_id)
 
         manager.pin, manager.publish = watched, published
+
+    def _watch_saves(self):
+        saver = self._llm.connector_worker.saver
+        if saver is None:
+            return
+        start, refuse = saver.start, saver.refuse
+
+        def started(intent, *blocks_and_tokens):
+            self.counts["exchanged_donors"] += len(intent.block_ids) > 0
+            start(intent, *blocks_and_tokens)
+
+        def refused(intent, why):
+            self.counts["donors_lost_to_exchange"] += "its blocks are none" in why
+            refuse(intent, why)
+
+        saver.start, saver.refuse = started, refused
 
     def _admit(self):
         text = self._random.choice(self._texts)

@@ -29,13 +29,14 @@ def habits_of(case):
     found += ["exchanged_blocks", "dropped_batches"] * (case.rough and case.v2)
     if case.refusal is not None:
         return [*found, f"refused_{case.refusal}"]
+    found += ["exchanged_donors"] * (case.rough and case.v2 and case.wrapper)
     found += ["saves_behind", "saves_together"] * case.rough
     return found + ["duplicates_freed", "blocks_handed_on"] * (case.rough and not case.holds_saved_blocks)
 
 
 @pytest.mark.known_defect(3, 8)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
+def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_property):
     """In the same lives usage, receipt, log and metrics say what was used; those of rough wrappers lose some loads."""
     with random_life(case, tmp_path) as life:
         told = Told(life, tmp_path / "audit.jsonl")
@@ -50,8 +51,12 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
         assert (told.audited("reused") > 0) == (case.refusal is None)
     assert told.compared > 0
     assert (told.lost > 0) == loses_loads
-    assert (life.wrong_tokens, life.leaked_blocks) == (0, 0)
-    happened = life.counts
+    happened, lost = life.counts, life.counts["donors_lost_to_exchange"]
+    assert (life.wrong_tokens, life.leaked_blocks, lost) == (0, 0, 0)
+    if case.v2:
+        figures = {"steps": happened["steps"], "wrong_tokens": life.wrong_tokens, "leaked_pages": life.leaked_blocks}
+        for name, value in (figures | {"donors_lost_to_exchange": lost}).items():
+            record_property(name, value)
     reused = ["hits", "donors_checked"] * (case.refusal is None)
     for name in ("admissions", "aborts", "published_blocks_checked", *reused, *habits_of(case)):
         assert happened[name] > 0, f"{name}: otherwise nothing was tried"
