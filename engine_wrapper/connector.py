@@ -79,6 +79,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             runner.evidence_sink = runtime.note_evidence
             runtime.readiness.is_awaited = runtime.publication_guard = True
             runtime.mode = EngineMode.WRAPPER
+            runtime.engine_facts = {"manager": type(blocks).__name__, "decode_graphs": [runtime.engine.replays_decode]}
             runtime.tokens_left = 2 if runtime.engine.replays_decode else 1
             runtime.weights = weights = Weights(runner.model)
             blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset

@@ -241,6 +241,7 @@ _ATTACHMENT = {
     "probe_failed": "Look at the error in the log; the engine's parts could not be read.",
     "cache_manager_unknown": "Use the V1 or V2 cache manager; another one could publish approximate KV.",
     "publication_unknown": "Use a known version; the cache manager publishes in another way.",
+    "kv_lending": "Serve without lending of KV blocks; what others read of them is not known yet.",
     "conversation_manager": "Switch conversations of the V2 cache manager off; it could publish approximate KV.",
     "ranks_unknown": "Serve with torch.distributed or MPI; ranks would publish different prefixes.",
 }
@@ -253,6 +254,7 @@ _DECODER = {
     "attention_backend": "Set attn_backend to TRTLLM; pages of another one are laid out in another way.",
     "kv_cache_dtype": "Leave the cache in the model's dtype; rows in fp8 would have to be rounded as the engine does.",
     "disaggregated": "Serve without cache_transceiver_config; prefill and decode must run in one engine.",
+    "prefix_reservations": "Switch reservations of prefixes off; how they are asked for is not known yet.",
     "engine_layout": "Use a known version; whether the engine replays graphs cannot be seen.",
     "model_layout": "Serve a model whose decoder and layers are laid out as known.",
     "model_patched": "Remove the package that replaced a forward; one of both would be lost.",

@@ -224,14 +224,16 @@ class Runtime:
     scheduler. `ended_saves` are requests whose end the engine does not know yet. `disk` is None while the disk tier is
     closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails. Every
     plan leaves the last `tokens_left` tokens of its prompt to the engine. `failed` requests have holes in their KV, and
-    the worker has to fail them. `weights` is None if the worker does not know the model; `weights_changes` counts their
-    changes. `costs` are what plans take, once the engine has measured it."""
+    the worker has to fail them. `engine_facts`: what the engine shows of itself, for the audit log. `weights` is None
+    if the worker does not know the model; `weights_changes` counts their changes. `costs` are what plans take, once the
+    engine has measured it."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
     tokens_left: int = 1
     failed: set[int] = field(default_factory=set)
+    engine_facts: dict[str, Any] = field(default_factory=dict)
     publication_guard: bool = False
     ended_saves: deque[int] = field(default_factory=deque)
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))

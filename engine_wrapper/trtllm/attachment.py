@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
 from engine_wrapper.trtllm.block_table import table_for
-from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
+from engine_wrapper.trtllm.hooks import can_fail_requests, find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
@@ -94,6 +94,7 @@ def attach_to_executor(
 
     unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
+    runtime.engine_facts = {} if parts is None else {**facts_shown(parts), "guard_refusal": reason}
     if reason is not None:
         logger.warning(
             "not attached to the engine (%s); only identical text from position 0 is reused. %s",
@@ -103,6 +104,7 @@ def attach_to_executor(
         return Attachment(None, None, reason, reason, unwatch)
     runtime.publication_guard = True
     forward, refused = _installed(plans, runtime)
+    runtime.engine_facts["execution_refusal"] = refused
     if refused is not None:
         logger.warning(
             "plans are not executed on this engine (%s); it can only skip what is reused from the left. %s",
@@ -160,15 +162,37 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
     )
 
 
+def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
+    """Return what the executor shows of the engine's options, for whoever runs a version that was never seen."""
+    holders, executor = _graph_holders(parts), parts.executor
+    layers = list(getattr(parts.decoder, "layers", None) or ())
+    attention = getattr(getattr(layers[0], "self_attn", None), "attn", None) if layers else None
+    return {
+        "manager": type(parts.manager).__name__,
+        "attention": type(attention).__name__,
+        "graph_holders": [type(each).__name__ for each in holders],
+        "decode_graphs": [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders],
+        "overlap": not getattr(executor, "disable_overlap_scheduler", False),
+        "fails_requests": can_fail_requests(executor),
+    }
+
+
+def _graph_holders(parts: ExecutorParts) -> list[Any]:
+    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
+    engine, held = parts.model_engine, held_by(parts.model_engine)
+    if "cuda_graph_runner" in held:
+        return [engine]
+    return [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+
+
 def _refused_engine(parts: ExecutorParts) -> str | None:
     if table_for(parts.manager) is None:
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
-    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
-    engine, held = parts.model_engine, held_by(parts.model_engine)
-    holders = [engine] if "cuda_graph_runner" in held else []
-    holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+    if getattr(parts.executor.kv_connector_manager, "prefix_reservations_enabled", False):
+        return "prefix_reservations"
+    engine, holders = parts.model_engine, _graph_holders(parts)
     if len(holders) != 1:
         return "engine_layout"
     holder = holders[0]

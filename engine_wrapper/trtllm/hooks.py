@@ -109,13 +109,21 @@ def fail_requests(executor: Any, request_ids: Iterable[int], message: str) -> bo
     """Have the executor end running requests with an error, as it does if guided decoding fails; False if it cannot.
 
     Facts: `PyExecutor._handle_errors(error_msg, *, requests)` and `active_requests` (1.2 to main)."""
+    if not can_fail_requests(executor):
+        return False
     try:
-        fail, wanted = executor._handle_errors, set(request_ids)
+        wanted = set(request_ids)
         found = [each for each in executor.active_requests if each.py_request_id in wanted]
-        if len(found) < len(wanted) or "requests" not in inspect.signature(fail).parameters:
+        if len(found) < len(wanted):
             return False
-        fail(message, requests=found)
+        executor._handle_errors(message, requests=found)
     except Exception:
         logger.exception("the executor could not end requests %s by themselves", request_ids)
         return False
     return True
+
+
+def can_fail_requests(executor: Any) -> bool:
+    """Return whether `fail_requests` finds what it needs."""
+    fail = getattr(executor, "_handle_errors", None)
+    return callable(fail) and "requests" in inspect.signature(fail).parameters and hasattr(executor, "active_requests")

@@ -93,6 +93,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Build what look-ups need: no request may wait for files. The worker calls it too, for older TensorRT-LLM."""
         if self._standing_refusal() is None:
             self._serve()
+        if facts := self._runtime.engine_facts:
+            self._audit.event("engine_attached", **facts)
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -157,6 +159,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 count = savable_tokens(tracked, cache_block_ids, lookup.pool)
                 tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
                 intent, generation = tracked.intent, donor_generation(tracked)
+                if intent.block_ids:
+                    self._audit.event("blocks_exchanged", request_id=tracked.request_id)
                 if lookup.donors.begin_save(intent, tracked.namespace_key, tokens, tracked.block_ids, generation):
                     return True
             self._let_go(tracked)

@@ -77,6 +77,9 @@ def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_model_pat
     assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
     assert site.attributes() != site.before
     assert sorted(site.watched) == ["load_weights", "reset_reuse_state"]
+    shown = site.runtime.engine_facts
+    assert shown["manager"] == ("KVCacheManager" if style == "1.2" else "KVCacheManagerV2")
+    assert (shown["attention"], shown["decode_graphs"], shown["fails_requests"]) == ("TrtllmAttention", [True], False)
     site.close()
     assert not site.watched
     assert not site.runtime.publication_guard
@@ -114,6 +117,7 @@ NO_EXECUTION = [
     (set_args(attn_backend="VANILLA"), "attention_backend"),
     (lambda _, args: delattr(args, "torch_compile_config"), "settings_unknown"),
     (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
+    (set_on(attrgetter("kv_connector_manager"), prefix_reservations_enabled=True), "prefix_reservations"),
     (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
     (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
     (set_on(decoder, forward=print), "model_patched"),

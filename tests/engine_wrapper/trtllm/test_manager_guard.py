@@ -185,6 +185,7 @@ def commits(self, request, pin_on_release=False):
         ("KVCacheManager", {"free_resources": announces}, "publication_unknown"),
         ("KVCacheManager", {"update_resources": publishes}, "publication_unknown"),
         ("KVCacheManagerV2", {"free_resources": commits}, "publication_unknown"),
+        ("KVCacheManagerV2", {"update_resources": commits}, "publication_unknown"),
         ("MambaHybridCacheManager", {}, "cache_manager_unknown"),
     ],
 )
@@ -201,4 +202,6 @@ def test_windows_that_differ_by_layer_and_conversations_are_refused():
     first.is_vswa = True
     second.conversation_manager = object()
     assert (guard_refusal(first), guard_refusal(second)) == ("sliding_window", "conversation_manager")
+    second._sharing = object()
+    assert guard_refusal(second) == "kv_lending"
     assert guard_refusal(object()) == "cache_manager_unknown"
