@@ -85,7 +85,7 @@ class Executor:
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
         self._closed = self._drops = False
-        self._ends_untold: list[LlmRequest] = []
+        self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args, runner.ranks)
         if self.connector is not None:
@@ -128,7 +128,7 @@ class Executor:
             else:
                 self._cut_short(request, "cancelled")
                 if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
-                    self._ends_untold.append(request)
+                    self._late_ends.append(request)
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
                     # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
@@ -142,7 +142,7 @@ class Executor:
                 self._pause(request)
 
     def drop_batch(self) -> None:
-        """Run nothing of the next batch once the connector has been told of it, as TensorRT-LLM may: it comes again."""
+        """Run nothing of the next batch after the connector has got its metadata, as TensorRT-LLM may: it comes again."""
         with self._lock:
             self._drops = True
 
@@ -353,9 +353,9 @@ class Executor:
         """Ask the connector which transfers have ended, and free the blocks that they held."""
         if self.connector is None:
             return
-        for request in self._ends_untold:
+        for request in self._late_ends:
             self.connector.request_finished(request, [], is_late=True)
-        self._ends_untold.clear()
+        self._late_ends.clear()
         saved, loaded = self.connector.get_finished()
         for request in saved:
             if self._holds_saved_blocks:

@@ -163,7 +163,7 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
 
 
 def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
-    """Return what the executor shows of the engine's options, for whoever runs a version that was never seen."""
+    """Return what the executor shows of the engine's options, so that a first run on a new version shows them."""
     holders, executor = _graph_holders(parts), parts.executor
     layers = list(getattr(parts.decoder, "layers", None) or ())
     attention = getattr(getattr(layers[0], "self_attn", None), "attn", None) if layers else None

@@ -252,7 +252,7 @@ class PlannedForward:
             self.remove()
             return
         self._is_judged = True
-        # A context of one token may run as a decode step, of which a replayed graph asks nobody for plans.
+        # A context of one token may run as a decode step, and a replayed one runs no Python.
         self._runtime.tokens_left = 2
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: the self-check has passed")
