@@ -142,7 +142,7 @@ class Executor:
                 self._pause(request)
 
     def drop_batch(self) -> None:
-        """Run nothing of the next batch after the connector has got its metadata, as TensorRT-LLM may: it comes again."""
+        """Run nothing of the next batch, of which the connector gets metadata: it comes again, as in TensorRT-LLM."""
         with self._lock:
             self._drops = True
 

@@ -62,6 +62,12 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
     return Batch(ids, begins, lengths, contexts, input_ids)
 
 
+def _contexts_of(options: Mapping[str, Any]) -> list[int] | None:
+    """Return the ids of the batch's contexts; None if the metadata is not given by name."""
+    metadata = options.get("attn_metadata")
+    return None if metadata is None else list(metadata.request_ids)[: metadata.num_contexts]
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedDecoder:
     """`forward` is the decoder's own, hooked; its KV goes into `pool`. `windows`, `ranks`: as in PlannedRows."""
@@ -172,14 +178,12 @@ class PlannedForward:
         self._is_judged = True
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        if len(self._runtime.active_plans):
-            metadata = options["attn_metadata"]
-            plans = self._runtime.active_plans.take_all(list(metadata.request_ids)[: metadata.num_contexts])
-            if plans:
-                hidden = self._planned(plans, options)
-                return self._stock(*arguments, **options) if hidden is None else hidden
+        if len(self._runtime.active_plans) and (contexts := _contexts_of(options)):
+            plans = self._runtime.active_plans.take_all(contexts)
+            hidden = self._planned(plans, options) if plans else None
+            return self._stock(*arguments, **options) if hidden is None else hidden
         hidden = self._stock(*arguments, **options)
-        if not self._is_judged and options["attn_metadata"].num_contexts:
+        if not self._is_judged and _contexts_of(options) != []:
             self._prove(options, hidden)
         return hidden
 
@@ -229,6 +233,7 @@ class PlannedForward:
         except Exception:
             logger.exception("request %d fails: what it was promised cannot be computed either", plan.request_id)
             self._runtime.active_plans.withhold(plan)
+            self._runtime.failed_loads.append(plan.request_id)
             self._runtime.failed.add(plan.request_id)
         else:
             self._computes_whole(plan)

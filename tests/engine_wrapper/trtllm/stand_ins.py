@@ -520,6 +520,9 @@ def executor_of(
     config = source.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, head_dim, BLOCK)
-    pool = torch.full((blocks, geometry.num_layers, 2, geometry.row_elements), float("nan")).to(kv_dtype)
+    shape = (geometry.num_layers, 2, geometry.row_elements)
+    # A slot of V2 may hold other buffers too: its pool is a strided view.
+    slots = torch.full((blocks, math.prod(shape) + 64 * (style == "main")), float("nan")).to(kv_dtype)
+    pool = slots[:, : math.prod(shape)].view(blocks, *shape)
     engine = PyTorchModelEngine(CausalModel(source, fused=fused, style=style), is_main=style == "main")
     return PyExecutor(MANAGERS[style](pool, geometry), engine, worker, scheduler)
