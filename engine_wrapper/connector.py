@@ -12,7 +12,7 @@ import torch
 
 from engine_wrapper.kv_scales import digest_of
 from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, scales_of
-from engine_wrapper.trtllm.hooks import find_executor
+from engine_wrapper.trtllm.hooks import fail_requests, find_executor
 from kernels.layout import PagedKv
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
@@ -52,6 +52,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self.attachment: Attachment | None = None
+        self._expected: list[int] = []  # requests of the plans that the next forward takes
 
     def _kv_scales(self) -> str | None:
         """As the stock worker's, from the attention of the executor that registers its caches; 1 if embedded."""
@@ -78,19 +79,51 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             runner.evidence_sink = runtime.note_evidence
             runtime.readiness.is_awaited = runtime.publication_guard = True
             runtime.mode = EngineMode.WRAPPER
+            runtime.engine_facts = {"manager": type(blocks).__name__, "decode_graphs": [runtime.engine.replays_decode]}
+            runtime.tokens_left = 2 if runtime.engine.replays_decode else 1
             runtime.weights = weights = Weights(runner.model)
             blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset
 
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+        """As the stock worker's, but raises nothing into TensorRT-LLM, which catches nothing here: if plans cannot be
+        loaded, the wrapper computes all that they promise, and the requests of others fail after the forward."""
+        bound = self.get_connector_meta()
+        plans = getattr(bound, "plans", ())
+        try:
+            super().start_load_kv(stream)
+        except Exception:
+            if self.attachment is None or self._runtime.ranks.size > 1:
+                raise
+            logger.exception("donors cannot be placed; what was promised is computed")
+            self._runtime.faults["start_load_kv"] += 1
+            for plan in plans:
+                self._runtime.failed_loads.append(plan.request_id)
+                if plan.execution.mode is EngineMode.WRAPPER:
+                    self._runtime.active_plans.put(plan.without_spans("load_failed"))
+                else:
+                    self._runtime.active_plans.withhold(plan)
+                    self._runtime.failed.add(plan.request_id)
+        self._expected = [plan.request_id for plan in plans]
+
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """End this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without asking for its plans,
-        since holes were not computed then."""
-        forward = None if self.attachment is None else self.attachment.forward
-        if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
-            super().wait_for_save(stream)
-            return
-        self._runtime.faults["plan_not_executed"] += 1
-        self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
-        raise SemBlendError("the engine ran a forward without asking for its plans; nothing is reused from now on")
+        """End this iteration's loads, and fail the requests of plans that were not executed: their KV has holes.
+
+        Raises SemBlendError, which fails every running request, if TensorRT-LLM cannot fail one by itself."""
+        plans, failed = self._runtime.active_plans, self._runtime.failed
+        expected = self._expected if self.attachment is not None and self._runtime.mode is EngineMode.WRAPPER else ()
+        if left := [plan for each in expected if (plan := plans.take(each)) is not None]:
+            self._runtime.faults["plan_not_executed"] += 1
+            self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
+            for plan in left:
+                plans.withhold(plan)
+                failed.add(plan.request_id)
+        if failed:
+            executor, ids = None if self.attachment is None else self.attachment.executor, sorted(failed)
+            failed.clear()
+            message = f"the plans of requests {ids} were not executed; nothing is reused from now on"
+            if not fail_requests(executor, ids, message):
+                raise SemBlendError(message)
+        super().wait_for_save(stream)
 
     def close(self) -> None:
         """Close as the stock worker. Leaves the engine as it was found."""

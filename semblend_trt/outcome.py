@@ -230,7 +230,7 @@ _REQUEST = {
 _PLAN = {
     "not_honoured": "The engine took nothing of the offer and computes all of it; switch block reuse on.",
     "forward_failed": "A forward failed and the engine lives on; nothing of its requests is kept.",
-    "target_blocks": "The blocks do not fit the plan; the wrapper computes everything.",
+    "target_blocks": "The blocks do not fit the plan, or were exchanged; the wrapper computes everything.",
     "load_failed": "Donors' KV could not be placed on some rank. The wrapper computes everything and drops the donors; "
     "a stock engine raises, since it skips those tokens in any case.",
     "risk_above_bound": "The sample deviates by more than the bound's levels allow, and everything is computed. Raise "
@@ -243,19 +243,20 @@ _ATTACHMENT = {
     "probe_failed": "Look at the error in the log; the engine's parts could not be read.",
     "cache_manager_unknown": "Use the V1 or V2 cache manager; another one could publish approximate KV.",
     "publication_unknown": "Use a known version; the cache manager publishes in another way.",
+    "kv_lending": "Serve without lending of KV blocks; what others read of them is not known yet.",
     "conversation_manager": "Switch conversations of the V2 cache manager off; it could publish approximate KV.",
     "ranks_unknown": "Serve with torch.distributed or MPI; ranks would publish different prefixes.",
 }
 _DECODER = {
     "settings_unknown": "Use a known version; settings that must be off cannot be read.",
     "compiled_prefill": "Switch torch_compile_config off; Python between the layers does not run.",
-    "cuda_graphs": "Write cuda_graph_config: null; Python between the layers does not run in a replay.",
-    "lora": "Merge the adapter into the weights; its rows are built for the engine's batch.",
+    "prefill_graphs": "Set prefill_cuda_graph_backend to disabled; Python between the layers does not run in a replay.",
+    "lora": "Merge the adapter into the weights; the engine lays adapters out for its own rows, and a plan has others.",
     "sparse_attention": "Switch sparse attention off; other tokens are attended to.",
     "attention_backend": "Set attn_backend to TRTLLM; pages of another one are laid out in another way.",
-    "cache_manager_v2": "Set use_kv_cache_manager_v2 to false; the V2 manager has no block ids for a batch.",
     "kv_cache_dtype": "Leave the cache in the model's dtype; rows in fp8 would have to be rounded as the engine does.",
     "disaggregated": "Serve without cache_transceiver_config; prefill and decode must run in one engine.",
+    "prefix_reservations": "Switch reservations of prefixes off; how they are asked for is not known yet.",
     "engine_layout": "Use a known version; whether the engine replays graphs cannot be seen.",
     "model_layout": "Serve a model whose decoder and layers are laid out as known.",
     "model_patched": "Remove the package that replaced a forward; one of both would be lost.",
@@ -280,16 +281,16 @@ _FAULT = {
     "request_data": "What the engine says of a scheduled request cannot be true; the request leaves no donor.",
     "saved_news": "The events of ended saves could not be taken; the next call reads on.",
     "metadata": "Metadata holds what no scheduler sends; its plans raise, since what was promised cannot be placed.",
-    "start_load_kv": "vLLM: donors could not be placed; the step computes what they were to hold.",
+    "start_load_kv": "Donors could not be placed; the step computes what they were to hold.",
     "wait_for_save": "vLLM: the end of a step could not be noted; the step's donors are not kept.",
     "get_finished": "vLLM: the end of saves could not be noted; blocks that were to be saved stay held.",
     "step_unreadable": "vLLM: a step could not be read; running requests begin again, and reuse ends.",
     "reset_cache": "vLLM: donors could not be forgotten; vLLM hears that its reset has failed.",
     "hook": "vLLM: the model or its runner is laid out in an unknown way; it is given back, and nothing is reused.",
     "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
-    "planned_forward": "A plan could not be executed; nothing is reused from then on. TensorRT-LLM's batch fails, vLLM "
-    "computes all that was promised.",
-    "plan_not_executed": "A forward ran without its plans; TensorRT-LLM's batch fails, vLLM begins requests "
+    "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
+    "then on.",
+    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM begins requests "
     "again. Nothing is reused from then on.",
 }
 _VLLM = {

@@ -12,7 +12,9 @@ from kernels.layout import MOVABLE_DTYPES, KvGeometry, LayeredPool, check_pool
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool. `scales`: a digest, of fp8 alone. `chunk`: in tokens, if some layers attend in chunks."""
+    """The registered pool. `scales`: a digest, of fp8 alone. `chunk`: in tokens, if some layers attend in chunks.
+
+    `exchanges_blocks`: the engine may give a request an equal block for its own one, and tells it at the end alone."""
 
     geometry: KvGeometry
     num_blocks: int
@@ -20,6 +22,7 @@ class PoolFacts:
     scales: str | None = None
     chunk: int | None = None
     holds_saved_blocks: bool = False
+    exchanges_blocks: bool = False
 
 
 def geometry_of(pool: Any, sizes: KvGeometry) -> KvGeometry | None:

@@ -72,6 +72,10 @@ class ActivePlans:
         """True if some of the request's KV may not be published; for managers that publish all of it or nothing."""
         return request_id in self._exact_tokens
 
+    def withhold(self, plan: SemanticKvPlan) -> None:
+        """Let nothing of the request enter the prefix cache but the engine's own prefix: the plan was not kept."""
+        self._exact_tokens[plan.request_id] = plan.num_computed_tokens
+
     def lift_limit(self, request_id: int) -> None:
         """Forget the limit, since the running forward computes all that the plan had placed."""
         self._exact_tokens.pop(request_id, None)
@@ -218,13 +222,18 @@ class Runtime:
     The wrapper sets `mode` and `publication_guard` when it attaches. The worker sets `pool`; if it refuses the caches,
     `refusal` says why. The newest MAX_EVENTS of `saved`, `failed_loads`, `evidence` and `offload_events` wait for the
     scheduler. `ended_saves` are requests whose end the engine does not know yet. `disk` is None while the disk tier is
-    closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails.
-    `weights` is None if the worker does not know the model; `weights_changes` counts their changes. `costs` are what
-    plans take, once the engine has measured it."""
+    closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails. Every
+    plan leaves the last `tokens_left` tokens of its prompt to the engine. `failed` requests have holes in their KV, and
+    the worker has to fail them. `engine_facts`: what the engine shows of itself, for the audit log. `weights` is None
+    if the worker does not know the model; `weights_changes` counts their changes. `costs` are what plans take, once the
+    engine has measured it."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
+    tokens_left: int = 1
+    failed: set[int] = field(default_factory=set)
+    engine_facts: dict[str, Any] = field(default_factory=dict)
     publication_guard: bool = False
     ended_saves: deque[int] = field(default_factory=deque)
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))

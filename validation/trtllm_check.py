@@ -1,7 +1,8 @@
 """`python -m validation.trtllm_check`: runs the connector inside a real TensorRT-LLM, and says what holds there.
 
-Four engines of one model serve the same prompts, one after the other: without a connector, with ours, with ours
-attached and every layer computed again, and with ours attached and nothing computed again. Then a reuse profile is
+All engines have TensorRT-LLM's default options. The first line says which manager, graphs and attention these are.
+Four engines of one model serve the same prompts, one after the other: with ours attached and every layer computed
+again, without a connector, with ours, and with ours attached and nothing computed again. Then a reuse profile is
 confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves with it. At last
 many requests are served at once over a small pool, and the blocks are counted before and after: one of them is
 cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked through the
@@ -30,6 +31,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.documents import Document, Question, stock_list
 from validation.engines import AuditFile, ended_requests
 from validation.prompts import PLAIN
+from validation.trtllm_assumptions import Finding, facts_of, judge_commits, judge_crowded, judge_engine
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
 if TYPE_CHECKING:
@@ -223,15 +225,6 @@ _SLACK = 0.05
 _MAX_EM_DROP = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the result."""
-
-    name: str
-    holds: bool
-    what: str
-
-
 def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
     """Judge the answers and audit logs of the four engines without a profile."""
     first, second = asked.twice(served[STOCK].tokens)
@@ -368,13 +361,17 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
     asked = workload(arguments.groups, arguments.rows)
     boundary = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(layers)}
     try:
+        first = serve(model, dtype, asked.prompts, WRAPPER, boundary)
+        facts = facts_of(first.events)
+        yield judge_engine(first.events)
         served = {
             STOCK: serve(model, dtype, asked.prompts, None, {}),
             EXACT: serve(model, dtype, asked.prompts, STOCK_CONNECTOR, {"SEMBLEND_POLICY": "exact"}),
-            RECOMPUTED: serve(model, dtype, asked.prompts, WRAPPER, boundary),
+            RECOMPUTED: first,
             REUSED: serve(model, dtype, asked.prompts, WRAPPER, {"SEMBLEND_POLICY": "position_fix"}),
         }
         yield from judge(asked, served)
+        yield judge_commits(facts, model, dtype)
     except SemBlendError as error:
         yield Finding("engine", False, str(error))
         return
@@ -386,7 +383,8 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
             yield Finding("profile", False, str(error))
     try:
         # 16 requests at once, two of each beginning.
-        yield from judge_crowd(serve_crowd(model, dtype, crowd(3, 8, arguments.rows)))
+        crowded = serve_crowd(model, dtype, crowd(3, 8, arguments.rows))
+        yield from (*judge_crowd(crowded), *judge_crowded(facts, crowded.events))
     except SemBlendError as error:
         yield Finding("concurrency", False, str(error))
 

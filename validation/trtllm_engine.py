@@ -46,15 +46,13 @@ def open_llm(
     cache: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Open an LLM that can execute plans: eager, over the V1 cache manager, with chunked prefill.
+    """Open an LLM with TensorRT-LLM's defaults, but for chunked prefill and the host memory that no connector allows.
 
     `connector`: the module of our classes. `variables`: their settings, SEMBLEND_*. `cache`: fields of KvCacheConfig.
     Raises SemBlendError when it does not start."""
     # `tensorrt_llm.llmapi` itself has KvCacheConfig only.
     api = import_module("tensorrt_llm.llmapi.llm_args")
-    fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, **(cache or {})}
-    if "use_kv_cache_manager_v2" in api.KvCacheConfig.model_fields:
-        fields["use_kv_cache_manager_v2"] = False  # V1 is not main's default
+    fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, "host_cache_size": 0, **(cache or {})}
     # The answers are compared, so a slow first look-up must not time out.
     variables = {"SEMBLEND_LOOKUP_DEADLINE_MS": "10000", **variables}
     try:
@@ -63,7 +61,6 @@ def open_llm(
             return trtllm_api().LLM(
                 model=model,
                 enable_chunked_prefill=True,
-                cuda_graph_config=None,
                 kv_cache_config=api.KvCacheConfig(**fields),
                 kv_connector_config=None if connector is None else api.KvCacheConnectorConfig.ours(connector),
                 **options,

@@ -51,10 +51,8 @@ class BatchScheduler:
         self._args, self._blocks, self._connector = llm_args, blocks, connector
         self._active, self._waiting, self._pause = active, waiting, pause
         self._is_v2 = pause is not None
-        # With block reuse off the engine skips no loaded token; most versions then do not ask the connector.
-        self._applies = llm_args.kv_cache_config.enable_block_reuse
-        asks_anyway = connector is not None and not self._is_v2 and connector.version.asks_without_reuse
-        self._asks = self._applies or asks_anyway
+        # With block reuse off the engine skips no loaded token, and does not ask the connector.
+        self._asks = llm_args.kv_cache_config.enable_block_reuse
 
     def schedule(self) -> ScheduledBatch:
         """Pick the next iteration, ask the connector about new requests, and allocate all blocks.
@@ -129,11 +127,7 @@ class BatchScheduler:
         for request in batch.admitted:
             if self._connector is not None and self._asks:
                 local = request.cached_tokens
-                if self._connector.version.floors_local_match:
-                    local -= local % self._blocks.block_size
-                matched = self._connector.ask(request, local)
-                if matched and self._applies:
-                    request.set_prepopulated_prompt_len(local, matched)
+                request.set_prepopulated_prompt_len(local, self._connector.ask(request, local))
                 self.resize_chunk(request)
             self._allocate_new(request, request.prompt_len)
         for request in batch.generation_requests:

@@ -258,6 +258,7 @@ class BlockManager:
     With `guarantees` (GUARANTEED_NO_EVICT), a sequence enters only if it can get all blocks that it may ever need, so
     it is never paused. Without (V2), the scheduler checks for room before it grows a sequence. With `replaces`, a
     published block replaces an equal one that no sequence reads; without, as in TensorRT-LLM, the tree keeps its own.
+    With `exchanges` (V2) the sequence then gets the tree's block in the place of its own, which becomes free.
     `copy_block(source, target)` copies one block's KV of all layers. `publication` may be set at any time before a
     request is published. `reset_reuse_state` calls `on_reset` when it has freed all reusable blocks."""
 
@@ -269,12 +270,13 @@ class BlockManager:
         *,
         guarantees: bool = True,
         replaces: bool = True,
+        exchanges: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
         self.publication: ActivePlans | None = None
         self.on_reset: Callable[[], None] | None = None
         self._config, self._copy_block = config, copy_block
-        self._guarantees, self._replaces = guarantees, replaces
+        self._guarantees, self._replaces, self._exchanges = guarantees, replaces, exchanges
         self._tree = RadixTree(self.block_size)
         self._free: deque[int] = deque(range(num_blocks))
         self._sequences: dict[int, _Sequence] = {}
@@ -348,6 +350,9 @@ class BlockManager:
                 elif not node.references and self._num_unpromised_blocks < 1:
                     return
                 tree.acquire([node])
+                if self._exchanges and node.block_id != sequence.block_ids[index]:
+                    self._free.append(sequence.block_ids[index])
+                    sequence.block_ids[index] = node.block_id
             sequence.path.append(node)
 
     def reset_reuse_state(self) -> bool:

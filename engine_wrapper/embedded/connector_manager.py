@@ -1,13 +1,12 @@
-"""Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of main, or our own.
+"""Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of 1.4, or our own.
 
 Sources: `KvCacheConnectorManager` of NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main). The scheduler is on rank 0, which sends its
-answers to every rank. With one rank, metadata still goes through pickle, as sending needs it."""
+`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main, which becomes 1.4). The scheduler is on rank
+0, which sends its answers to every rank. With one rank, metadata still goes through pickle, as sending needs it."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.block_manager import KvCacheLayout
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
-
-logger = logging.getLogger(__name__)
 
 # nanobind binds these; the request that V1 gives to the query has nothing else.
 _BOUND_ATTRIBUTES = (
@@ -62,50 +59,48 @@ class Contract:
     """What the engine gives to a connector, and how the engine behaves.
 
     - `request_attributes`: what V1's query can read of a request; later calls get another object.
-    - `allows_v2`: a connector may be attached to the V2 cache manager; otherwise the engine takes V1.
+    - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
+    - `replays_decode`: decode steps are replays of recorded ones, in which no hook runs.
     - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches.
     - `defers_cancel`: the engine holds the blocks of a cancelled request while a load into them is under way.
-    - `floors_local_match`: under V1, the query's local match counts whole shared blocks only.
-    - `asks_without_reuse`: with block reuse off, V1 still asks for tokens, and applies none of the offer.
     - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
-    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on."""
+    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on. With
+      V2 it does so without the overlap scheduler alone."""
 
     name: str
     request_data: type[ScheduledRequest]
     scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
     request_attributes: frozenset[str]
-    allows_v2: bool = False
+    is_v2: bool = False
+    replays_decode: bool = False
     waits_for_initialization: bool = False
     defers_cancel: bool = False
-    floors_local_match: bool = False
-    asks_without_reuse: bool = False
     tells_cut_short: bool = False
     survives_failed_forward: bool = True
 
 
-V12 = Contract("1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"})
-MAIN = Contract(
-    "main",
+V12 = Contract("1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, replays_decode=True)
+V14 = Contract(
+    "1.4",
     RequestData,
     SchedulerOutput,
     BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
-    allows_v2=True,
+    is_v2=True,
+    replays_decode=True,
     waits_for_initialization=True,
     defers_cancel=True,
-    floors_local_match=True,
-    asks_without_reuse=True,
 )
-# The default: as main, but the connector learns of partial blocks, every end and exact requests. Arrays read faster.
+# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests. Arrays read faster.
 EMBEDDED = replace(
-    MAIN,
+    V14,
     name="embedded",
-    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
-    floors_local_match=False,
-    asks_without_reuse=False,
+    request_attributes=V14.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
+    is_v2=False,
+    replays_decode=False,
     tells_cut_short=True,
     survives_failed_forward=False,
 )
-CONTRACTS = {contract.name: contract for contract in (V12, MAIN, EMBEDDED)}
+CONTRACTS = {contract.name: contract for contract in (V12, V14, EMBEDDED)}
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):
@@ -295,10 +290,12 @@ class KvCacheConnectorManager:
 
     # -- the end of a request -------------------------------------------------------------------------------------
 
-    def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save."""
+    def request_finished(self, request: LlmRequest, block_ids: Sequence[int], *, is_late: bool = False) -> bool:
+        """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save.
+
+        With `is_late` it is reported in any case: the request has ended before this iteration."""
         self.forget(request.request_id)
-        if request.was_cut_short and not self.version.tells_cut_short:
+        if request.was_cut_short and not self.version.tells_cut_short and not is_late:
             return False
         if self._num_groups:
             groups = self._by_group(block_ids)
@@ -407,24 +404,6 @@ class KvCacheConnectorManager:
 # -- building it ------------------------------------------------------------------------------------------------------
 
 
-def uses_v2(llm_args: LlmArgs) -> bool:
-    """Return whether the engine takes the V2 cache manager: never with a connector whose version supports V1 only.
-
-    Raises ConfigurationError for layer groups under V1, which has none."""
-    version, wanted = CONTRACTS[llm_args.contract], llm_args.kv_cache_config.use_kv_cache_manager_v2
-    if wanted and llm_args.kv_connector_config is not None and not version.allows_v2:
-        logger.warning(
-            "contract %s knows the V1 cache manager only; with a connector the engine takes it", version.name
-        )
-        wanted = False
-    if llm_args.layer_groups is not None and not wanted:
-        raise ConfigurationError(
-            f"layer_groups is {llm_args.layer_groups}, but under contract {version.name} this engine takes the V1 "
-            "cache manager, which has one flat pool; set kv_cache_config.use_kv_cache_manager_v2 and contract main"
-        )
-    return wanted
-
-
 def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
@@ -446,10 +425,9 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
     with ThreadPoolExecutor(max_workers=2) as threads:
         worker = threads.submit(worker_class, llm_args)
         scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
-    groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
-    return KvCacheConnectorManager(
-        worker.result(), scheduler and scheduler.result(), CONTRACTS[llm_args.contract], groups, ranks
-    )
+    version = CONTRACTS[llm_args.contract]
+    groups = len(llm_args.layer_groups or ((),)) if version.is_v2 else 0
+    return KvCacheConnectorManager(worker.result(), scheduler and scheduler.result(), version, groups, ranks)
 
 
 def _class(module: Any, name: str) -> Any:

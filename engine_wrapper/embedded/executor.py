@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
-from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector, uses_v2
+from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector
 from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.model_runner import ModelRunner
     from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
@@ -58,7 +59,8 @@ class Executor:
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
         self._version = CONTRACTS[llm_args.contract]
-        self._is_v2 = uses_v2(llm_args)
+        self._is_v2 = self._version.is_v2
+        self.replays_decode = self._version.replays_decode and llm_args.cuda_graph_config is not None
         self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(
@@ -68,7 +70,12 @@ class Executor:
         self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
         self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
         self.block_manager = BlockManager(
-            blocks, cache, self.pool.copy_block, guarantees=not self._is_v2, replaces=self._holds_saved_blocks
+            blocks,
+            cache,
+            self.pool.copy_block,
+            guarantees=not self._is_v2,
+            replaces=self._holds_saved_blocks and not self._is_v2,
+            exchanges=self._is_v2,
         )
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
@@ -77,16 +84,21 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._closed = False
+        self._closed = self._drops = False
+        self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args, runner.ranks)
         if self.connector is not None:
-            pool, groups = self.pool.tensor, llm_args.layer_groups
-            self.connector.register(pool, cache_layout(pool, cache.tokens_per_block, groups) if self._is_v2 else None)
+            self._register(self.connector)
         pause = self._pause if self._is_v2 else None
         self._scheduler = BatchScheduler(
             llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
         )
+
+    def _register(self, connector: KvCacheConnectorManager) -> None:
+        pool, args = self.pool.tensor, self.llm_args
+        layout = cache_layout(pool, args.kv_cache_config.tokens_per_block, args.layer_groups) if self._is_v2 else None
+        connector.register(pool, layout)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -115,6 +127,8 @@ class Executor:
                     self.connector.request_finished(request, [])
             else:
                 self._cut_short(request, "cancelled")
+                if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
+                    self._late_ends.append(request)
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
                     # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
@@ -126,6 +140,11 @@ class Executor:
             is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
             if request.request_id in self._active and not is_loading:
                 self._pause(request)
+
+    def drop_batch(self) -> None:
+        """Run nothing of the next batch, of which the connector gets metadata: it comes again, as in TensorRT-LLM."""
+        with self._lock:
+            self._drops = True
 
     @property
     def pending_transfers(self) -> list[int]:
@@ -149,7 +168,8 @@ class Executor:
                     self.connector.handle_metadata()
                     self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
-            if not len(batch):
+            drops, self._drops = self._drops and len(batch) > 0, False
+            if drops or not len(batch):
                 self._take_tokens()
             elif (logits := self._forward(batch, stream)) is not None:
                 self._update(batch, logits)
@@ -201,12 +221,15 @@ class Executor:
                 worker = connector.worker
                 self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
                 self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
-            logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
+            runner = self.model_runner
+            forward = runner.replay if self.replays_decode and batch.runs_as_decode else runner.forward
+            logits = forward([self._slice(request) for request in batch.requests])
             if connector is not None:
                 connector.after_forward(stream)
             return logits
         except Exception as error:
-            if not self._version.survives_failed_forward:
+            overlaps = not self.llm_args.disable_overlap_scheduler
+            if not self._version.survives_failed_forward or (self._is_v2 and overlaps):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()
@@ -248,7 +271,8 @@ class Executor:
             self._take_tokens()
         for request in batch.context_requests:
             if not request.is_finished:
-                written = min(request.context_current_position, request.prompt_len - 1)
+                written = request.context_current_position
+                written = written if self._is_v2 else min(written, request.prompt_len - 1)
                 self.block_manager.publish(request.request_id, request.tokens(0, written))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
@@ -302,10 +326,8 @@ class Executor:
         request_id = request.request_id
         request.finish_reason = reason
         del self._active[request_id]
-        if not request.was_cut_short:
-            written = request.num_written_tokens
-            end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
-            self.block_manager.publish(request_id, request.tokens(0, end))
+        if not request.was_cut_short and not self._is_v2:  # V2 publishes prompts only
+            self.block_manager.publish(request_id, request.tokens(0, request.num_written_tokens))
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
@@ -331,6 +353,9 @@ class Executor:
         """Ask the connector which transfers have ended, and free the blocks that they held."""
         if self.connector is None:
             return
+        for request in self._late_ends:
+            self.connector.request_finished(request, [], is_late=True)
+        self._late_ends.clear()
         saved, loaded = self.connector.get_finished()
         for request in saved:
             if self._holds_saved_blocks:

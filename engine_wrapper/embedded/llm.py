@@ -93,6 +93,8 @@ class LLM:
     calls in the same order. Each holds its part of the model and of the KV; all have the same outputs. Raises
     ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
 
+    executor_type = Executor
+
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         size = asked.tensor_parallel_size
@@ -116,7 +118,7 @@ class LLM:
         self.llm_args = args = asked.model_copy(update=running)
         self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
         self.tokenizer = runner.tokenizer
-        self.executor = Executor(args, runner)
+        self.executor = self.executor_type(args, runner)
         self.block_manager = self.executor.block_manager
         connector = self.executor.connector
         self.connector_scheduler: Any = None if connector is None else connector.scheduler

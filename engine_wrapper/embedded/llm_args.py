@@ -28,20 +28,18 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
-    "fp8": e4m3 by a scale of 1. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes prompts only, and pauses
-    requests when blocks run out."""
+    "fp8": e4m3 by a scale of 1. `host_cache_size`: None for what the cache manager takes by itself."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    host_cache_size: int = Field(default=0, ge=0)
-    use_kv_cache_manager_v2: bool = False
+    host_cache_size: int | None = Field(default=None, ge=0)
 
     @field_validator("host_cache_size")
     @classmethod
-    def _no_host_cache(cls, size: int) -> int:
+    def _no_host_cache(cls, size: int | None) -> int | None:
         # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
         if size:
             raise ValueError(f"is {size}, but a KV cache connector needs every block in the primary pool; set 0")
@@ -78,6 +76,9 @@ class LlmArgs(StrictModel):
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
+      "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
+      blocks, and pauses requests when blocks run out.
+    - `cuda_graph_config`: if it is there, 1.2 and 1.4 replay recorded decode steps.
     - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
     - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
     - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
@@ -104,7 +105,9 @@ class LlmArgs(StrictModel):
     disable_overlap_scheduler: bool = True
     attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
     cache_transceiver_config: dict[str, Any] | None = None
-    contract: Literal["1.2", "main", "embedded"] = "embedded"
+    contract: Literal["1.2", "1.4", "embedded"] = "embedded"
+    cuda_graph_config: dict[str, Any] | None = Field(default_factory=dict)
+    torch_compile_config: None = None
     layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
     follows_transformers: ClassVar[bool] = True
@@ -126,6 +129,21 @@ class LlmArgs(StrictModel):
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
+
+    @model_validator(mode="after")
+    def _fits_the_contract(self) -> LlmArgs:
+        if self.layer_groups is not None and self.contract != "1.4":
+            raise ValueError(
+                f"layer_groups is {self.layer_groups}, but contract {self.contract} has the V1 cache manager with one "
+                "flat pool; use contract 1.4"
+            )
+        takes_host_memory = self.contract == "1.4" and self.kv_cache_config.host_cache_size is None
+        if takes_host_memory and self.kv_connector_config is not None:
+            raise ValueError(
+                "the V2 cache manager takes host memory by itself, so that no connector starts; set "
+                "kv_cache_config.host_cache_size to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:

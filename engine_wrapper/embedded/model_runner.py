@@ -136,6 +136,22 @@ class ModelRunner:
         arriving = self.readiness is not None and self.readiness.is_arriving
         return run_works(works, num_layers, max_rows, self._run_lowest, self._weigh, sink, run, is_arriving=arriving)
 
+    def replay(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Run a recorded decode step, in which no hook runs; return logits as `forward` does.
+
+        Raises RuntimeError if a plan waits for one of the slices: what was recorded asks for no plan."""
+        source = self.plan_source
+        if source is not None and any(source(each.request_id) is not None for each in slices):
+            raise RuntimeError("a plan waits for a decode step, which is replayed; at least two tokens must be left")
+        if self.readiness is not None:
+            self.readiness.join(current_stream(self.device))
+        hooks = source, self.before_layer, self.after_layer
+        self.plan_source = self.before_layer = self.after_layer = None
+        try:
+            return self.forward(slices)
+        finally:
+            self.plan_source, self.before_layer, self.after_layer = hooks
+
     def measured_costs(self, kv: PagedKv, rotation: Rotation, longest: int) -> CostModel | None:
         """Measure what plans cost, over blocks that are zero before and after it (`engine_wrapper.timing`)."""
 

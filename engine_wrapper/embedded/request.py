@@ -421,6 +421,11 @@ class ScheduledBatch:
     def requests(self) -> list[LlmRequest]:
         return [*self.context_requests, *self.generation_requests]
 
+    @property
+    def runs_as_decode(self) -> bool:
+        """True if no context has more than the last token of its prompt left: the batch then runs as a decode step."""
+        return all(each.context_chunk_size == each.context_remaining_length == 1 for each in self.context_requests)
+
     def remove(self, request: LlmRequest) -> None:
         """Take the request out of the iteration."""
         for requests in (self.context_requests, self.generation_requests, self.admitted):

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
-from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
+from engine_wrapper.trtllm.block_table import table_for
+from engine_wrapper.trtllm.hooks import can_fail_requests, find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
@@ -52,6 +53,7 @@ class Attachment:
     guard_refusal: str | None = None
     execution_refusal: str | None = None
     unwatch: Undo = lambda: None
+    executor: Any = None
 
     def remove(self) -> None:
         """Leave the engine as it was found."""
@@ -86,10 +88,13 @@ def attach_to_executor(
         # Rows would have to be rounded, and attended to, as the engine's own kernels do.
         if refusal is not None or needs_scales(pool):
             return refusal or "kv_cache_dtype"
-        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
+        table = table_for(parts.manager)
+        assert table is not None
+        return PlannedForward(parts.decoder, table, runtime, pool, facts, engine.max_num_tokens)
 
     unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
+    runtime.engine_facts = {} if parts is None else {**facts_shown(parts), "guard_refusal": reason}
     if reason is not None:
         logger.warning(
             "not attached to the engine (%s); only identical text from position 0 is reused. %s",
@@ -99,13 +104,14 @@ def attach_to_executor(
         return Attachment(None, None, reason, reason, unwatch)
     runtime.publication_guard = True
     forward, refused = _installed(plans, runtime)
+    runtime.engine_facts["execution_refusal"] = refused
     if refused is not None:
         logger.warning(
             "plans are not executed on this engine (%s); it can only skip what is reused from the left. %s",
             refused,
             advice(refused, Scope.DECODER),
         )
-    return Attachment(guarded, forward, None, refused, unwatch)
+    return Attachment(guarded, forward, None, refused, unwatch, getattr(parts, "executor", None))
 
 
 def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
@@ -156,24 +162,43 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
     )
 
 
+def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
+    """Return what the executor shows of the engine's options, so that a first run on a new version shows them."""
+    holders, executor = _graph_holders(parts), parts.executor
+    layers = list(getattr(parts.decoder, "layers", None) or ())
+    attention = getattr(getattr(layers[0], "self_attn", None), "attn", None) if layers else None
+    return {
+        "manager": type(parts.manager).__name__,
+        "attention": type(attention).__name__,
+        "graph_holders": [type(each).__name__ for each in holders],
+        "decode_graphs": [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders],
+        "overlap": not getattr(executor, "disable_overlap_scheduler", False),
+        "fails_requests": can_fail_requests(executor),
+    }
+
+
+def _graph_holders(parts: ExecutorParts) -> list[Any]:
+    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
+    engine, held = parts.model_engine, held_by(parts.model_engine)
+    if "cuda_graph_runner" in held:
+        return [engine]
+    return [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+
+
 def _refused_engine(parts: ExecutorParts) -> str | None:
-    if type(parts.manager).__name__ != "KVCacheManager":
-        return "cache_manager_v2"
-    if not callable(getattr(parts.manager, "get_batch_cache_indices", None)):
+    if table_for(parts.manager) is None:
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
-    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
-    engine, held = parts.model_engine, held_by(parts.model_engine)
-    holders = [engine] if "cuda_graph_runner" in held else []
-    holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+    if getattr(parts.executor.kv_connector_manager, "prefix_reservations_enabled", False):
+        return "prefix_reservations"
+    engine, holders = parts.model_engine, _graph_holders(parts)
     if len(holders) != 1:
         return "engine_layout"
-    holder, runner = holders[0], holders[0].cuda_graph_runner
-    # The runner of prefill graphs is there only if they are on.
-    has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
-    if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
-        return "cuda_graphs"
+    holder = holders[0]
+    # Graphs of decode steps are captured before we attach, and replay no batch with a plan.
+    if getattr(holder, "breakable_cuda_graph_runner", None) is not None:
+        return "prefill_graphs"
     compiled = getattr(engine, "_torch_compile_enabled", False) or getattr(holder, "_torch_compile_backend", None)
     return "compiled_prefill" if compiled else None
 

@@ -10,9 +10,10 @@ main); `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weight
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.patches import replace_method, watch_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import Weights
@@ -82,17 +83,47 @@ def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
         return undo.pop_all().close
 
 
-def hook_decoder(
-    decoder: Any, forward: Callable[..., Any], begin: Callable[..., Any], attend: Callable[..., Any]
-) -> Undo:
-    """Replace the decoder's and each attention backend's `forward`, and call `begin` before each layer; all or none.
-    `begin` gets the layer's index first; `attend` the attention module, the index and the stock method."""
+def hook_decoder(decoder: Any, forward: Callable[..., Any]) -> Undo:
+    """Replace the decoder's `forward`."""
+    undo = replace_method(decoder, "forward", forward)
+    logger.info("hook: batches with a plan run our forward")
+    return undo
+
+
+@contextmanager
+def hooked_layers(decoder: Any, begin: Callable[..., Any], attend: Callable[..., Any]) -> Iterator[None]:
+    """For a while, call `begin` before each layer and replace each attention backend's `forward`; all or none.
+
+    `begin` gets the layer's index first; `attend` the attention module, the index and the stock method. No forward of
+    the engine's own, recorded or not, meets them."""
     with ExitStack() as undo:
         for index, layer in enumerate(decoder.layers):
             undo.callback(layer.register_forward_pre_hook(partial(begin, index), with_kwargs=True).remove)
             attention = layer.self_attn
             own = partial(attend, attention, index, attention.attn.forward)
             undo.callback(replace_method(attention.attn, "forward", own))
-        undo.callback(replace_method(decoder, "forward", forward))
-        logger.info("hook: batches with a plan run our forward")
-        return undo.pop_all().close
+        yield
+
+
+def fail_requests(executor: Any, request_ids: Iterable[int], message: str) -> bool:
+    """Have the executor end running requests with an error, as it does if guided decoding fails; False if it cannot.
+
+    Facts: `PyExecutor._handle_errors(error_msg, *, requests)` and `active_requests` (1.2 to main)."""
+    if not can_fail_requests(executor):
+        return False
+    try:
+        wanted = set(request_ids)
+        found = [each for each in executor.active_requests if each.py_request_id in wanted]
+        if len(found) < len(wanted):
+            return False
+        executor._handle_errors(message, requests=found)
+    except Exception:
+        logger.exception("the executor could not end requests %s by themselves", request_ids)
+        return False
+    return True
+
+
+def can_fail_requests(executor: Any) -> bool:
+    """Return whether `fail_requests` finds what it needs."""
+    fail = getattr(executor, "_handle_errors", None)
+    return callable(fail) and "requests" in inspect.signature(fail).parameters and hasattr(executor, "active_requests")

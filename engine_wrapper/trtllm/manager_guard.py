@@ -52,7 +52,10 @@ def guard_refusal(manager: Any) -> str | None:
     """Return why `manager` cannot be guarded. Changes nothing.
 
     cache_manager_unknown: neither V1 nor V2, or a subclass; sliding_window: windows that differ by layer;
-    publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations."""
+    publication_unknown: it publishes in another way than is known, as if V2 committed decode tokens; kv_lending: V2
+    lends blocks to others; conversation_manager: V2 keeps conversations.
+
+    Facts: pull requests 18711 (commits of decode tokens) and 19722 (lending: the manager's `_sharing`)."""
     kind = type(manager).__name__
     if kind not in _GUARDS:
         return "cache_manager_unknown"
@@ -69,6 +72,8 @@ def guard_refusal(manager: Any) -> str | None:
         return None if is_known else "publication_unknown"
     if any("commit" in _names_in(manager, method) for method in _V2_SILENT):
         return "publication_unknown"
+    if getattr(manager, "_sharing", None) is not None:
+        return "kv_lending"
     return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
 
 

@@ -17,7 +17,7 @@ import torch
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, difference, differences, raise_difference
-from engine_wrapper.trtllm.hooks import hook_decoder
+from engine_wrapper.trtllm.hooks import hook_decoder, hooked_layers
 from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
 from kernels.layout import pool_view
 from semblend_trt.errors import LayoutError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.patches import Undo
+    from engine_wrapper.trtllm.block_table import BlockTable
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
@@ -59,6 +60,12 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
     if not len(ids) == len(begins) == len(lengths) or contexts > len(ids):
         raise LayoutError("model_call", "the fields of the metadata name different numbers of sequences")
     return Batch(ids, begins, lengths, contexts, input_ids)
+
+
+def _contexts_of(options: Mapping[str, Any]) -> list[int] | None:
+    """Return the ids of the batch's contexts; None if the metadata is not given by name."""
+    metadata = options.get("attn_metadata")
+    return None if metadata is None else list(metadata.request_ids)[: metadata.num_contexts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +150,17 @@ class PlannedForward:
     """Replaces the decoder's forward, which still gets batches without a plan.
 
     The runtime stays in stock mode until the self-check has passed, so that no plan is made before. If it fails, the
-    decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips the plan's
-    matched tokens; nothing is reused from then on."""
+    decoder is left as it was found. Nothing is raised into a forward of one rank: under the overlap scheduler that ends
+    the engine. If a plan cannot be executed, its matched tokens are computed, and the decoder's own forward runs then.
+    Nothing is reused after that. If that fails too, the request is `failed` in the runtime."""
 
     def __init__(
-        self, decoder: Any, manager: Any, runtime: Runtime, pool: torch.Tensor, facts: ModelFacts, max_rows: int | None
-    ) -> None:
-        """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
+        self, decoder: Any, table: BlockTable, runtime: Runtime, pool: torch.Tensor, facts: ModelFacts,
+        max_rows: int | None,
+    ) -> None:  # fmt: skip
+        """`decoder` is the engine's, `table` gives its requests' blocks; `max_rows`: the most tokens of one forward."""
         assert runtime.pool is not None
-        self._manager, self._runtime, self._max_rows = manager, runtime, max_rows
+        self._table, self._runtime, self._max_rows = table, runtime, max_rows
         self._hooked, self._stock = decoder, decoder.forward
         self._undo: Undo = lambda: None
         self._decoder = PlannedDecoder(
@@ -161,7 +170,7 @@ class PlannedForward:
 
     def install(self) -> None:
         """Hook the decoder. Raises, with the decoder untouched, if that is not possible."""
-        self._undo = hook_decoder(self._hooked, self._forward, begin, attend)
+        self._undo = hook_decoder(self._hooked, self._forward)
 
     def remove(self) -> None:
         """Leave the decoder as it was found."""
@@ -169,26 +178,69 @@ class PlannedForward:
         self._is_judged = True
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        if len(self._runtime.active_plans):
-            metadata = options["attn_metadata"]
-            plans = self._runtime.active_plans.take_all(list(metadata.request_ids)[: metadata.num_contexts])
-            if plans:
-                return self._planned(plans, options)
+        if len(self._runtime.active_plans) and (contexts := _contexts_of(options)):
+            plans = self._runtime.active_plans.take_all(contexts)
+            hidden = self._planned(plans, options) if plans else None
+            return self._stock(*arguments, **options) if hidden is None else hidden
         hidden = self._stock(*arguments, **options)
-        if not self._is_judged:
+        if not self._is_judged and _contexts_of(options) != []:
             self._prove(options, hidden)
         return hidden
 
-    def _planned(self, plans: dict[int, SemanticKvPlan], options: Options) -> torch.Tensor:
+    def _planned(self, plans: dict[int, SemanticKvPlan], options: Options) -> torch.Tensor | None:
+        """Return the batch's hidden rows, [tokens, hidden]; None if the decoder's own forward has to compute them."""
         try:
             batch = batch_of_call(options)
-            sink = self._runtime.note_evidence
-            return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, sink)
+            blocks = self._table(batch.request_ids)
+            found = dict(zip(batch.request_ids, blocks, strict=True))
+            plans = {each: self._in_its_blocks(plan, found[each]) for each, plan in plans.items()}
+            with hooked_layers(self._hooked, begin, attend):
+                sink = self._runtime.note_evidence
+                return self._decoder.run(batch, plans, blocks, options, self._max_rows, sink)
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed")
             self._runtime.faults["planned_forward"] += 1
             self._runtime.refusal = self._runtime.refusal or "planned_forward"
-            raise
+            if self._runtime.ranks.size > 1:
+                raise  # the other ranks run on, and would wait for this one
+        for plan in plans.values():
+            self._compute(plan, options)
+        return None
+
+    def _in_its_blocks(self, plan: SemanticKvPlan, blocks: list[int]) -> SemanticKvPlan:
+        """Return the plan, or one that computes all if the request has other blocks than those that were loaded.
+
+        Raises LayoutError for a block without a page."""
+        if min(blocks[: self._decoder.geometry.blocks_for(plan.prompt_length)], default=0) < 0:
+            raise LayoutError("page_missing", f"request {plan.request_id} has a block without a page")
+        loaded = plan.target_block_ids or ()
+        if loaded == tuple(blocks[: len(loaded)]) or not plan.spans:
+            return plan
+        logger.warning("request %d: its blocks are not those that were loaded; all is computed", plan.request_id)
+        self._computes_whole(plan)
+        return plan.without_spans("target_blocks")
+
+    def _compute(self, plan: SemanticKvPlan, options: Options) -> None:
+        """Compute what the engine skips of a request with a plan, in a forward of its own. Never raises."""
+        try:
+            batch = batch_of_call(options)
+            start, end = plan.num_computed_tokens, batch.begins[batch.request_ids.index(plan.request_id)]
+            if start < end:
+                input_ids = torch.from_numpy(plan.prompt_token_ids[start:end].copy()).to(batch.input_ids)
+                skipped = Batch((plan.request_id,), (start,), (end - start,), 1, input_ids)
+                with hooked_layers(self._hooked, begin, attend):
+                    self._decoder.run(skipped, {}, self._table(skipped.request_ids), options, self._max_rows)
+        except Exception:
+            logger.exception("request %d fails: what it was promised cannot be computed either", plan.request_id)
+            self._runtime.active_plans.withhold(plan)
+            self._runtime.failed_loads.append(plan.request_id)
+            self._runtime.failed.add(plan.request_id)
+        else:
+            self._computes_whole(plan)
+
+    def _computes_whole(self, plan: SemanticKvPlan) -> None:
+        self._runtime.active_plans.lift_limit(plan.request_id)
+        self._runtime.failed_loads.append(plan.request_id)
 
     def _prove(self, options: Options, hidden: torch.Tensor) -> None:
         """Runs the self-check on the first batch that allows it. Never raises."""
@@ -196,7 +248,8 @@ class PlannedForward:
             batch = batch_of_call(options)
             if not batch.contexts or batch.begins[0] != 0 or batch.lengths[0] < MIN_TOKENS:
                 return
-            self._decoder.prove(batch, options, hidden, self._blocks(batch)[0])
+            with hooked_layers(self._hooked, begin, attend):
+                self._decoder.prove(batch, options, hidden, self._table(batch.request_ids)[0])
         except Exception as error:
             reason = error.reason if isinstance(error, LayoutError) else "self_check"
             logger.warning("plans are not executed on this engine (%s): %s", reason, error)
@@ -204,8 +257,7 @@ class PlannedForward:
             self.remove()
             return
         self._is_judged = True
+        # A context of one token may run as a decode step, and a replayed one runs no Python.
+        self._runtime.tokens_left = 2
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: the self-check has passed")
-
-    def _blocks(self, batch: Batch) -> list[list[int]]:
-        return [list(map(int, ids)) for ids in self._manager.get_batch_cache_indices(list(batch.request_ids))]

@@ -2,7 +2,7 @@
 
 Without tensorrt_llm our connector derives from the classes below, which have the same abstract methods. Facts:
 NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
-`connectors/kv_cache_connector.py` (1.3 release candidates and main)."""
+`connectors/kv_cache_connector.py` (1.3 release candidates, and main, which becomes 1.4)."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class SchedulerOutput:
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 
-V11, V12, V13, MAIN = "1.1", "1.2", "1.3rc", "main"
+V11, V12, V13, V14 = "1.1", "1.2", "1.3rc", "1.4"
 
 
 def match_of(module: ModuleType) -> str:
     """Return the version of TensorRT-LLM's connector module by what it has: its release number does not show it."""
     scheduler, worker = module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
     if hasattr(worker, "register_kv_cache_layout"):
-        return MAIN
+        return V14
     if hasattr(scheduler, "wait_for_initialization"):
         return V13
     return V12 if hasattr(worker, "register_forward_pass_callable") else V11
@@ -188,9 +188,16 @@ KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else
 
 def version_of(name: str | None) -> str:
     """Return the version of this name, else TensorRT-LLM's here; without one the oldest, which promises least."""
-    if name in (V11, V12, V13, MAIN):
+    if name in (V11, V12, V13, V14):
         return name
     return V11 if _upstream is None else match_of(_upstream)
+
+
+def takes_v2(asked: Any) -> bool:
+    """Return whether TensorRT-LLM may take the V2 cache manager beside a connector, by its `use_kv_cache_manager_v2`.
+
+    Before 1.4 a connector makes it take V1. 1.4 takes V2 if nothing is asked for; an engine that is not here may."""
+    return asked is not False and (_upstream is None or match_of(_upstream) == V14)
 
 
 def flashinfer_layout() -> str | None:

@@ -62,7 +62,7 @@ def decoder_refusal(engine: EngineSpec) -> str | None:
     """Return why no plan can be executed under these settings of TensorRT-LLM."""
     off = {
         "compiled_prefill": engine.compiles_prefill,
-        "cuda_graphs": engine.cuda_graphs,
+        "prefill_graphs": engine.prefill_graphs,
         "lora": engine.lora,
         "speculative_decoding": engine.speculates,
         "sparse_attention": engine.sparse_attention,

@@ -87,7 +87,7 @@ class EngineSpec:
     is_disaggregated: bool = False
     attn_backend: str | None = None
     compiles_prefill: bool | None = None
-    cuda_graphs: bool | None = None
+    prefill_graphs: bool = False
     lora: bool | None = None
     sparse_attention: bool = False
     lora_dirs: tuple[str, ...] = ()
@@ -159,11 +159,12 @@ def _features(llm_args: Any) -> dict[str, Any]:
         option = getattr(llm_args, name, _MISSING)
         return None if option is _MISSING else option is not None
 
-    lora = getattr(llm_args, "lora_config", None)
+    lora, prefill = (getattr(llm_args, name, None) for name in ("lora_config", "prefill_cuda_graph_backend"))
     return {
         "speculates": is_on("speculative_config"),
         "compiles_prefill": is_on("torch_compile_config"),
-        "cuda_graphs": is_on("cuda_graph_config"),
+        # Older versions have none but those of compiled prefill.
+        "prefill_graphs": str(getattr(prefill, "value", prefill)).lower() not in ("none", "disabled"),
         "lora": True if getattr(llm_args, "enable_lora", None) else is_on("lora_config"),
         "sparse_attention": bool(is_on("sparse_attention_config")),  # older versions have none
         "lora_dirs": tuple(map(str, getattr(lora, "lora_dir", None) or ())),

@@ -181,6 +181,7 @@ class Lookup:
                 profile_refusal=match.refusal,
                 exact_only=getattr(request, "exact_only", False),
                 costs=self._runtime.costs,
+                tokens_left=self._runtime.tokens_left,
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found

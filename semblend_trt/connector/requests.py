@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.catalog import Lease
     from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ProfileBound
     from semblend_trt.runtime import Runtime
 
@@ -218,6 +219,7 @@ def _wrong_in(metadata: object) -> str | None:
             plan.check()
         ids = [*metadata.followed, *metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
         ids += chain.from_iterable((each.request_id, *each.new_block_ids) for each in progress)
+        ids += chain.from_iterable(each.block_ids for each in intents)
         counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
         counts += [metadata.weights_changes, *(each.generation for each in intents)]
         names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
@@ -301,13 +303,15 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         surplus = max(0, len(self) - self._limit)
         return self._give_up(islice((each for each in self.values() if not each.awaits_load), surplus))
 
-    def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
+    def begin_iteration(self, *, last_failed: bool = False, drops: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
-        The engine issued a forward after those loads. If it `last_failed`, its requests have ended, reported or not."""
-        ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
-        for request in ended:
+        The engine issued a forward after those loads. If it `last_failed`, its requests have ended, reported or not. An
+        engine that `drops` batches before their forwards may also schedule them again: they are not given up yet."""
+        failed = list(filter(self.is_running, self.values())) if last_failed else []
+        for request in failed:
             request.forward_failed = True
+        ended = [] if drops else self._give_up(failed)
         self._iteration += 1
         for request in self._loading:
             request.release_leases()
@@ -321,7 +325,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         request = self.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
-            request.is_scheduled = True
+            request.is_scheduled, request.forward_failed = True, False
             self.move_to_end(request.request_id)
             if loads:
                 self._loading.append(request)
@@ -447,17 +451,21 @@ def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first
     return RequestProgress(tracked.request_id, block_ids, written, is_first)
 
 
-def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
+def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], pool: PoolFacts) -> int:
     """Return how many tokens of an ended request the workers can save; `block_ids` are the engine's at its end.
 
-    A request that ended while paused gives 0: its blocks are another request's. Raises ValueError for other blocks than
-    the workers know."""
+    If the engine exchanges blocks, the request then has these. A request that ended while paused gives 0: its blocks
+    are another request's. Raises ValueError for other blocks than the workers know."""
     if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
         return 0
     tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
-    needed = -(-tokens // block_size)
-    if len(block_ids) < needed or list(block_ids[:needed]) != tracked.block_ids[:needed]:
+    needed = pool.geometry.blocks_for(tokens)
+    final = list(block_ids[:needed])
+    if len(final) < needed or (final != tracked.block_ids[:needed] and not pool.exchanges_blocks):
         raise ValueError(f"request {tracked.request_id} ends with other blocks than it was scheduled with")
+    if final != tracked.block_ids[:needed]:
+        tracked.block_ids = list(map(index, final))
+        tracked.intent = replace(tracked.intent, block_ids=tuple(tracked.block_ids))
     return tokens
 
 

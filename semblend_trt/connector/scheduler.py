@@ -94,6 +94,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Build what look-ups need: no request may wait for files. The worker calls it too, for older TensorRT-LLM."""
         if self._standing_refusal() is None:
             self._serve()
+        if facts := self._runtime.engine_facts:
+            self._audit.event("engine_attached", **facts)
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -149,14 +151,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return False
         try:
             self.take_events()  # while it is tracked: what its check found may be among the events
-            tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
+            lookup, is_open = self._lookup, self._runtime.is_forward_open and self._requests.is_running(tracked)
+            # V2 tells no end after a failed forward; the last batch was dropped then.
+            tracked.forward_failed = is_open and not self._pool_exchanges_blocks
             self._record_outcome(tracked)
             tracked.release_leases()
-            lookup, intent = self._lookup, tracked.intent
-            if intent is not None and lookup is not None and not tracked.forward_failed:
-                count = savable_tokens(tracked, cache_block_ids, lookup.pool.geometry.block_size)
+            if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
+                count = savable_tokens(tracked, cache_block_ids, lookup.pool)
                 tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-                generation = donor_generation(tracked)
+                intent, generation = tracked.intent, donor_generation(tracked)
+                if intent.block_ids:
+                    self._audit.event("blocks_exchanged", request_id=tracked.request_id)
                 if lookup.donors.begin_save(intent, tracked.namespace_key, tokens, tracked.block_ids, generation):
                     return True
             self._let_go(tracked)
@@ -256,6 +261,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 return self._look_up(request, request_id, num_computed_tokens)
         return tracked
 
+    @property
+    def _pool_exchanges_blocks(self) -> bool:
+        return self._runtime.pool is not None and self._runtime.pool.exchanges_blocks
+
     def _standing_refusal(self) -> str | None:
         """Why this engine's requests are all served cold; None if reuse is possible."""
         if not self._settings.enabled:
@@ -306,7 +315,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                     self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
 
     def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
-        ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open)
+        drops = self._pool_exchanges_blocks
+        ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open, drops=drops)
         if scheduler_output is not None:  # None is an iteration without requests
             for data in scheduler_output.new_requests:
                 self._add(iteration, data, is_first=True)
@@ -348,15 +358,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended.
+        """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended, unless the
+        engine exchanges blocks.
 
         The engine copies a part of its prefix into the request's first own block, beside the stream of its forwards. If
         it does not hold saved blocks, a save may still read there. An engine that has named no such part yet may copy
         one without naming it."""
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
-        for ended in self._requests.displaced(block_ids[shared:], tracked):
-            self._end(ended)
+        if not lookup.pool.exchanges_blocks:
+            for ended in self._requests.displaced(block_ids[shared:], tracked):
+                self._end(ended)
         may_copy = copied or not self._tells_parts
         if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
             lookup.donors.copied_into(block_ids[shared])

@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 class _FollowedRequest:
     """A running request that may become a donor.
 
-    `iteration`: the last one that it was part of. `is_whole`: no forward failed that was to write its tokens."""
+    `iteration`: the last one that it was part of. `is_whole`: no forward failed that was to write its tokens. If it is
+    scheduled with these tokens again, the engine had dropped the batch before its forward."""
 
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
@@ -61,7 +62,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._settings = load_settings(**self._engine.settings)
         self.facts: ModelFacts | None = None
         # In TensorRT-LLM only V2 does, which its layout shows; other engines state it.
-        self._holds_saved_blocks = self._engine.holds_saved_blocks
+        self._holds_saved_blocks, self._is_v2 = self._engine.holds_saved_blocks, False
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
@@ -91,7 +92,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Take the V2 cache manager's pool. Refuse by name several layer groups, or KV dropped outside a window."""
-        pool, self._holds_saved_blocks = None, True
+        pool, self._holds_saved_blocks, self._is_v2 = None, True, True
         try:
             refusal = layout_refusal(layout, self._engine)
             if refusal is None:
@@ -133,7 +134,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.store, self.loader, self.saver, self.transfers = open_tiers(
             self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
-        runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds)
+        runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds, self._is_v2)
 
     def _kv_scales(self) -> str | None:
         """Return a digest of the fp8 cache's scales if the worker knows them; the contract does not name them."""
@@ -256,6 +257,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 if progress.is_first:
                     followed.block_ids.clear()
                 followed.block_ids.extend(progress.new_block_ids)
+                followed.is_whole |= progress.written_tokens <= followed.written_tokens
                 followed.written_tokens, followed.iteration = progress.written_tokens, self._iteration
         for request_id in metadata.grown:
             if (followed := self._followed.get(request_id)) is not None:
@@ -310,15 +312,16 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             return True
         assert self._runtime.pool is not None
         block_size, known = self._runtime.pool.geometry.block_size, set[int]()
+        block_ids = list(intent.block_ids) or followed.block_ids
         tokens = min(followed.written_tokens, intent.max_tokens)
-        for block in followed.block_ids:
+        for block in block_ids:
             # A block outside of the pool (-1 would be another request's), or one that comes twice, ends the save.
             if not 0 <= block < self._runtime.pool.num_blocks or block in known:
                 tokens = min(tokens, len(known) * block_size)
                 break
             known.add(block)
         if tokens:
-            self.saver.start(intent, followed.block_ids[: -(-tokens // block_size)], tokens)
+            self.saver.start(intent, block_ids[: -(-tokens // block_size)], tokens)
         else:
             self.saver.refuse(intent, "its blocks are none of the pool's")
         return True

@@ -66,7 +66,7 @@ class LookupRequest:
 
     `publication_guard`: approximate KV stays out of the engine's reuse tree. `profile` holds for the request's
     namespace; without one `profile_refusal` says why. `exact_only`: nothing is placed that differs from a cold run.
-    `costs`: what plans take in this engine; None if nothing was measured."""
+    `costs`: what plans take in this engine; None if nothing was measured. `tokens_left`: see `Runtime`."""
 
     request_id: int
     namespace_key: str
@@ -80,11 +80,12 @@ class LookupRequest:
     profile_refusal: str = "no_profile"
     exact_only: bool = False
     costs: CostModel | None = None
+    tokens_left: int = 1
 
     @property
     def last_usable(self) -> int:
         """End of the positions that may be reused: the engine always computes the last prompt token."""
-        return len(self.tokens) - 1
+        return len(self.tokens) - self.tokens_left
 
 
 @dataclass(frozen=True, slots=True)

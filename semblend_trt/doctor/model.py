@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.contract import MAIN
+from semblend_trt.connector.contract import V14
 from semblend_trt.connector.eligibility import facts_in_engine, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
@@ -117,7 +117,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
         return
     if known.dtype is not None:
         yield _size(known, known.dtype, settings)
-    if known.arguments is None and (refusal := trtllm_refusal(facts, MAIN, settings.policy)) is not None:
+    if known.arguments is None and (refusal := trtllm_refusal(facts, V14, settings.policy)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     yield from _policy(known, settings)
     namespace = known.namespace(settings)

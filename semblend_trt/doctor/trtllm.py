@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.doctor import Finding
 
-# Defaults of the options that decide whether plans can be executed: CUDA graphs are on.
+# Defaults of the options that decide whether plans can be executed.
 _DEFAULTS: dict[str, Any] = {
     "torch_compile_config": None,
-    "cuda_graph_config": {},
     "lora_config": None,
     "speculative_config": None,
     "attn_backend": "TRTLLM",
 }
-# The only capacity policy with which TensorRT-LLM lets a connector in.
+# The only capacity policy with which V1 lets a connector in; V2 has one policy, whatever it is asked for.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
 # YAML aliases count each time: a small file can stand for more values than memory holds.
@@ -83,18 +83,36 @@ def options(llm_args: Any) -> Iterator[Finding]:
         yield _options.failed(f"connector_module of kv_connector_config is {module!r}; ours are {' and '.join(ours)}")
     if (refusal := engine_refusal(from_llm_args(llm_args))) is not None:
         yield _options.refused(refusal, advice(refusal, Scope.ENGINE))
-    elif module == WRAPPER_MODULE:
-        has_v2 = getattr(cache, "use_kv_cache_manager_v2", None) is True
-        asked = from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
-        reason = decoder_refusal(asked) or ("cache_manager_v2" * has_v2)
-        if reason:
-            text = "no plan can be executed, and only what the engine can skip from the left is reused."
-            yield _options.note(f"{text} {advice(reason)}", reason)
+    elif module == WRAPPER_MODULE and (reason := decoder_refusal(_with_defaults(llm_args))) is not None:
+        text = "no plan can be executed, and only what the engine can skip from the left is reused."
+        yield _options.note(f"{text} {advice(reason)}", reason)
     if getattr(cache, "enable_block_reuse", True) is False:
         yield _options.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
+    yield from _cache_manager(llm_args, cache)
+
+
+def _with_defaults(llm_args: Any) -> EngineSpec:
+    from semblend_trt.connector.engine_spec import from_llm_args
+
+    return from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+
+
+def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
+    """Yield what keeps an engine with a connector from its start, by the cache manager that the options may give it."""
+    from semblend_trt.connector.contract import takes_v2
+
+    asked, size = (getattr(cache, name, None) for name in ("use_kv_cache_manager_v2", "host_cache_size"))
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
-    if policy != CAPACITY_POLICY:
-        yield _options.failed(f"TensorRT-LLM lets no connector in with {policy}; use {CAPACITY_POLICY}")
+    if asked not in (None, True, False, "auto"):
+        yield _options.failed(f"use_kv_cache_manager_v2 is {asked!r}; it is true, false or auto")
+    elif not takes_v2(asked):
+        if policy != CAPACITY_POLICY:
+            yield _options.failed(f"V1 lets no connector in with {policy}; use {CAPACITY_POLICY}")
+    elif size is None or size != 0 or isinstance(size, bool):
+        yield _options.failed(
+            f"host_cache_size is {size}: the V2 cache manager takes host memory by itself, and TensorRT-LLM then "
+            "starts with no connector; write host_cache_size: 0 under kv_cache_config"
+        )
 
 
 def kv_dtype_of(llm_args: Any) -> str:

@@ -29,7 +29,8 @@ class SaveIntent:
     """If the request finishes, its first `max_tokens` written tokens may become donor `donor_id`.
 
     `generation` is above 0 where their KV will be built from approximate KV. The workers get the intent once the
-    request has ended: `tier` then has room for all tokens, and with `is_written` the donor also gets a file."""
+    request has ended: `tier` then has room for all tokens, and with `is_written` the donor also gets a file.
+    `block_ids` are the request's at its end, if they are not those that the workers have followed."""
 
     request_id: int
     donor_id: str
@@ -38,6 +39,7 @@ class SaveIntent:
     is_written: bool = False
     generation: int = 0
     prompt_tokens: int = 0
+    block_ids: tuple[int, ...] = ()
 
 
 class OffloadEventKind(str, Enum):

@@ -36,6 +36,8 @@ DOCUMENT = text(10, 200)
 DONOR = INSTRUCTION + DOCUMENT + text(4, 9)
 SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
 
+CACHE = {"tokens_per_block": BLOCK, "max_tokens": 4096, "host_cache_size": 0}
+
 
 class Engines:
     """Builds engines and keeps them until the test ends; all of them write the audit log `audit`."""
@@ -50,7 +52,7 @@ class Engines:
         with mock.patch.dict(os.environ, {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}):
             llm = LLM(
                 kv_connector_config=None if module is None else KvCacheConnectorConfig.ours(module),
-                kv_cache_config=KvCacheConfig(**{"tokens_per_block": BLOCK, "max_tokens": 4096, **(cache or {})}),
+                kv_cache_config=KvCacheConfig(**CACHE | (cache or {})),
                 **self._model | options,
             )
         self.built.append(llm)

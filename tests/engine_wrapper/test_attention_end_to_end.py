@@ -16,7 +16,6 @@ LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
 # Pieces of a document that is cut where a chunk ends are short.
 SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
-V2 = {"use_kv_cache_manager_v2": True}
 with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
 with_chunks = pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
 with_latent_rows = pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
@@ -39,7 +38,7 @@ def engine(tiny_model_paths, family, runner, engines_of):
 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"cache": V2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"contract": "1.4"}], ids=str)
 def test_what_a_check_finds_to_deviate_is_computed(engine, shifted, profile, family, check, options):
     """A random model's KV deviates wherever its context changes."""
     assert len(DOCUMENT) > 5 * WINDOW
@@ -79,7 +78,7 @@ def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_nam
 @with_windows
 def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine):
     """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
-    llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
+    llm = engine("semblend_trt.connector", contract="1.4", POLICY="exact")
     teach(llm, DONOR)
     evict_prefixes(llm)
     output = serve(llm, DONOR + text(7, 20))
@@ -148,10 +147,9 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused(engine):
 
 
 @with_latent_rows
-@pytest.mark.parametrize("version", ["embedded", "main"])
+@pytest.mark.parametrize("version", ["embedded", "1.4"])
 def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine, version):
-    cache = {"use_kv_cache_manager_v2": version == "main"}
-    llm = engine(cache=cache, POLICY="exact", contract=version)
+    llm = engine(POLICY="exact", contract=version)
     assert llm.executor.pool.tensor.shape[2:] == (1, 16 * (512 + 64))
     teach(llm, DONOR)
     evict_prefixes(llm)

@@ -73,7 +73,7 @@ def test_plans_run_in_several_forwards_and_come_out_the_same(engine, profile, ro
     "options",
     [
         {"contract": "1.2", "disable_overlap_scheduler": False},
-        {"contract": "main", "cache": {"use_kv_cache_manager_v2": True}},
+        {"contract": "1.4"},
         {"max_batch_size": 1},
     ],
     ids=["1.2", "v2", "one by one"],

@@ -143,8 +143,8 @@ def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(tiny_qwen2_
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 REFUSED = {
-    "qwen2": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
-    "gemma3_text": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
+    "qwen2": ({}, {"prefill_cuda_graph_backend": "breakable"}, "prefill_graphs"),
+    "gemma3_text": ({}, {"prefill_cuda_graph_backend": "breakable"}, "prefill_graphs"),
     "yarn": ({"rope_parameters": {**YARN, "truncate": False}}, {}, "rope_unknown"),
 }
 
@@ -154,7 +154,7 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(tmp_path, 
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     changes, settings, reason = REFUSED[family]
     save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
-    service = Service(tmp_path, contract="main", **settings)
+    service = Service(tmp_path, contract="1.4", **settings)
     assert service.worker.attachment.execution_refusal == reason
     service.check_reuse_from_position_0()
     service.close()
@@ -228,8 +228,8 @@ def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say
 
 def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-    service = Service(tiny_qwen2_path, cuda_graph_config=object())
-    assert service.worker.attachment.execution_refusal == "cuda_graphs"
+    service = Service(tiny_qwen2_path, prefill_cuda_graph_backend="breakable")
+    assert service.worker.attachment.execution_refusal == "prefill_graphs"
     document = text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
     published = set(service.manager.impl.tree)

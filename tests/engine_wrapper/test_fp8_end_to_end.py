@@ -92,9 +92,7 @@ def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(engines_of
     assert 1e-4 < error_of(rounded, plain) < 0.1
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"cache": {"use_kv_cache_manager_v2": True}}], ids=str
-)
+@pytest.mark.parametrize("options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"contract": "1.4"}], ids=str)
 def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
     """Sums of another length end at the next number of e4m3 here and there."""
     llm, cold = engine(None, **options), engine.cold()

@@ -58,7 +58,7 @@ def generations_of(llm):
         (0, "embedded", [False, True, False, True, False], []),
         (1, "embedded", [False, True, True, False, True], [1, 1]),
         (3, "1.2", [False, True, True, True, True], [1, 2, 3]),
-        (3, "main", [False, True, True, True, True], [1, 2, 3]),
+        (3, "1.4", [False, True, True, True, True], [1, 2, 3]),
     ],
 )
 def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(

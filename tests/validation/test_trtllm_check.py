@@ -11,11 +11,12 @@ from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
 from validation.engines import ended_requests
 from validation.models import PROFILE_NAME, shipped_model
+from validation.trtllm_assumptions import judge_crowded, judge_engine
 from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve, serve_crowd, workload
 
 SMALL = ("--groups", "2", "--rows", "6")
-NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profile", "verified"]
-NAMES += ["concurrency", "endings", "blocks"]
+NAMES = ["engine", "smoke", "exactness", "execution", "publication", "validation", "commits", "profile", "verified"]
+NAMES += ["concurrency", "endings", "blocks", "pauses", "exchange"]
 
 pytestmark = pytest.mark.usefixtures("_trtllm")
 
@@ -79,7 +80,8 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys,
     monkeypatch.setattr(check, "serve_crowd", lambda *_: Crowded((), (), (), "", "", None, None, ()))
     monkeypatch.setattr(check, "judge", lambda *_: [])
     policies = (None, "verified")
-    patched = lambda *given: serve(*given) if given[-1].get("SEMBLEND_POLICY") in policies else None  # noqa: E731
+    none = check.Served((), (), ())
+    patched = lambda *given: serve(*given) if given[-1].get("SEMBLEND_POLICY") in policies else none  # noqa: E731
     monkeypatch.setattr(check, "serve", patched)
     output = tmp_path / "confirmed.json"
     shipped = shipped_model() / PROFILE_NAME
@@ -135,6 +137,25 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
     wrong = ((1,) * 6,) * len(found.cold)
     assert fails(answers=wrong) == ["concurrency"]
     assert fails(answers=wrong, at_once=wrong) == []
+
+
+def test_what_v2_was_not_seen_to_do_is_a_line_that_fails():
+    def fails(manager, *events):
+        return failing(judge_crowded({"manager": manager}, events))
+
+    lookups = [{"event": "lookup", "request_id": each} for each in (1, 2, 1)]
+    exchanged, settled = (
+        {"event": "blocks_exchanged"},
+        {"event": "request_settled", "reason": "load_failed", "request_id": 1},
+    )
+    assert fails("KVCacheManager") == fails("KVCacheManagerV2", *lookups, exchanged) == []
+    assert fails("KVCacheManagerV2", *lookups) == ["exchange"]
+    assert fails("KVCacheManagerV2", exchanged) == ["pauses"]
+    assert fails("KVCacheManagerV2", exchanged, *lookups, settled) == ["pauses"]
+    assert not judge_engine(()).holds
+    refused = {"event": "engine_attached", "manager": "KVCacheManagerV2", "execution_refusal": "engine_layout"}
+    assert not judge_engine((refused,)).holds
+    assert "execution_refusal engine_layout" in judge_engine((refused,)).what
 
 
 def test_a_crowd_shows_lost_blocks_and_wrong_answers(rounds, monkeypatch):

@@ -36,12 +36,9 @@ class SamplingParams:
 
 
 class KvCacheConfig:
-    """Main's: a pydantic model that leaves V1 where it is not told."""
+    """Main's, whose default manager takes host memory unless it is told not to."""
 
-    model_fields = ("enable_block_reuse", "free_gpu_memory_fraction", "max_tokens", "use_kv_cache_manager_v2")
-
-    def __new__(cls, *, free_gpu_memory_fraction, use_kv_cache_manager_v2="auto", **fields):
-        assert use_kv_cache_manager_v2 is False
+    def __new__(cls, *, free_gpu_memory_fraction, **fields):
         assert 0 < free_gpu_memory_fraction < 1
         return embedded.KvCacheConfig(tokens_per_block=16, **fields)
 
@@ -91,12 +88,12 @@ class LLM(embedded.LLM):
 
     answers_wrongly = False
     leaks = 0
+    contract = "1.4"
 
     def __init__(
         self,
         model,
         *,
-        cuda_graph_config,
         dtype="auto",
         enable_iter_perf_stats=False,
         gather_generation_logits=False,
@@ -106,7 +103,7 @@ class LLM(embedded.LLM):
         if key not in _runners:
             _runners[key] = ModelRunner(*key, "cpu")
         with mock.patch.object(embedded, "LlmArgs", TorchLlmArgs):
-            super().__init__(model, runner=_runners[key].share(), **rest)
+            super().__init__(model, runner=_runners[key].share(), contract=self.contract, **rest)
         self.has_connector = self.connector_scheduler is not None
         self._has_stats, self._left_to_leak = enable_iter_perf_stats, self.leaks
 

@@ -31,10 +31,8 @@ def answers(outputs):
 
 
 def form(contract, groups, **fields):
-    """The arguments of an engine: `groups` None is the V1 cache manager, () V2 with one group."""
-    cache = fields.pop("cache", {})
-    if groups is not None:
-        cache = cache | {"use_kv_cache_manager_v2": True}
+    """The arguments of an engine; `groups` of layers, () for one."""
+    cache = ({"host_cache_size": 0} if contract == "1.4" else {}) | fields.pop("cache", {})
     return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
 
 

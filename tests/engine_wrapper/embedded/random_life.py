@@ -28,7 +28,7 @@ QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
 HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
 # Of a rough life: rows of a forward, so that prompts that begin alike run together, and shares of steps.
 ROUGH_ROWS = 256
-SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
+SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE, DROPS = 0.12, 0.03, 0.06, 0.4, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,22 @@ class Case:
     """A kind of engine; in a `rough` life prompts begin alike, saves lag, and forwards fail where that is survived."""
 
     contract: str
-    v2: bool
     overlap: bool
     wrapper: bool = False
     rough: bool = False
-    block_reuse: bool = True
     transceiver: bool = False
     attn_backend: str = "TRTLLM"
 
     @property
     def name(self):
-        parts = ("v2" if self.v2 else "v1", "overlap" * self.overlap, "wrapper" * self.wrapper)
-        habits = ("rough" * self.rough, "no-reuse" * (not self.block_reuse), "transceiver" * self.transceiver)
+        parts = ("overlap" * self.overlap, "wrapper" * self.wrapper)
+        habits = ("rough" * self.rough, "transceiver" * self.transceiver)
         backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
         return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
 
     version = property(lambda self: CONTRACTS[self.contract])
+    v2 = property(lambda self: self.version.is_v2)
+    survives = property(lambda self: self.version.survives_failed_forward and not (self.v2 and self.overlap))
 
     @property
     def holds_saved_blocks(self):
@@ -65,30 +65,30 @@ class Case:
             return "disaggregated"
         if self.attn_backend == "FLASHINFER" and self.contract == "1.2":
             return "attention_backend"
-        return None if self.block_reuse else "not_honoured"
+        return None
 
 
 CASES = (
-    Case("1.2", v2=False, overlap=True),
-    Case("main", v2=False, overlap=False),
-    Case("main", v2=True, overlap=False),
-    Case("main", v2=True, overlap=True),
-    Case("1.2", v2=False, overlap=True, wrapper=True),
-    Case("main", v2=False, overlap=False, wrapper=True),
-    Case("main", v2=True, overlap=True, wrapper=True),
+    Case("1.2", overlap=True),
+    Case("1.4", overlap=False),
+    Case("1.4", overlap=True),
+    Case("1.2", overlap=True, wrapper=True),
+    Case("1.4", overlap=False, wrapper=True),
+    Case("1.4", overlap=True, wrapper=True),
 )
 HABIT_CASES = (
-    Case("1.2", v2=False, overlap=True, rough=True),
-    Case("1.2", v2=False, overlap=False, wrapper=True, rough=True),
-    Case("main", v2=False, overlap=False, rough=True),
-    Case("main", v2=False, overlap=True, wrapper=True, rough=True),
-    Case("main", v2=True, overlap=True, wrapper=True, rough=True),
-    Case("embedded", v2=False, overlap=True, rough=True),
-    Case("main", v2=False, overlap=False, rough=True, block_reuse=False),
-    Case("1.2", v2=False, overlap=True, rough=True, transceiver=True),
-    Case("1.2", v2=False, overlap=False, rough=True, attn_backend="FLASHINFER"),
-    Case("main", v2=False, overlap=True, rough=True, attn_backend="FLASHINFER"),
+    Case("1.2", overlap=True, rough=True),
+    Case("1.2", overlap=False, wrapper=True, rough=True),
+    Case("1.4", overlap=False, rough=True),
+    Case("1.4", overlap=True, rough=True),
+    Case("1.4", overlap=False, wrapper=True, rough=True),
+    Case("1.4", overlap=True, wrapper=True, rough=True),
+    Case("embedded", overlap=True, rough=True),
+    Case("1.2", overlap=True, rough=True, transceiver=True),
+    Case("1.2", overlap=False, rough=True, attn_backend="FLASHINFER"),
+    Case("1.4", overlap=True, rough=True, attn_backend="FLASHINFER"),
 )
+V2_CASES = tuple(case for case in (*CASES, *HABIT_CASES) if case.v2)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def random_life(case, folder):
         max_batch_size=6,
         attn_backend=case.attn_backend,
         cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
-        kv_cache_config=KvCacheConfig(use_kv_cache_manager_v2=case.v2, enable_block_reuse=case.block_reuse, **POOL),
+        kv_cache_config=KvCacheConfig(host_cache_size=0, **POOL),
     )
     with llm:
         life = Life(llm, case)
@@ -163,6 +163,7 @@ class Life:
         self.gate = SaverGate(llm.connector_worker)
         self._freed = {}
         self._watch_pins()
+        self._watch_saves()
 
     @property
     def wrong_tokens(self):
@@ -248,12 +249,20 @@ class Life:
         self.gate.close()
         if self._random.random() < EVICTS:
             self._evict()
-        if self._case.version.survives_failed_forward and self._random.random() < FORWARD_FAILS:
+        if self._case.survives and self._random.random() < FORWARD_FAILS:
             self._runner.fails_behind = self._random.choice((0.0, 0.5))
+        if self._case.v2 and self._random.random() < DROPS:
+            self.counts["dropped_batches"] += 1
+            self._executor.drop_batch()
 
     def _watch_pins(self):
         manager = self._llm.block_manager
-        pin = manager.pin
+        pin, publish = manager.pin, manager.publish
+
+        def published(request_id, tokens):
+            before = list(manager._sequences[request_id].block_ids)
+            publish(request_id, tokens)
+            self.counts["exchanged_blocks"] += before != manager._sequences[request_id].block_ids
 
         def watched(request_id):
             sequence = manager._sequences[request_id]
@@ -262,7 +271,23 @@ class Life:
             self._freed[request_id] = set(sequence.block_ids) - {node.block_id for node in sequence.path}
             pin(request_id)
 
-        manager.pin = watched
+        manager.pin, manager.publish = watched, published
+
+    def _watch_saves(self):
+        saver = self._llm.connector_worker.saver
+        if saver is None:
+            return
+        start, refuse = saver.start, saver.refuse
+
+        def started(intent, *blocks_and_tokens):
+            self.counts["exchanged_donors"] += len(intent.block_ids) > 0
+            start(intent, *blocks_and_tokens)
+
+        def refused(intent, why):
+            self.counts["donors_lost_to_exchange"] += "its blocks are none" in why
+            refuse(intent, why)
+
+        saver.start, saver.refuse = started, refused
 
     def _admit(self):
         text = self._random.choice(self._texts)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
 from engine_wrapper.embedded.llm import SamplingParams
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
 from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS
@@ -64,7 +66,7 @@ def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, con
 
 
 def test_ours_serves_several_layer_groups_cold(make_ours, cold):
-    llm = make_ours("main", ((0, 1), (2,)))
+    llm = make_ours("1.4", ((0, 1), (2,)))
     prompts = [prompt(100), prompt(100)]
     for _ in range(2):
         outputs = llm.generate(prompts, SIX)
@@ -77,7 +79,7 @@ def test_ours_serves_several_layer_groups_cold(make_ours, cold):
 def test_ours_takes_a_short_honour(make_ours, cold, module):
     policy = "exact" if module == "semblend_trt.connector" else "boundary"
     llm = make_ours(
-        "main", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
+        "1.4", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
     )
     donor = prompt(280)
     teach(llm, donor)
@@ -107,6 +109,8 @@ def check_answers(llm, cold, begin, reused, seed=9):
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("contract", FIELDS)
 def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, overlap):
+    if contract == "1.4" and overlap:
+        pytest.skip("a forward that fails there ends the engine")
     llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
     stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
     llm.executor.step()
@@ -115,16 +119,25 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     assert next(stream).outputs[0].finish_reason == "error"
     llm.settle()
     check_answers(llm, cold, SHARED, reused=0)
-    assert (donors(llm), llm.connector_scheduler.outcomes.reasons()["forward_failed"]) == (1, 1)
+    assert (donors(llm), llm.connector_scheduler.reuse_of(stream.request_id).reason) == (1, "forward_failed")
     check_answers(llm, cold, SHARED, reused=150, seed=2)
+    llm.generate(
+        [prompt(5)], SamplingParams(max_tokens=MAX_SILENT_ITERATIONS + 2, ignore_eos=True)
+    )  # 1.4 drops batches
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize(("contract", "partial", "kept"), [("main", True, 1), ("main", False, 2), ("1.2", True, 2)])
-def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(make_ours, contract, partial, kept):
-    llm = make_ours(contract, None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
+@pytest.mark.parametrize(("floors", "partial", "kept"), [(True, True, 1), (True, False, 2), (False, True, 2)])
+def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
+    make_ours, monkeypatch, floors, partial, kept
+):
+    """Main's V1 tells whole blocks of its own prefix alone."""
+    ask = KvCacheConnectorManager.ask
+    if floors:
+        monkeypatch.setattr(KvCacheConnectorManager, "ask", lambda self, each, own: ask(self, each, own - own % BLOCK))
+    llm = make_ours("1.2", None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
     llm.generate([prompt(20)], TWO)
-    llm.generate([prompt(15)], TWO)  # 1.2 tells 14 of its tokens, main 8
+    llm.generate([prompt(15)], TWO)
     evict_prefixes(llm)
     with saves_wait(llm):
         llm.generate([prompt(100, 1)], TWO)
@@ -154,26 +167,9 @@ def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours,
     check_answers(llm, cold, prompt(180, 2)[:150], reused=150)
 
 
-@pytest.mark.parametrize("contract", FIELDS)
-def test_an_offer_that_the_engine_does_not_apply_is_no_fault(make_ours, cold, contract, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
-    llm = make_ours(contract, None, cache={"enable_block_reuse": False})
-    many = SamplingParams(max_tokens=12, ignore_eos=True)
-    for seed in (1, 2):
-        (output,) = outputs = llm.generate([SHARED + prompt(20, seed)], many)
-        assert answers(outputs) == cold([SHARED + prompt(20, seed)], many)
-        llm.settle()
-    assert (output.cached_tokens, output.reused_tokens) == (0, 0)
-    assert output.reuse_reason == ("not_honoured" if contract == "main" else None)
-    assert llm.connector_scheduler.outcomes.reasons().get("not_honoured", 0) == (contract == "main")
-    if contract == "main":
-        assert donors(llm) == 2  # both were computed
-        check_nothing_is_held(llm)
-
-
 def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monkeypatch):
     monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
-    llm = make_ours("main", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
+    llm = make_ours("1.4", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
     with saves_wait(llm):
         first, second = (
             llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))

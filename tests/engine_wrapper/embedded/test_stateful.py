@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditEvents
+from semblend_trt.connector import scheduler as scheduler_module
 from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from semblend_trt.runtime import ActivePlans
@@ -24,16 +25,18 @@ ALL = (*CASES, *HABIT_CASES)
 
 
 def habits_of(case):
-    found = ["failed_forwards"] * (case.rough and case.version.survives_failed_forward)
+    found = ["failed_forwards"] * (case.rough and case.survives)
+    found += ["exchanged_blocks", "dropped_batches"] * (case.rough and case.v2)
     if case.refusal is not None:
         return [*found, f"refused_{case.refusal}"]
+    found += ["exchanged_donors"] * (case.rough and case.v2 and case.wrapper)
     found += ["saves_behind", "saves_together"] * case.rough
     return found + ["duplicates_freed", "blocks_handed_on"] * (case.rough and not case.holds_saved_blocks)
 
 
 @pytest.mark.known_defect(3, 8)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
+def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_property):
     """In the same lives usage, receipt, log and metrics say what was used; those of rough wrappers lose some loads."""
     with random_life(case, tmp_path) as life:
         told = Told(life, tmp_path / "audit.jsonl")
@@ -48,11 +51,14 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
         assert (told.audited("reused") > 0) == (case.refusal is None)
     assert told.compared > 0
     assert (told.lost > 0) == loses_loads
-    assert (life.wrong_tokens, life.leaked_blocks) == (0, 0)
-    happened = life.counts
-    published = ["published_blocks_checked"] * case.block_reuse
+    happened, lost = life.counts, life.counts["donors_lost_to_exchange"]
+    assert (life.wrong_tokens, life.leaked_blocks, lost) == (0, 0, 0)
+    if case.v2:
+        figures = {"steps": happened["steps"], "wrong_tokens": life.wrong_tokens, "leaked_pages": life.leaked_blocks}
+        for name, value in (figures | {"donors_lost_to_exchange": lost}).items():
+            record_property(name, value)
     reused = ["hits", "donors_checked"] * (case.refusal is None)
-    for name in ("admissions", "aborts", *published, *reused, *habits_of(case)):
+    for name in ("admissions", "aborts", "published_blocks_checked", *reused, *habits_of(case)):
         assert happened[name] > 0, f"{name}: otherwise nothing was tried"
     assert (happened["hits"] > 0) == (case.refusal is None)
     assert (happened["moved_hits"] > 0, happened["starts_again"] > 0) == (case.wrapper, case.v2)
@@ -61,7 +67,11 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
 DEFECTS = {
     "approximate blocks are published": (ActivePlans, "publishable", lambda _, request_id, tokens: tokens, CASES[-1]),
     "blocks stay pinned": (BlockManager, "unpin", lambda _, request_id: None, HABIT_CASES[0]),
-    "blocks are saved after V1 has freed them": (DonorSaver, "_snapshot", lambda *given: given[3], HABIT_CASES[2]),
+    "blocks are saved after V1 has freed them": (DonorSaver, "_snapshot", lambda *given: given[3], HABIT_CASES[0]),
+    "blocks are saved after V2 has exchanged them": (
+        *(scheduler_module, "savable_tokens"),
+        *(lambda tracked, ids, _: len(ids) and min(tracked.written_tokens, tracked.intent.max_tokens), HABIT_CASES[3]),
+    ),
     "donors hold wrong bytes": (random_life_module, "whole", lambda held: whole(held) + 1, HABIT_CASES[0]),
 }
 
@@ -85,10 +95,10 @@ def test_a_defect_ends_the_life(tmp_path, monkeypatch, defect):
 
 
 @pytest.mark.parametrize("wrapper", [False, True], ids=["stock", "wrapper"])
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-def test_what_is_loaded_is_the_donors_own_under_either_manager_of_main(tmp_path, v2, wrapper):
+@pytest.mark.parametrize("contract", ["1.2", "1.4"])
+def test_what_is_loaded_is_the_donors_own_under_either_manager(tmp_path, contract, wrapper):
     """Requests that run together begin alike, and others are given their blocks while the thread that saves waits."""
-    with random_life(Case("main", v2=v2, overlap=False, wrapper=wrapper, rough=True), tmp_path) as life:
+    with random_life(Case(contract, overlap=False, wrapper=wrapper, rough=True), tmp_path) as life:
         for _ in range(12):
             life.gate.close()
             first = life._enqueue(begin := life._tokens(100))
@@ -104,7 +114,7 @@ def test_what_is_loaded_is_the_donors_own_under_either_manager_of_main(tmp_path,
             life._enqueue(twin.tokens(0, 95) + life._tokens(5), twin)
             life.quiet()
         assert (life.wrong_tokens, life.counts["hits"]) == (0, 12)
-        assert (life.counts["blocks_handed_on"] > 0) != v2
+        assert (life.counts["blocks_handed_on"] > 0) == (contract == "1.2")
 
 
 class Told:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.embedded.block_manager import BlockManager, PrefixMatch, RootKey, cache_layout
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from kernels.layout import KvGeometry, indexable, pool_view
 
 BLOCK = 8
@@ -94,6 +96,8 @@ class KVCacheManager:
     def get_batch_cache_indices(self, request_ids, layer_idx=None):
         return [list(self.impl.held[request_id]) for request_id in request_ids]
 
+    rows_of = get_batch_cache_indices
+
     def update_resources(self, scheduled_batch, attn_metadata=None, kv_cache_dtype_byte_size=None):
         for request in scheduled_batch.generation_requests:
             self.rewound.append(request.py_request_id)
@@ -111,11 +115,11 @@ class KVCacheManager:
 
 
 class KvCacheOfRequest:
-    """`tensorrt_llm/runtime/kv_cache_manager_v2`, _KVCache (main @035ab91c)."""
+    """`tensorrt_llm/runtime/kv_cache_manager_v2`, _KVCache (main @035ab91c), over blocks of the embedded engine."""
 
-    def __init__(self, tree):
-        self.tree, self.committed, self.history, self.is_committing = tree, [], 0, True
-        self.is_open = True
+    def __init__(self, commit, close, committed):
+        self._commit, self._close, self.committed = commit, close, list(committed)
+        self.history, self.is_committing, self.is_open = 0, True, True
 
     num_committed_tokens = property(lambda self: len(self.committed))
 
@@ -123,7 +127,7 @@ class KvCacheOfRequest:
         if not self.is_committing:
             raise RuntimeError("Cannot commit tokens after stop_committing()")
         self.committed += tokens
-        self.tree.update(tuple(self.committed[:end]) for end in range(BLOCK, len(self.committed) + 1, BLOCK))
+        self._commit(self.committed)
 
     def stop_committing(self):
         self.is_committing = False
@@ -134,17 +138,46 @@ class KvCacheOfRequest:
 
     def close(self):
         self.is_open = False
+        self._close()
 
 
 class KVCacheManagerV2:
-    """`_torch/pyexecutor/kv_cache_manager_v2.py`, KVCacheManagerV2 (main @035ab91c)."""
+    """`_torch/pyexecutor/kv_cache/kv_cache_manager_v2.py`, KVCacheManagerV2 (main @035ab91c, later @d8783e5e)."""
 
-    def __init__(self):
-        self.kv_cache_map, self.tree, self.conversation_manager = {}, set(), None
+    is_vswa = False
 
-    def add(self, request):
-        self.kv_cache_map[request.py_request_id] = KvCacheOfRequest(self.tree)
-        return self.kv_cache_map[request.py_request_id]
+    def __init__(self, pool, geometry, blocks=None):
+        """`blocks`: those of an embedded engine that has this manager."""
+        config = KvCacheConfig(tokens_per_block=geometry.block_size)
+        self.blocks = blocks or BlockManager(len(pool), config, pool, guarantees=False, replaces=False, exchanges=True)
+        self.publish, self.release = self.blocks.publish, self.blocks.release
+        self.kv_cache_map, self.conversation_manager = {}, None
+        self.layer_offsets = {index: index for index in range(geometry.num_layers)}
+        self.pool, self.geometry = pool, geometry
+
+    def reset_reuse_state(self):
+        self.blocks.reset_reuse_state()
+
+    def add(self, request_id, committed=()):
+        commit, close = partial(self.publish, request_id), partial(self.release, request_id)
+        self.kv_cache_map[request_id] = KvCacheOfRequest(commit, close, committed)
+        return self.kv_cache_map[request_id]
+
+    def add_sequence(self, request):
+        total = len(request.tokens) + request.max_new_tokens
+        self.blocks.add_sequence(request.py_request_id, RootKey(), PrefixMatch(), total)
+        request.blocks = self.blocks.allocate(request.py_request_id, total)
+        return self.add(request.py_request_id)
+
+    def rows_of(self, request_ids):
+        return [self.blocks.block_ids(request_id) for request_id in request_ids]
+
+    def get_batch_cache_indices(self, request_ids, layer_idx=None):
+        return [[row * self.geometry.num_layers for row in rows] for rows in self.rows_of(request_ids)]
+
+    def get_page_indices_by_layer_group(self, request):
+        held = request.py_request_id in self.kv_cache_map
+        return [self.blocks.block_ids(request.py_request_id) if held else []]
 
     def try_commit_blocks(self, request):
         kv_cache = self.kv_cache_map.get(request.py_request_id)
@@ -168,6 +201,9 @@ class KVCacheManagerV2:
         kv_cache = self.kv_cache_map.pop(request.py_request_id, None)
         if kv_cache is not None:
             kv_cache.close()
+
+
+MANAGERS = {"1.2": KVCacheManager, "main": KVCacheManagerV2}
 
 
 class AttentionMetadata:
@@ -214,7 +250,7 @@ class TrtllmAttention:
         asked = options.get("forward_args") or SimpleNamespace(**options)
         window, scale = asked.attention_window_size or math.inf, geometry.head_dim**-0.5 / self._q_scaling
         outputs, row = [], 0
-        for index, blocks in enumerate(manager.get_batch_cache_indices(metadata.request_ids)):
+        for index, blocks in enumerate(manager.rows_of(metadata.request_ids)):
             begin, length = metadata.kv_cache_params.num_cached_tokens_per_seq[index], int(metadata.seq_lens[index])
             positions = torch.arange(begin, begin + length)
             part = [each[row : row + length].unflatten(-1, (-1, geometry.head_dim)) for each in (q, k, v)]
@@ -410,13 +446,14 @@ class CausalModel(nn.Module):
 
 
 class LlmArgs:
-    """`llmapi/llm_args.py`, TorchLlmArgs (1.2 @3277953), as set for an engine that runs eagerly."""
+    """`llmapi/llm_args.py`, TorchLlmArgs (1.2 @3277953), with decode graphs on, as by default."""
 
     def __init__(self, model, **changes):
         self.model, self.tokenizer, self.dtype, self.attn_backend = str(model), None, "float32", "TRTLLM"
         self.kv_cache_config = SimpleNamespace(dtype="auto", host_cache_size=None, max_attention_window=None)
         self.tensor_parallel_size = self.pipeline_parallel_size = self.context_parallel_size = 1
-        self.torch_compile_config = self.cuda_graph_config = self.lora_config = self.speculative_config = None
+        self.torch_compile_config = self.lora_config = self.speculative_config = None
+        self.cuda_graph_config = SimpleNamespace(enable_padding=False)
         self.sparse_attention_config, self.enable_lora, self.enable_attention_dp = None, False, False
         vars(self).update(changes)
 
@@ -426,7 +463,7 @@ class PyTorchModelEngine:
 
     def __init__(self, model, *, is_main=False):
         self.model, self._torch_compile_enabled = model, False
-        graphs = SimpleNamespace(enabled=False)
+        graphs = SimpleNamespace(enabled=True)
         if is_main:
             self.decoder_runner = SimpleNamespace(
                 cuda_graph_runner=graphs, breakable_cuda_graph_runner=None, _torch_compile_backend=None
@@ -444,8 +481,11 @@ class PyExecutor:
         self.kv_connector_manager = SimpleNamespace(worker=worker, scheduler=scheduler)
 
     def _maybe_init_kv_connector_manager(self):
-        kv_tensor = self.kv_cache_manager.get_unique_primary_pool()
-        self.kv_connector_manager.worker.register_kv_caches(kv_tensor)
+        manager, worker = self.kv_cache_manager, self.kv_connector_manager.worker
+        if isinstance(manager, KVCacheManagerV2):
+            worker.register_kv_cache_layout(cache_layout(manager.pool, BLOCK))
+        else:
+            worker.register_kv_caches(manager.get_unique_primary_pool())
 
     @torch.inference_mode()
     def forward(self, sequences, tokens, num_contexts):
@@ -464,7 +504,9 @@ class PyExecutor:
         begin = request.context_current_position
         logits = self.forward([(request.py_request_id, begin, len(request.tokens) - begin)], request.tokens[begin:], 1)
         request.context_current_position = len(request.tokens)
-        self.kv_cache_manager.update_resources(SimpleNamespace(context_requests=[request], generation_requests=[]))
+        manager = self.kv_cache_manager
+        publish = getattr(manager, "update_context_resources", manager.update_resources)
+        publish(SimpleNamespace(context_requests=[request], generation_requests=[]))
         return logits[0]
 
 
@@ -478,6 +520,9 @@ def executor_of(
     config = source.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, head_dim, BLOCK)
-    pool = torch.full((blocks, geometry.num_layers, 2, geometry.row_elements), float("nan")).to(kv_dtype)
+    shape = (geometry.num_layers, 2, geometry.row_elements)
+    # A slot of V2 may hold other buffers too: its pool is a strided view.
+    slots = torch.full((blocks, math.prod(shape) + 64 * (style == "main")), float("nan")).to(kv_dtype)
+    pool = slots[:, : math.prod(shape)].view(blocks, *shape)
     engine = PyTorchModelEngine(CausalModel(source, fused=fused, style=style), is_main=style == "main")
-    return PyExecutor(KVCacheManager(pool, geometry), engine, worker, scheduler)
+    return PyExecutor(MANAGERS[style](pool, geometry), engine, worker, scheduler)

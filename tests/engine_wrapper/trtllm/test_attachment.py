@@ -17,7 +17,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.trtllm.stand_ins import KVCacheManager, KVCacheManagerV2, LlmArgs, LlmRequest, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import KVCacheManager, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 
@@ -70,13 +70,16 @@ def site(tiny_qwen2_path):
 @pytest.mark.parametrize("style", ["1.2", "main"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_model_paths, family, style):
-    site = Site(tiny_model_paths[family], contract=style, style=style)
+    site = Site(tiny_model_paths[family], contract={"main": "1.4"}.get(style, style), style=style)
     attachment = site.attach()
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, None)
     assert site.runtime.publication_guard
     assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
     assert site.attributes() != site.before
     assert sorted(site.watched) == ["load_weights", "reset_reuse_state"]
+    shown = site.runtime.engine_facts
+    assert shown["manager"] == ("KVCacheManager" if style == "1.2" else "KVCacheManagerV2")
+    assert (shown["attention"], shown["decode_graphs"], shown["fails_requests"]) == ("TrtllmAttention", [True], False)
     site.close()
     assert not site.watched
     assert not site.runtime.publication_guard
@@ -101,10 +104,9 @@ def attention(executor):
 NO_EXECUTION = [
     (set_args(torch_compile_config=object()), "compiled_prefill"),
     (set_on(engine, _torch_compile_enabled=True), "compiled_prefill"),
-    (set_args(cuda_graph_config=object()), "cuda_graphs"),
-    (set_on(engine, cuda_graph_runner=SimpleNamespace(enabled=True)), "cuda_graphs"),
-    (set_on(engine, cuda_graph_runner=object()), "cuda_graphs"),
-    (set_on(engine, breakable_cuda_graph_runner=object()), "cuda_graphs"),
+    (set_args(prefill_cuda_graph_backend="breakable"), "prefill_graphs"),
+    (set_args(prefill_cuda_graph_backend=SimpleNamespace(value="piecewise")), "prefill_graphs"),
+    (set_on(engine, breakable_cuda_graph_runner=object()), "prefill_graphs"),
     (set_args(lora_config=object()), "lora"),
     (set_args(enable_lora=True), "lora"),
     (set_args(speculative_config=object()), "speculative_decoding"),
@@ -113,8 +115,9 @@ NO_EXECUTION = [
     (set_args(context_parallel_size=2), "context_parallel"),
     (set_args(attn_backend="FLASHINFER"), "attention_backend"),
     (set_args(attn_backend="VANILLA"), "attention_backend"),
-    (lambda _, args: delattr(args, "cuda_graph_config"), "settings_unknown"),
+    (lambda _, args: delattr(args, "torch_compile_config"), "settings_unknown"),
     (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
+    (set_on(attrgetter("kv_connector_manager"), prefix_reservations_enabled=True), "prefix_reservations"),
     (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
     (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
     (set_on(decoder, forward=print), "model_patched"),
@@ -197,14 +200,6 @@ def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypat
         site.close()
 
 
-def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site):
-    v2 = KVCacheManagerV2()
-    v2.get_unique_primary_pool = site.executor.kv_cache_manager.get_unique_primary_pool
-    site.executor.kv_cache_manager = v2
-    attachment = site.attach()
-    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, "cache_manager_v2")
-
-
 class Unreadable:
     """A caller that cannot be looked at, and what it holds."""
 
@@ -242,6 +237,7 @@ def pending(site, make_plan):
     site.runtime.mode = EngineMode.WRAPPER
     site.worker.wait_for_save(None)
     site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)]))
+    site.worker._expected = [1]
     return site
 
 
@@ -255,7 +251,7 @@ def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pendin
 
 
 def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending):
-    with pytest.raises(SemBlendError, match="without asking for its plans"):
+    with pytest.raises(SemBlendError, match=r"plans of requests \[1\] were not executed"):
         pending.worker.wait_for_save(None)
     assert pending.runtime.refusal == "plan_not_executed"
 

@@ -8,6 +8,7 @@ import torch
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
 from semblend_trt.runtime import ActivePlans
+from tests.engine_wrapper.embedded_llm import published_nodes
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 
 GEOMETRY = KvGeometry(2, 1, 8, BLOCK)
@@ -25,8 +26,12 @@ def requests():
     return LlmRequest(FLAGGED, list(range(40))), LlmRequest(EXACT, list(range(100, 140)))
 
 
-def v1():
-    return KVCacheManager(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
+def v1(kind=KVCacheManager):
+    return kind(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
+
+
+def v2():
+    return v1(KVCacheManagerV2)
 
 
 def guarded(manager, plans):
@@ -72,10 +77,10 @@ def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans):
 
 
 def test_v2_commits_nothing_more_of_a_flagged_request(plans):
-    manager = guarded(KVCacheManagerV2(), plans)
+    manager = guarded(v2(), plans)
     flagged, exact = requests()
     manager.try_commit_blocks(flagged)  # it has no cache yet
-    cache, other = manager.add(flagged), manager.add(exact)
+    cache, other = manager.add_sequence(flagged), manager.add_sequence(exact)
     cache.commit(flagged.tokens[:BLOCK])  # what it shares with the tree
     for position in (24, 40):
         flagged.context_current_position = exact.context_current_position = position
@@ -83,13 +88,13 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans):
         assert (cache.num_committed_tokens, cache.history) == (BLOCK, position)
     assert not cache.is_committing
     assert other.num_committed_tokens == 40
-    assert tuple(flagged.tokens[: 2 * BLOCK]) not in manager.tree
+    assert sorted(node.tokens[0] for _, node in published_nodes(manager.blocks)) == [0, *range(100, 140, BLOCK)]
     manager.free_resources(flagged)
     assert not cache.is_open
     assert not plans.withholds(FLAGGED)
 
 
-@pytest.mark.parametrize("build", [v1, KVCacheManagerV2])
+@pytest.mark.parametrize("build", [v1, v2])
 def test_removal_leaves_the_manager_as_it_was_found(build, plans):
     manager = build()
     before = dict(vars(manager))
@@ -180,20 +185,23 @@ def commits(self, request, pin_on_release=False):
         ("KVCacheManager", {"free_resources": announces}, "publication_unknown"),
         ("KVCacheManager", {"update_resources": publishes}, "publication_unknown"),
         ("KVCacheManagerV2", {"free_resources": commits}, "publication_unknown"),
+        ("KVCacheManagerV2", {"update_resources": commits}, "publication_unknown"),
         ("MambaHybridCacheManager", {}, "cache_manager_unknown"),
     ],
 )
 def test_a_manager_that_publishes_in_another_way_is_refused(name, methods, reason):
     # Under the known name, only what its methods do can tell it from the known ones.
-    manager = KVCacheManagerV2() if name.endswith("V2") else v1()
+    manager = v2() if name.endswith("V2") else v1()
     manager.__class__ = type(name, (type(manager),), methods)
     before = dict(vars(manager))
     assert (guard_refusal(manager), vars(manager)) == (reason, before)
 
 
 def test_windows_that_differ_by_layer_and_conversations_are_refused():
-    first, second = v1(), KVCacheManagerV2()
+    first, second = v1(), v2()
     first.is_vswa = True
     second.conversation_manager = object()
     assert (guard_refusal(first), guard_refusal(second)) == ("sliding_window", "conversation_manager")
+    second._sharing = object()
+    assert guard_refusal(second) == "kv_lending"
     assert guard_refusal(object()) == "cache_manager_unknown"

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.layer_schedule import schedule_of
-from engine_wrapper.self_check import MIN_TOKENS, LayoutError
+from engine_wrapper.self_check import MIN_TOKENS
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from engine_wrapper.trtllm import planned_forward
+from engine_wrapper.trtllm.block_table import table_for
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
@@ -44,7 +45,7 @@ class Bench:
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
         self.decoder = self.executor.model_engine.model.model
-        self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts, None)
+        self.forward = PlannedForward(self.decoder, table_for(manager), self.runtime, manager.pool, facts, None)
         self.forward.install()
 
     def request(self, request_id, length):
@@ -199,34 +200,37 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench, mak
     assert torch.equal(pool[request.blocks[:2]], shared)
 
 
-@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench, make_plan):
+@pytest.mark.parametrize("bench", [QWEN2, ("qwen2", True, "main")], indirect=True)
+@pytest.mark.parametrize("what", ["another beginning", "rows that fail", "other blocks", "nothing"])
+def test_what_a_plan_cannot_do_is_computed_in_the_same_step(bench, make_plan, monkeypatch, what):
     bench.prove()
     request = bench.request(1, 70)
-    with pytest.raises(ValueError, match="the slice begins at 50"):
-        bench.run(bench.slice(request, 50, make_plan(request.tokens, SPANS)))
-    assert (bench.runtime.refusal, bench.runtime.faults) == ("planned_forward", {"planned_forward": 1})
+    bench.scatter(request, SPANS)
+    plan = make_plan(request.tokens, SPANS, prefix_end=58, shift=3, check=SpanCheck(1, 1e9))
+    plan = plan.with_target_blocks(tuple(request.blocks[1:9] if what == "other blocks" else request.blocks[:8]))
+    cold = bench.ours(bench.slice(request))
+    if what == "rows that fail":
+        monkeypatch.setattr(planned_forward.PlannedRows, "_decide", lambda rows: rows.missing)
+    bench.runtime.active_plans.put(replace(plan, matched_tokens=60) if what == "another beginning" else plan)
+    logits = bench.executor.forward([(1, 58, 12)], request.tokens[58:], 1)
+    assert torch.allclose(logits, cold, atol=1e-3) == (what != "nothing")
+    fails = what in ("another beginning", "rows that fail")
+    assert bench.runtime.faults == ({"planned_forward": 1} if fails else {})
+    assert bench.runtime.refusal == ("planned_forward" if fails else None)
+    assert bench.runtime.active_plans.withholds(1) == (what == "nothing")
+    assert not bench.runtime.failed
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench, make_plan):
+def test_what_cannot_be_computed_either_is_named_and_never_published(bench, make_plan):
     bench.prove()
     request = bench.request(1, 70)
     bench.runtime.active_plans.put(make_plan(request.tokens, SPANS))
     metadata = SimpleNamespace(request_ids=[1], num_contexts=1, seq_lens=torch.tensor([12]))
-    with pytest.raises(LayoutError, match="inputs_embeds"):
+    with pytest.raises(TypeError):  # by the engine's own forward
         bench.decoder(attn_metadata=metadata, input_ids=None, inputs_embeds=torch.zeros(12, 64))
-
-
-@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_a_decoder_without_the_layer_of_the_check_is_named(bench, make_plan):
-    bench.prove()
-    decoder, request = bench.decoder, bench.request(1, 70)
-    decoder.layers = decoder.layers[:1]
-    plan = make_plan(request.tokens, SPANS, check=SpanCheck(1, 0.5))
-    bench.forward._max_rows = 16
-    with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
-        bench.run(bench.slice(request, 58, plan))
+    assert bench.runtime.failed == {1}
+    assert bench.runtime.active_plans.publishable(1, 70) == 0
 
 
 def _wrong_rotation(bench):

@@ -57,7 +57,8 @@ def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path, c
 )
 def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path, tmp_path, capsys, module, refused):
     file = tmp_path / "options.yaml"
-    file.write_text(f"{{kv_cache_config: {{dtype: fp8}}, kv_connector_config: {{connector_module: {module}}}}}")
+    cache = "kv_cache_config: {dtype: fp8, host_cache_size: 0}"
+    file.write_text(f"{{{cache}, kv_connector_config: {{connector_module: {module}}}}}")
     assert main(["doctor", "--json", "--model", str(tiny_qwen2_path), "--engine-options", str(file)]) == bool(refused)
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [(each["area"], each["reason"]) for each in found if each["status"] in ("failed", "refused")] == refused
@@ -67,11 +68,11 @@ def test_what_a_file_holds_is_shown_and_does_nothing(tmp_path, capsys):
     file = tmp_path / "options.yaml"
     assert main(["doctor", "--engine-options", str(file)]) == 2
     assert "options.yaml cannot be read" in capsys.readouterr().err
-    file.write_text('{scheduler_config: {capacity_scheduler_policy: "x\\e[2J\\u202e"}}')
+    file.write_text('{kv_cache_config: {use_kv_cache_manager_v2: "x\\e[2J\\u202e"}}')
     assert main(["doctor", "--engine-options", str(file)]) == 1
     shown = capsys.readouterr().out
     assert shown.replace("\n", "").isprintable()
-    assert r"no connector in with x\x1b[2J\u202e" in shown
+    assert r"use_kv_cache_manager_v2 is 'x\x1b[2J\u202e'" in shown
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -17,7 +17,7 @@ from tests.semblend_trt.engine_specs import engine
 
 TRTLLM, FLASHINFER = {"attn_backend": "TRTLLM"}, {"attn_backend": "FLASHINFER"}
 MAINS = ("VANILLA", "FLASHINFER_STAR_ATTENTION")
-MAY_BE_ON = ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"]
+MAY_BE_ON = ["torch_compile_config", "lora_config", "speculative_config"]
 FREE = dict.fromkeys(MAY_BE_ON) | TRTLLM
 
 
@@ -39,7 +39,7 @@ FREE = dict.fromkeys(MAY_BE_ON) | TRTLLM
         ({"cache_transceiver_config": SimpleNamespace(backend="UCX")}, "disaggregated"),
         *((FLASHINFER | each, "attention_backend") for each in ({}, {"flashinfer_layout": "NHD"})),
         ({"attn_backend": "flashinfer", "flashinfer_layout": "HND"}, None),
-        *(({"attn_backend": each, "contract": "main"}, "attention_backend") for each in MAINS),
+        *(({"attn_backend": each, "contract": "1.4"}, "attention_backend") for each in MAINS),
     ],
 )
 def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
@@ -51,7 +51,7 @@ def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
     [
         ({}, None),
         ({"attn_backend": "trtllm", "sparse_attention_config": None, "pipeline_parallel_size": 1}, None),
-        ({"cuda_graph_config": {}}, "cuda_graphs"),
+        ({"prefill_cuda_graph_backend": "piecewise"}, "prefill_graphs"),
         ({"torch_compile_config": {}}, "compiled_prefill"),
         *((each, "lora") for each in ({"lora_config": {}}, {"enable_lora": True})),
         ({"speculative_config": {}}, "speculative_decoding"),
@@ -97,10 +97,10 @@ class Arguments(SimpleNamespace):
         ("gpt_oss", "1.1", "exact", "sliding_window", "with a sliding window, and TensorRT-LLM 1.1 writes"),
         ("gpt_oss", "1.2", "position_fix", "rope_unknown", "no key can be moved there as policy position_fix asks"),
         ("gpt_oss", "1.2", "exact", None, ""),
-        ("gpt_oss", "main", "verified", None, ""),
+        ("gpt_oss", "1.4", "verified", None, ""),
         ("gemma3_text", "1.1", "exact", "sliding_window", "gemma3_text has layers with a sliding window"),
         ("gemma3_text", "1.2", "position_fix", None, ""),
-        ("gemma3_text", "main", "verified", None, ""),
+        ("gemma3_text", "1.4", "verified", None, ""),
     ],
 )
 def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.layout import KvGeometry
 from semblend_trt.connector import requests
 from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.connector.requests import (
@@ -35,6 +37,7 @@ from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SpanCheck
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.plans import plan_of
 
@@ -219,16 +222,19 @@ def test_what_was_promised_and_not_loaded_is_never_given_up():
     assert len(table) == 1
 
 
-def test_a_failed_forward_ends_the_requests_that_were_in_it(table):
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_failed_forward_ends_the_requests_that_were_in_it_unless_they_may_come_again(table, drops):
     table.begin_iteration()
     table.scheduled(1)
     table.scheduled(2)
     table.begin_iteration()
     table.scheduled(1)
     table.add(promised(3))  # asked about behind the failure
-    ended = table.begin_iteration(last_failed=True)
-    assert [(request.request_id, request.forward_failed) for request in ended] == [(1, True)]
-    assert list(table) == [2, 3]
+    first = table[1]
+    ended = table.begin_iteration(last_failed=True, drops=drops)
+    assert (ended, list(table), first.forward_failed) == (([], [2, 1, 3], True) if drops else ([first], [2, 3], True))
+    table.scheduled(1)
+    assert first.forward_failed is not drops
 
 
 def test_whose_blocks_are_anothers_now_has_ended(table):
@@ -247,6 +253,7 @@ def test_whose_blocks_are_anothers_now_has_ended(table):
 
 PROMPT, BLOCK = 100, 8
 BLOCKS = list(range(50, 63))
+POOL = PoolFacts(KvGeometry(2, 1, 8, BLOCK), 96, torch.float32)
 
 
 def savable(matched=0):
@@ -297,7 +304,7 @@ def test_a_prompt_in_chunks_and_its_answer():
         told(request, position, scheduled, blocks, is_first=not written)
         written.append(request.written_tokens)
     assert written == [40, 100, 100, 101, 102]
-    assert savable_tokens(request, [*BLOCKS, 3], BLOCK) == 102
+    assert savable_tokens(request, [*BLOCKS, 3], POOL) == 102
 
 
 def test_a_token_without_a_block_is_told_by_the_id_alone():
@@ -322,7 +329,7 @@ def test_an_offer_that_the_engine_did_not_apply_is_not_loaded():
     request = savable(matched=30)
     iteration = told(request, -30, PROMPT, BLOCKS, is_first=True)
     assert (iteration.plans, request.plan, request.reason) == ([], None, "not_honoured")
-    assert (request.written_tokens, savable_tokens(request, BLOCKS, BLOCK)) == (PROMPT, PROMPT)
+    assert (request.written_tokens, savable_tokens(request, BLOCKS, POOL)) == (PROMPT, PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +380,13 @@ def test_no_schedule_makes_more_written_than_was_computed(schedule):
 )
 def test_a_request_that_ends_with_other_blocks_is_not_saved(blocks):
     with pytest.raises(ValueError, match="request 7 ends with other blocks than it was scheduled with"):
-        savable_tokens(followed(), blocks, BLOCK)
+        savable_tokens(followed(), blocks, POOL)
+
+
+def test_blocks_that_the_engine_has_exchanged_are_those_that_are_saved():
+    request, final = followed(), [*BLOCKS[:5], 3, *BLOCKS[6:], 4]
+    assert savable_tokens(request, final, replace(POOL, exchanges_blocks=True)) == PROMPT
+    assert list(request.intent.block_ids) == request.block_ids == final[: len(BLOCKS)]
 
 
 def test_deltas_that_are_told_twice_are_not_saved():
@@ -383,14 +396,14 @@ def test_deltas_that_are_told_twice_are_not_saved():
     for position in range(101, 113):
         told(request, position, 1, [4] * (position == 112))
     with pytest.raises(ValueError, match="other blocks"):
-        savable_tokens(request, [*BLOCKS, 3, 4], BLOCK)
+        savable_tokens(request, [*BLOCKS, 3, 4], POOL)
 
 
 def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
     request = followed()
-    assert savable_tokens(request, [], BLOCK) == 0
+    assert savable_tokens(request, [], POOL) == 0
     request.is_followed = False
-    assert savable_tokens(request, BLOCKS, BLOCK) == 0
+    assert savable_tokens(request, BLOCKS, POOL) == 0
 
 
 @pytest.mark.parametrize("blocks", [[1.5] * 13, ["1"] * 13, [None] * 13, [-1] * 13, [5] * 13, BLOCKS[:2]])

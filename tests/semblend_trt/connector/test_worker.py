@@ -118,7 +118,7 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
 def test_a_layout_whose_kv_is_not_kept_in_one_pool_is_refused(
     tiny_qwen2_path, groups, windows, max_seq_len, refusal, caplog
 ):
-    args = LlmArgs(model=str(tiny_qwen2_path), contract="main", max_seq_len=max_seq_len)
+    args = LlmArgs(model=str(tiny_qwen2_path), contract="1.4", max_seq_len=max_seq_len)
     layout = cache_layout(pool(), BLOCK, groups)
     told = zip(layout.groups, windows, strict=True)
     worker = SemBlendKvConnectorWorker(args)
@@ -174,7 +174,7 @@ def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests
     assert (told.tokens, told.error is None) == (kept, kept > 0)
 
 
-@pytest.fixture(params=["1.2", "main"])
+@pytest.fixture(params=["1.2", "1.4"])
 def early(tiny_qwen2_path, request):
     """A worker of an engine that gives a request's blocks to others while they are saved."""
     with closing(built(LlmArgs(model=tiny_qwen2_path, contract=request.param))) as worker:
@@ -218,7 +218,7 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
 
 @pytest.mark.parametrize(
     ("contract", "has_layout", "held"),
-    [("1.2", False, False), ("main", False, False), ("main", True, True), ("embedded", False, True)],
+    [("1.2", False, False), ("1.4", False, False), ("1.4", True, True), ("embedded", False, True)],
 )
 def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, has_layout, held):
     args = LlmArgs(model=tiny_qwen2_path, contract=contract)

@@ -34,7 +34,7 @@ RELEASES = {
     "1.1": (OLD, FIELDS, [], []),
     "1.2": (OLD, FIELDS, [], [CALLABLE]),
     "1.3rc": (NEW, [*FIELDS, "priorities", "cache_salt_id"], ["wait_for_initialization"], [CALLABLE]),
-    "main": (
+    "1.4": (
         NEW,
         [*FIELDS, "block_hashes", "priorities", "cache_salt", "new_block_ids_by_layer_group"],
         ["wait_for_initialization", *GROUPS],
@@ -102,12 +102,14 @@ def test_an_installed_engine_gets_our_connector_where_it_can_make_it(tmp_path):
     status, (contract,) = doctor_beside(tmp_path / "1.2", "1.2", [])
     assert (status, contract["status"]) == (0, "ok")
     assert contract["text"] == f"TensorRT-LLM of unknown version keeps the connector contract '1.2' ({OLD})"
-    status, (_, ours) = doctor_beside(tmp_path / "main", "main", ["rewind"])
+    status, (_, ours) = doctor_beside(tmp_path / "1.4", "1.4", ["rewind"])
     assert (status, ours["status"]) == (1, "failed")
     assert "which lacks SemBlendKvConnectorScheduler.rewind" in str(ours["text"])
 
 
 (SOUND,) = Page("docs/attach.md").blocks("yaml")
+V1 = "kv_cache_config: {use_kv_cache_manager_v2: false}\n"
+MAX_UTILIZATION = "scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}"
 
 
 @pytest.fixture
@@ -133,15 +135,20 @@ def test_the_file_of_the_guide_is_sound(look):
         ("enable_attention_dp: true", Status.REFUSED, "attention_dp"),
         ("speculative_config: {decoding_type: MTP}", Status.REFUSED, "speculative_decoding"),
         ("attn_backend: FLASHINFER", Status.REFUSED, "attention_backend"),
-        ("kv_cache_config: {host_cache_size: 1073741824}", Status.REFUSED, "host_offload"),
-        ("kv_cache_config: {enable_block_reuse: false}", Status.FAILED, "never asks"),
-        ("scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}", Status.FAILED, "MAX_UTILIZATION"),
+        ("kv_cache_config: {host_cache_size: 0, enable_block_reuse: false}", Status.FAILED, "never asks"),
+        ("kv_cache_config: {enable_block_reuse: true}", Status.FAILED, "host_cache_size is None: the V2"),
+        ("kv_cache_config: {use_kv_cache_manager_v2: auto}", Status.FAILED, "write host_cache_size: 0"),
+        ("kv_cache_config: {use_kv_cache_manager_v2: true, host_cache_size: 9}", Status.FAILED, "size is 9"),
+        ("kv_cache_config: {use_kv_cache_manager_v2: maybe}", Status.FAILED, "is 'maybe'; it is true, false or auto"),
+        (f"{V1}{MAX_UTILIZATION}", Status.FAILED, "V1 lets no connector in with MAX_UTILIZATION"),
+        (f"{V1}", Status.OK, "the connector is"),
+        (MAX_UTILIZATION, Status.OK, "the connector is"),
     ],
 )
 def test_an_option_that_keeps_the_connector_from_reuse(look, option, status, told):
     found = look(SOUND + option)[-1]
     assert found.status is status
-    assert (told in found.text) if status is Status.FAILED else (told, advice(told)) == (found.reason, found.text)
+    assert told in found.text if status is not Status.REFUSED else (told, advice(told)) == (found.reason, found.text)
 
 
 WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
@@ -150,10 +157,9 @@ WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        *((text, "cuda_graphs") for text in ("", "cuda_graph_config: {enable_padding: true}")),
-        ("cuda_graph_config: null\nlora_config: {lora_dir: [a]}", "lora"),
-        ("cuda_graph_config: null\nkv_cache_config: {use_kv_cache_manager_v2: true}", "cache_manager_v2"),
-        ("cuda_graph_config: null", None),
+        ("prefill_cuda_graph_backend: breakable", "prefill_graphs"),
+        ("lora_config: {lora_dir: [a]}", "lora"),
+        *((text, None) for text in ("", "cuda_graph_config: {enable_padding: true}", "cuda_graph_config: null")),
     ],
 )
 def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text, reason):
