@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 
+from benchmarks.fleet.dynamo import prompts_of, routed_to_holder, tokens_per_s
 from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, WORKERS
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
@@ -188,6 +189,32 @@ def test_requests_are_answered_without_nats_and_placed_again_behind_it(fleet, so
         fleet.nats.start()
         await known(fleet, client, some, new)
         assert (await fleet.ask(client, some(30) + old, 1)).placed["worker"] == holder
+
+    fleet.run(test)
+
+
+def test_a_client_that_leaves_ends_its_request(fleet, some):
+    series, most = 'semblend_dynamo_requests_total{result="answered"}', 4000  # more than a minute of tokens
+
+    async def test(client):
+        before, begun = await fleet.counted(client, series), Begun(2)
+        request = asyncio.create_task(fleet.ask(client, some(20), most, on_event=begun))
+        await begun.called.wait()
+        request.cancel()
+
+        async def ended():
+            while await fleet.counted(client, series) == before:
+                pass
+
+        await asyncio.wait_for(ended(), 30)
+
+    fleet.run(test)
+
+
+def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet):
+    async def test(client):
+        assert await routed_to_holder(fleet, prompts_of(3, 0)[:2], 2, client) == 1.0
+        assert await tokens_per_s(fleet, 4, client) > 0
 
     fleet.run(test)
 
