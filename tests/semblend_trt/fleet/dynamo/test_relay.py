@@ -17,6 +17,8 @@ from tests.semblend_trt.samples import NAMESPACE
 pytestmark = pytest.mark.dynamo
 
 TEXT = 600
+# The first token of what worker 1 drops, in benchmarks/fleet/dynamo_worker.py, which only Dynamo's environment imports.
+DROPPED = 17
 ANSWER = 60
 
 
@@ -148,6 +150,16 @@ def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_e
         await fleet.both_answer(client)
         while (await known(fleet, client, some, text)).placed["worker"] != "1.0":
             text[:] = some(TEXT)
+
+    fleet.run(test)
+
+
+def test_an_answer_goes_on_when_an_engine_drops_it(fleet, some):
+    async def test(client):
+        found = await answers(fleet, client, [[DROPPED, *some(20)]] * 4)
+        assert_whole(found[:1] * 4, found)
+        assert any(answer.placed["attempts"] > 1 for answer in found)
+        assert {answer.placed["worker"] for answer in found} == {"2.0"}
 
     fleet.run(test)
 
