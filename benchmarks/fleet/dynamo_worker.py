@@ -1,8 +1,8 @@
 """A worker of Dynamo without an engine, for benchmarks and tests.
 
 It answers by a rule of all tokens so far, so that an answer that another worker continued is the unbroken one, and
-announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. The answer's
-end tells the salt and the headers that came with the request.
+announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
+drops what begins with DROPPED in the middle. The answer's end tells the salt and headers that came with the request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from semblend_trt.outcome import VLLM_RECEIPT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-SECONDS_BELOW = 16
+SECONDS_BELOW, DROPPED = 16, 17
 # Tokens of an answer lie above those that end one.
 _LOWEST, _COUNT = 32, 1500
 _HEARTBEAT_SECONDS = 1.0
@@ -59,6 +59,9 @@ class RuleEngine:
         total, prompt = sum(tokens), len(tokens)
         for place in range(prompt, prompt + most):
             if context.is_stopped():
+                return
+            if tokens[0] == DROPPED and self._worker_id == 1 and place == prompt + most // 2:
+                yield {"token_ids": [], "finish_reason": "cancelled"}
                 return
             if self._paused:
                 await asyncio.sleep(self._paused)

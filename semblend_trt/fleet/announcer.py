@@ -69,16 +69,20 @@ class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
 
     A donor that an earlier process saved is announced after a request names its namespace. `close` calls `leave` once.
-    `worker` names the worker. All methods but `close` and `embedded` belong to the scheduler's thread."""
+    All methods but `close` and `embedded` belong to the scheduler's thread."""
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         self._publisher, self._leave = publisher, leave
-        self.worker = f"{publisher.emitter.worker_id}.{publisher.emitter.dp_rank}"
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
         # Donors of earlier processes, by namespace key and id.
         self._found: dict[str, dict[str, Held]] = {}
         self._own: set[str] = set()
         self._is_closed = False
+
+    @property
+    def worker(self) -> str:
+        """Return the worker's id and rank, as gateways name it."""
+        return f"{self._publisher.emitter.worker_id}.{self._publisher.emitter.dp_rank}"
 
     @_guarded
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:

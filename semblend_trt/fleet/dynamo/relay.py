@@ -133,6 +133,8 @@ class Relay:
         try:
             while (piece := await call.piece()) is not None:
                 answered()
+                if piece.get("finish_reason") == "cancelled" and not context.is_stopped():
+                    raise WorkerLostError("its engine dropped it")
                 if asked.take(piece):
                     has_ended, told = True, piece.get("engine_data")
                     worker = self.workers.answered(chosen.name, told)

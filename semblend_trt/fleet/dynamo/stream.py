@@ -33,17 +33,15 @@ class AskedRequest:
     def is_whole(self) -> bool:
         """Return whether all tokens that were asked for are there, so that only the end is missing."""
         most = self._stops.get("max_tokens")
-        return bool(self._sent) and isinstance(most, int) and len(self._sent) >= most
+        return self.is_continuable and isinstance(most, int) and 0 < most <= len(self._sent)
 
     @property
     def is_continuable(self) -> bool:
-        """Return whether another worker can go on. Behind the first token it cannot where an engine's state is in the
+        """Return whether another worker can go on. After the first token it cannot where an engine's state is in the
         answer: several choices, a grammar, likelihoods of the prompt."""
         sampling, output = self._request.get("sampling_options") or {}, self._request.get("output_options") or {}
-        has_state = max(sampling.get("n") or 1, sampling.get("best_of") or 1) > 1
-        has_state = (
-            has_state or sampling.get("guided_decoding") is not None or output.get("prompt_logprobs") is not None
-        )
+        in_engine = (sampling.get("guided_decoding"), output.get("prompt_logprobs"))
+        has_state = in_engine != (None, None) or max(sampling.get("n") or 1, sampling.get("best_of") or 1) > 1
         return not (self._sent and has_state)
 
     def next_request(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 
+from benchmarks.fleet.dynamo import prompts_of, routed_to_holder, tokens_per_s
 from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, WORKERS
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
@@ -16,6 +17,8 @@ from tests.semblend_trt.samples import NAMESPACE
 pytestmark = pytest.mark.dynamo
 
 TEXT = 600
+# The first token of what worker 1 drops, in benchmarks/fleet/dynamo_worker.py, which only Dynamo's environment imports.
+DROPPED = 17
 ANSWER = 60
 
 
@@ -151,6 +154,16 @@ def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_e
     fleet.run(test)
 
 
+def test_an_answer_goes_on_when_an_engine_drops_it(fleet, some):
+    async def test(client):
+        found = await answers(fleet, client, [[DROPPED, *some(20)]] * 4)
+        assert_whole(found[:1] * 4, found)
+        assert any(answer.placed["attempts"] > 1 for answer in found)
+        assert {answer.placed["worker"] for answer in found} == {"2.0"}
+
+    fleet.run(test)
+
+
 def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, some):
     prompts = [some(40) for _ in range(8)]
 
@@ -188,6 +201,32 @@ def test_requests_are_answered_without_nats_and_placed_again_behind_it(fleet, so
         fleet.nats.start()
         await known(fleet, client, some, new)
         assert (await fleet.ask(client, some(30) + old, 1)).placed["worker"] == holder
+
+    fleet.run(test)
+
+
+def test_a_client_that_leaves_ends_its_request(fleet, some):
+    series, most = 'semblend_dynamo_requests_total{result="answered"}', 4000  # more than a minute of tokens
+
+    async def test(client):
+        before, begun = await fleet.counted(client, series), Begun(2)
+        request = asyncio.create_task(fleet.ask(client, some(20), most, on_event=begun))
+        await begun.called.wait()
+        request.cancel()
+
+        async def ended():
+            while await fleet.counted(client, series) == before:
+                pass
+
+        await asyncio.wait_for(ended(), 30)
+
+    fleet.run(test)
+
+
+def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet):
+    async def test(client):
+        assert await routed_to_holder(fleet, prompts_of(3, 0)[:2], 2, client) == 1.0
+        assert await tokens_per_s(fleet, 4, client) > 0
 
     fleet.run(test)
 

@@ -61,8 +61,8 @@ def test_an_answer_that_lacks_its_end_alone_is_whole():
 def test_what_an_engine_alone_knows_is_not_continued_once_it_has_begun(fields):
     asked = AskedRequest(request(**fields))
     assert asked.is_continuable
-    taken(asked, {"token_ids": [8]})
-    assert not asked.is_continuable
+    taken(asked, {"token_ids": [8, 9, 10, 11]})
+    assert (asked.is_continuable, asked.is_whole) == (False, False)
 
 
 def test_the_salt_is_the_engines():
