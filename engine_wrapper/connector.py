@@ -120,7 +120,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         if failed:
             executor, ids = None if self.attachment is None else self.attachment.executor, sorted(failed)
             failed.clear()
-            message = f"the plans of requests {ids} were not executed; nothing is reused from now on"
+            message = f"the plans of requests {ids} were not executed, and their KV has holes"
             if not fail_requests(executor, ids, message):
                 raise SemBlendError(message)
         super().wait_for_save(stream)

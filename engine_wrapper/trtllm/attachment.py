@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,7 +95,9 @@ def attach_to_executor(
 
     unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
-    runtime.engine_facts = {} if parts is None else {**facts_shown(parts), "guard_refusal": reason}
+    runtime.engine_facts = {"guard_refusal": reason}
+    with suppress(Exception):  # an engine that shows other things is attached to without them
+        runtime.engine_facts |= {} if parts is None else facts_shown(parts)
     if reason is not None:
         logger.warning(
             "not attached to the engine (%s); only identical text from position 0 is reused. %s",
