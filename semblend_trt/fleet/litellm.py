@@ -116,7 +116,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         data: dict[str, Any],
         call_type: str,
     ) -> dict[str, Any]:
-        """Replace the client's salt by that of the key's tenant, and in a cold run by one of its own."""
+        """Remove the client's salt, and keep that of the key's tenant, or in a cold run one of its own."""
         extra = data.get("extra_body")
         for place in (data, extra):
             if isinstance(place, dict) and place.pop(SALT_FIELD, None) is not None:
@@ -125,9 +125,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         asked = body.get("kv_transfer_params")
         is_cold = isinstance(asked, dict) and bool(asked.get(COLD))
         # A cold run has a salt of its own, so that the engine's prefix cache holds nothing for it either.
-        salt = f"cold-{secrets.token_hex(16)}" if is_cold else self._salt_of(user_api_key_dict)
-        if salt is not None:
-            data[SALT_FIELD] = salt
+        salt = _fresh_salt() if is_cold else self._salt_of(user_api_key_dict)
         is_chat = call_type in _CHAT_CALLS if call_type in (*_CHAT_CALLS, *_COMPLETION_CALLS) else None
         _current.set(_Request(body, is_chat, salt))
         return data
@@ -151,21 +149,20 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         return healthy_deployments
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> dict[str, Any] | None:  # noqa: ARG002
-        """Take the salt off for a deployment that is none of ours and may refuse the field."""
-        if _worker_of(kwargs) is None and SALT_FIELD in kwargs:
-            return {name: value for name, value in kwargs.items() if name != SALT_FIELD}
-        return None
+        """Give a worker of ours the request's salt; other deployments may refuse the field."""
+        request = _current.get()
+        # A call of the proxy itself, or of a route that names no key, shares nothing with any tenant.
+        salt = request.salt if request is not None else _fresh_salt() if self._secret is not None else None
+        if salt is None or _worker_of(kwargs) is None:
+            return None
+        if "input" in kwargs:  # of a body of /v1/responses LiteLLM sends no field that it does not know
+            return {**kwargs, "extra_body": {**(kwargs.get("extra_body") or {}), SALT_FIELD: salt}}
+        return {**kwargs, SALT_FIELD: salt}
 
-    async def async_post_call_success_deployment_hook(self, request_data: Any, response: Any, call_type: Any) -> None:  # noqa: ARG002
+    async def async_post_call_success_deployment_hook(self, *_: Any, **__: Any) -> None:
         _answered()
 
-    async def async_post_call_failure_deployment_hook(
-        self,
-        request_data: Any,  # noqa: ARG002
-        exception: Any,  # noqa: ARG002
-        call_type: Any,  # noqa: ARG002
-        fallback_depth: Any = None,  # noqa: ARG002
-    ) -> None:
+    async def async_post_call_failure_deployment_hook(self, *_: Any, **__: Any) -> None:
         _answered()
 
     async def async_post_call_streaming_iterator_hook(
@@ -242,6 +239,10 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
             return None
         tenant = f"team {key.team_id}" if key.team_id else f"key {key.api_key}"
         return hmac.new(self._secret, b"semblend:cache-salt:v1\0" + tenant.encode(), hashlib.sha256).hexdigest()
+
+
+def _fresh_salt() -> str:
+    return f"once-{secrets.token_hex(16)}"
 
 
 def _answered() -> None:

@@ -67,6 +67,7 @@ class Fleet:
         other = deployment("one-otherwise", self.workers["one"].address(), 1, MODEL, group="another tokenizer")
         bare = [deployment("bare", self.workers["two"].address(), None, None, group="mixed")]
         ours = deployment("ours", self.workers["one"].address(), 1, self.model, group="mixed")
+        bare += [deployment(name, self.workers["one"].address(), 1, self.model, group="twins") for name in "ab"]
         variables = {"SEMBLEND_NATS_URL": self.nats.url, **SECRET}
         self.proxy = LiteLlm(folder, [*listed, other, ours, *bare], {"timeout": 10}, **variables)
         ending.callback(self.proxy.kill)
@@ -125,6 +126,9 @@ def test_a_deployment_without_the_connector_or_with_another_tokenizer_is_placed_
     assert fleet.proxy.metric('semblend_placements_total{result="not_held"}') == before + 1
     names = {fleet.proxy.ask({"prompt": page(), "model": "mixed"})[0] for _ in range(4)}
     assert names == {"bare", "ours"}
+    twins = [fleet.proxy.ask({"prompt": text + end, "model": "twins"})[0] for end in "abcd"]  # who holds it is unknown
+    assert [*map(twins.count, "ab")] == [2, 2]
+    assert "2 deployments have semblend_worker_id 1" in fleet.proxy.log.read_text()
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
@@ -292,3 +296,18 @@ def test_a_replica_reads_the_chat_that_was_placed(plain):
             alike = SequenceMatcher(None, one, other, autojunk=False).ratio()
             least = 0.9 if "tools" in body else 0.6 if name in REWRITTEN else 1
             assert alike >= least or other == "template", (name, one, other)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_every_route_carries_the_tenants_salt(plain, path):
+    """Also where LiteLLM gives the replica a body of another form."""
+    proxy, replicas = plain
+    for replica in replicas.values():
+        replica.go_on.set()
+    chat = [{"role": "user", "content": "Who speaks?"}]
+    body = {"input": chat} if path.endswith("responses") else {"messages": chat}
+    for place in ({"cache_salt": "mine"}, {"extra_body": {"cache_salt": "mine"}}):
+        proxy.post({**body, **place, "cache_salt": "mine"}, path=path)
+    sent = [each for replica in replicas.values() for each in replica.bodies]
+    assert {len(each["cache_salt"]) for each in sent} == {64}
+    assert len(sent) == 2
