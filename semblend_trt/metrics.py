@@ -127,34 +127,50 @@ class Metrics:
                 logger.exception("metrics are being lost")
 
 
+def counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Any:
+    """Return a new counter. Raise ValueError for a name that is registered already.
+
+    Those `known` of its label exist from the start, so that they differ from a process without counts."""
+    from prometheus_client import Counter
+
+    made = Counter(name, documentation, labels, registry=registry)
+    for each in known:
+        made.labels(each)
+    return made
+
+
 class Series:
     """The series in one registry. Raises ValueError when one of the names is registered already."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Histogram
-
-        def counter(name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Counter:
-            made = Counter(f"semblend_{name}", documentation, labels, registry=registry)
-            for each in known:  # series that exist from the start can be distinguished from an engine without counts
-                made.labels(each)
-            return made
+        from prometheus_client import Histogram
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"semblend_{name}", documentation, buckets=buckets, registry=registry)
 
         outcomes, events = [each.value for each in Outcome], [each.value for each in OffloadEventKind]
-        self._requests = counter("requests", "Requests by how reuse ended for them.", "outcome", known=outcomes)
+        self._requests = counter(
+            registry, "semblend_requests", "Requests by how reuse ended for them.", "outcome", known=outcomes
+        )
         text = "Requests of which nothing, or not all that was found, was reused, by the reason."
-        self._refusals = counter("refusals", text, "reason")
-        self._tokens = counter("tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS)
+        self._refusals = counter(registry, "semblend_refusals", text, "reason")
+        self._tokens = counter(
+            registry, "semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS
+        )
         self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", _LOOKUP_BUCKETS)
         text = "Largest deviation of a reused token, of each request with sampled or checked tokens."
         self._kept_deviation = histogram("kept_deviation", text, _DEVIATION_BUCKETS)
-        self.texts = counter("neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS)
+        self.texts = counter(
+            registry, "semblend_neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS
+        )
         text = "Similarity of the nearest donor, of each request that has one near."
         self.similarity = histogram("neighbour_similarity", text, _SIMILARITY_BUCKETS)
-        self.tier_events = counter("tier_events", "Donors' files and ways up, by what happened.", "event", known=events)
-        self.weights_changes = counter("weights_changes", "Times that a running engine's weights have changed.")
+        self.tier_events = counter(
+            registry, "semblend_tier_events", "Donors' files and ways up, by what happened.", "event", known=events
+        )
+        self.weights_changes = counter(
+            registry, "semblend_weights_changes", "Times that a running engine's weights have changed."
+        )
         self.donors = _DonorGauges()
         self.faults = _EngineCounts("faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS)
         self.audit_dropped = _EngineCounts("audit_dropped", "Events that the audit log lost.", "reason")

@@ -156,8 +156,6 @@ class SpotChecks:
                 self.broken.append({**found, "workers_told": self._tell(bounded)})
 
     def _tell(self, bounded: Any) -> bool:
-        from semblend_trt.fleet.connection import tell_broken
-
         if self._options is None or bounded.namespace is None:
             return False
         try:
@@ -188,3 +186,16 @@ def _share(text: str) -> float:
         if 0 < float(text) <= 1:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1")
+
+
+async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
+    """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
+    from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, connect_client, flush
+
+    client = await connect_client(options, name="semblend-trt spot-check")
+    try:
+        message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
+        await client.publish(options.subject + RESYNC_SUFFIX, json.dumps(message).encode())
+        await flush(client)
+    finally:
+        await client.close()

@@ -154,17 +154,6 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
     await client.subscribe(options.subjects, cb=read)
 
 
-async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
-    """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
-    client = await connect_client(options, name="semblend-trt spot-check")
-    try:
-        message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
-        await client.publish(options.subject + RESYNC_SUFFIX, json.dumps(message).encode())
-        await flush(client)
-    finally:
-        await client.close()
-
-
 async def pause(failures: int) -> None:
     """Wait before another attempt; at random, so that not all workers come back to a server at once."""
     seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.fleet.placement import RESULTS
 from semblend_trt.fleet.status import LIVE_PROBLEMS, FleetStatus
-from semblend_trt.metrics import count_here_where_unwritable
+from semblend_trt.metrics import count_here_where_unwritable, counter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,27 +31,22 @@ class PlacementCounters:
         if not enabled:
             return
         try:
-            from prometheus_client import REGISTRY, Counter, Histogram
+            from prometheus_client import REGISTRY, Histogram
 
             count_here_where_unwritable()
             self._registry = place = registry or REGISTRY
-            made: dict[str, Any] = {
-                "results": Counter("semblend_placements", "Requests by what placed them.", ["result"], registry=place),
-                "tokens": Counter("semblend_placement_tokens", "Prompt and held tokens.", ["kind"], registry=place),
-                "salts": Counter("semblend_placement_client_salts", "Salts of clients, removed.", registry=place),
-                "seconds": Histogram(
-                    "semblend_placement_seconds", "Look-up and choice.", (), buckets=_SECONDS, registry=place
-                ),
-            }
+            named, text = "semblend_placements", "Requests by what placed them."
+            made: dict[str, Any] = {"results": counter(place, named, text, "result", known=RESULTS)}
+            named, text = "semblend_placement_tokens", "Prompt and held tokens."
+            made["tokens"] = counter(place, named, text, "kind", known=("prompt", "held"))
+            made["salts"] = counter(place, "semblend_placement_client_salts", "Salts of clients, removed.")
+            named, text = "semblend_placement_seconds", "Look-up and choice."
+            made["seconds"] = Histogram(named, text, (), buckets=_SECONDS, registry=place)
         except ImportError:
             return
         except ValueError as error:  # another gateway of the process counts already
             logger.warning("no placements are counted: %s", error)
             return
-        # A series at 0 differs from one that is missing.
-        for name, values in (("results", RESULTS), ("tokens", ("prompt", "held"))):
-            for value in values:
-                made[name].labels(value)
         self._series = made
 
     def placed(self, result: str, seconds: float) -> None:

@@ -25,7 +25,7 @@ from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import Connection, pause
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest, token_digest
-from semblend_trt.metrics import count_here_where_unwritable
+from semblend_trt.metrics import count_here_where_unwritable, counter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,15 +85,9 @@ def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
     """Return the series in a registry, made once for all publishers; empty where they cannot be made."""
     try:
         from prometheus_client import REGISTRY
-        from prometheus_client import Counter as Series
 
         count_here_where_unwritable()
-        series: dict[str, Any] = {}
-        for what, (name, documentation, label, values) in _SERIES.items():
-            series[what] = Series(name, documentation, [label], registry=registry or REGISTRY)
-            for value in values:  # a series at 0 differs from one that is missing
-                series[what].labels(value)
-        return series
+        return {what: counter(registry or REGISTRY, *named, known=known) for what, (*named, known) in _SERIES.items()}
     except ImportError:
         return {}
     except Exception as error:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.fleet.directory import worker_name
-from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, CacheNamespace, is_content, is_unknown
+from semblend_trt.namespace import fields_apart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from semblend_trt.fleet.directory import Directory, FollowedWorker, Worker
+    from semblend_trt.namespace import CacheNamespace
 
 # Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing. And
 # where namespaces are given: a field keeps the workers' namespaces apart.
@@ -20,8 +21,6 @@ LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
 PROBLEMS = (*LIVE_PROBLEMS, "apart")
 # Heartbeat intervals after which a worker's events are old.
 _OLD = 1.5
-# Fields that may differ between requests of one engine.
-_OF_REQUESTS = ("extra.cache_salt", "extra.tenant_key", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +78,7 @@ class FleetStatus:
                 found["old_events"].append(f"{sentence} {followed.interval:g} s")
             if not followed.is_synced:
                 found["unsynced"].append(f"events of worker {name} are missing, and it has not sent them again")
-        for line in differences(namespaces or {}):
-            found["apart"].append(line)
+        if apart := fields_apart({worker_name(worker): each for worker, each in (namespaces or {}).items()}):
+            found["apart"] = apart
         status.problems = dict(found)
         return status
-
-
-def differences(namespaces: Mapping[Worker, Collection[CacheNamespace]]) -> list[str]:
-    """Return a sentence for each field that keeps workers' donors apart, whatever salts and adapters requests have."""
-    workers_by_value: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for worker, of_worker in namespaces.items():
-        for namespace in of_worker:
-            for name, value in _flat(namespace).items():
-                shown = "not determined" if is_unknown(value) else repr(value)
-                workers_by_value[name][shown].add(worker_name(worker))
-    sentences = []
-    for name, by_value in sorted(workers_by_value.items()):
-        if len(by_value) > 1 or (len(namespaces) > 1 and "not determined" in by_value):
-            parts = (f"{value[:80]} on {', '.join(sorted(names))}" for value, names in sorted(by_value.items()))
-            sentences.append(f"namespaces do not meet in {name}: {'; '.join(parts)}")
-    return sentences
-
-
-def _flat(namespace: CacheNamespace) -> dict[str, Any]:
-    """Return the fields that decide reuse between workers, nested ones by a name with a dot."""
-    values = namespace.to_dict()
-    for name, revision in REVISION_OF.items():
-        if is_content(values[revision]):
-            del values[name]
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{name}.{key}".rstrip("."): each for key, each in nested.items() if key not in PARALLEL_RANKS}
-    return {name: value for name, value in flat.items() if name not in _OF_REQUESTS}

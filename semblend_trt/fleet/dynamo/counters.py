@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+
+from semblend_trt.metrics import counter as series
 
 # What became of requests; `continued`: by another worker, after the first broke off.
 RESULTS = ("answered", "continued", "unanswered")
@@ -11,8 +13,6 @@ PROBLEMS = ("no_connector", "other_tokenizer", "same_worker_id")
 
 
 def counter(registry: CollectorRegistry, name: str, label: str, values: tuple[str, ...]) -> Callable[[str], None]:
-    """Return what counts one of `values`, in a series that shows all of them from the start."""
-    series = Counter(f"semblend_dynamo_{name}", f"The component's {name}, by {label}.", [label], registry=registry)
-    for value in values:
-        series.labels(value)
-    return lambda value: series.labels(value).inc()
+    """Return what counts one of `values`."""
+    made = series(registry, f"semblend_dynamo_{name}", f"The component's {name}, by {label}.", label, known=values)
+    return lambda value: made.labels(value).inc()

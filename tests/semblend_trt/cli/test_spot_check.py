@@ -10,7 +10,8 @@ from aiohttp import web
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli.main import main
-from semblend_trt.fleet.connection import ConnectionOptions, tell_broken
+from semblend_trt.cli.spot_check import tell_broken
+from semblend_trt.fleet.connection import ConnectionOptions
 from tests.http_server import answering, listening_app
 from tests.semblend_trt.fleet.conftest import PublishingWorker
 from tests.server_process import wait_for

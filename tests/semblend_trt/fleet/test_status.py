@@ -10,8 +10,8 @@ from semblend_trt.cli.main import main
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.placement import Placement
-from semblend_trt.fleet.status import FleetStatus, differences
-from semblend_trt.namespace import unknown_value
+from semblend_trt.fleet.status import FleetStatus
+from semblend_trt.namespace import fields_apart, unknown_value
 from tests.semblend_trt.fleet.conftest import Teller
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 from tests.server_process import wait_for
@@ -86,8 +86,8 @@ def test_the_fields_that_keep_namespaces_apart_are_named():
     one = BASE_NAMESPACE.for_request("acme", "adapter")
     same = BASE_NAMESPACE.for_request(None, None)
     other = replace(BASE_NAMESPACE, kv_dtype="fp8", rope_config={"rope_type": "default", "rope_theta": 5})
-    assert differences({(1, 0): [one], (2, 0): [same]}) == []
-    assert differences({(1, 0): [one], (2, 0): [other.for_request(None, None)]}) == [
+    assert fields_apart({"1.0": [one], "2.0": [same]}) == []
+    assert fields_apart({"1.0": [one], "2.0": [other.for_request(None, None)]}) == [
         "namespaces do not meet in kv_dtype: 'bfloat16' on 1.0; 'fp8' on 2.0",
         "namespaces do not meet in rope_config.rope_theta: 1000000 on 1.0; 5 on 2.0",
     ]
@@ -95,7 +95,7 @@ def test_the_fields_that_keep_namespaces_apart_are_named():
 
 def test_what_could_not_be_determined_meets_nothing():
     unknown = [replace(BASE_NAMESPACE, model_revision=unknown_value()).for_request(None, None) for _ in range(2)]
-    assert differences({(1, 0): unknown[:1], (2, 0): unknown[1:]}) == [
+    assert fields_apart({"1.0": unknown[:1], "2.0": unknown[1:]}) == [
         "namespaces do not meet in model_revision: not determined on 1.0, 2.0"
     ]
 
