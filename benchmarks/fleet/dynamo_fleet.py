@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # What `make dynamo-env` installs beside the environment that runs this.
 PACKAGES = Path(f"{sys.prefix}-dynamo")
 MODEL, WORKERS = "rule", "engines.backend.generate"
-START_SECONDS = 120
+START_SECONDS = 300
 _POLL_SECONDS = 0.05
 MODEL_PATH = Path(str(files("validation") / "assets" / "model"))
 _ROOT = Path(__file__).resolve().parents[2]

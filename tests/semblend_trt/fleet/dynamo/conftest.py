@@ -16,7 +16,7 @@ from validation.vllm_engine import TRANSFER
 VLLM = Path(f"{sys.prefix}-vllm")
 
 # Seconds to a token, so that a test has time in the middle of an answer.
-TOKEN_SECONDS, WAIT_SECONDS = "0.02", 120
+TOKEN_SECONDS, WAIT_SECONDS = "0.02", 300
 
 
 class RunningFleet(DynamoFleet):
