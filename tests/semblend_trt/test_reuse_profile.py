@@ -280,8 +280,11 @@ def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path):
     assert ReuseProfile.read(tmp_path / "profile.json") == profile()
 
 
+RECORDED = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
+
+
 @pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parents[2].glob("docs/profiles/*.json")), ids=lambda path: path.stem
+    "path", [each for each in RECORDED if b"witness" in each.read_bytes()], ids=lambda path: path.stem
 )
 def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path, caplog):
     values = json.loads(path.read_text(encoding="utf-8"))
