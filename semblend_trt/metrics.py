@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
 TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
-_LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 _ROOM = 1 << 17  # bytes of prometheus_client's files for counters and histograms when they are new
@@ -139,6 +139,23 @@ def counter(registry: CollectorRegistry, name: str, documentation: str, *labels:
     return made
 
 
+def series_of(
+    make: Callable[[CollectorRegistry], dict[str, Any]], registry: CollectorRegistry | None, what: str
+) -> dict[str, Any]:
+    """Return the series that `make` registers, in the host's registry by default. Raise nothing: return an empty dict
+    without prometheus_client or where they cannot be made, and warn that `what` is not counted."""
+    try:
+        from prometheus_client import REGISTRY
+
+        count_here_where_unwritable()
+        return make(registry or REGISTRY)
+    except ImportError:
+        return {}
+    except Exception as error:  # such as ValueError for names that this process has registered already
+        logger.warning("%s are not counted: %s", what, error)
+        return {}
+
+
 class Series:
     """The series in one registry. Raises ValueError when one of the names is registered already."""
 
@@ -157,7 +174,7 @@ class Series:
         self._tokens = counter(
             registry, "semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS
         )
-        self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", _LOOKUP_BUCKETS)
+        self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", LOOKUP_BUCKETS)
         text = "Largest deviation of a reused token, of each request with sampled or checked tokens."
         self._kept_deviation = histogram("kept_deviation", text, _DEVIATION_BUCKETS)
         self.texts = counter(

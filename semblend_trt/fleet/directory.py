@@ -307,12 +307,6 @@ class Directory:
             self._expire(self._clock())
             return dict(sorted(self._workers.items()))
 
-    def donors_of(self, worker: Worker) -> dict[str, str]:
-        """Return tier by donor id of the known donors; empty for a worker that is not followed."""
-        with self._lock:
-            followed = self._workers.get(worker)
-            return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
-
     def twice(self) -> set[Worker]:
         """Return the workers whose id two live processes have. Their text counts as held nowhere."""
         with self._lock:

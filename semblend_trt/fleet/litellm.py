@@ -23,9 +23,8 @@ from litellm.integrations.custom_logger import CustomLogger
 from semblend_trt.background import OnceAMinute
 from semblend_trt.chats import PromptError
 from semblend_trt.config import load_settings
-from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.placement import Loads, Placement
-from semblend_trt.fleet.placement_counters import PlacementCounters
+from semblend_trt.fleet.placement import Loads
+from semblend_trt.fleet.placement_counters import counted_placement
 from semblend_trt.model_files import tokenizer_digest
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.policy import COLD
@@ -94,16 +93,12 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        options, self._counters = ConnectionOptions.of(settings), PlacementCounters(settings.metrics)
-        self._placement = Placement(options, load_weight=settings.load_weight, observe=self._counters.placed)
-        self._counters.watch(self._placement.directory)
+        self._placement, self._counters = counted_placement(settings)
         self._loads: Loads[str] = Loads()
         self._open: deque[tuple[float, Callable[[], None]]] = deque()
         self._tokenizers: dict[str, asyncio.Task[_Tokenizer]] = {}
         self._secret = None if settings.tenant_secret is None else settings.tenant_secret.get_secret_value().encode()
         self._is_started = False
-        if options is None:
-            logger.warning("SEMBLEND_NATS_URL is not set: requests are placed by load alone")
         if self._secret is None:
             logger.warning("SEMBLEND_TENANT_SECRET is not set: all callers share their KV")
 

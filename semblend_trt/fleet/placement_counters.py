@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.fleet.placement import RESULTS
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.placement import RESULTS, Placement
 from semblend_trt.fleet.status import LIVE_PROBLEMS, FleetStatus
-from semblend_trt.metrics import count_here_where_unwritable, counter
+from semblend_trt.metrics import LOOKUP_BUCKETS, counter, series_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,39 +16,29 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
+    from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Directory
 
 logger = logging.getLogger(__name__)
-
-_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 class PlacementCounters:
     """Counts for one gateway process; without prometheus_client, or not `enabled`, nothing. Raises nothing."""
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
-        self._series: dict[str, Any] = {}
         self._registry = registry
-        if not enabled:
-            return
-        try:
-            from prometheus_client import REGISTRY, Histogram
+        self._series = series_of(self._made, registry, "placements") if enabled else {}
 
-            count_here_where_unwritable()
-            self._registry = place = registry or REGISTRY
-            named, text = "semblend_placements", "Requests by what placed them."
-            made: dict[str, Any] = {"results": counter(place, named, text, "result", known=RESULTS)}
-            named, text = "semblend_placement_tokens", "Prompt and held tokens."
-            made["tokens"] = counter(place, named, text, "kind", known=("prompt", "held"))
-            made["salts"] = counter(place, "semblend_placement_client_salts", "Salts of clients, removed.")
-            named, text = "semblend_placement_seconds", "Look-up and choice."
-            made["seconds"] = Histogram(named, text, (), buckets=_SECONDS, registry=place)
-        except ImportError:
-            return
-        except ValueError as error:  # another gateway of the process counts already
-            logger.warning("no placements are counted: %s", error)
-            return
-        self._series = made
+    def _made(self, registry: CollectorRegistry) -> dict[str, Any]:
+        from prometheus_client import Histogram
+
+        self._registry, name = registry, "semblend_placement"
+        return {
+            "results": counter(registry, f"{name}s", "Requests by what placed them.", "result", known=RESULTS),
+            "tokens": counter(registry, f"{name}_tokens", "Prompt and held tokens.", "kind", known=("prompt", "held")),
+            "salts": counter(registry, f"{name}_client_salts", "Salts of clients, removed."),
+            "seconds": Histogram(f"{name}_seconds", "Look-up and choice.", buckets=LOOKUP_BUCKETS, registry=registry),
+        }
 
     def placed(self, result: str, seconds: float) -> None:
         """Count one placement by its result, one of RESULTS."""
@@ -89,3 +80,15 @@ class _DirectoryGauges:
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
+
+
+def counted_placement(
+    settings: Settings, registry: CollectorRegistry | None = None, tokenizer: str | None = None
+) -> tuple[Placement, PlacementCounters]:
+    """Return a gateway's placement as the settings have it, and the counters of what it does."""
+    options, counters = ConnectionOptions.of(settings), PlacementCounters(settings.metrics, registry)
+    if options is None:
+        logger.warning("SEMBLEND_NATS_URL is not set: no donor events are read, and load alone places")
+    placement = Placement(options, load_weight=settings.load_weight, tokenizer=tokenizer, observe=counters.placed)
+    counters.watch(placement.directory)
+    return placement, counters

@@ -25,7 +25,7 @@ from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import Connection, pause
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest, token_digest
-from semblend_trt.metrics import count_here_where_unwritable, counter
+from semblend_trt.metrics import counter, series_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,16 +83,10 @@ class EventCounters:
 @functools.lru_cache(maxsize=8)
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
     """Return the series in a registry, made once for all publishers; empty where they cannot be made."""
-    try:
-        from prometheus_client import REGISTRY
-
-        count_here_where_unwritable()
-        return {what: counter(registry or REGISTRY, *named, known=known) for what, (*named, known) in _SERIES.items()}
-    except ImportError:
-        return {}
-    except Exception as error:
-        logger.warning("no metrics of events are kept: %s", error)
-        return {}
+    named = _SERIES.items()
+    return series_of(
+        lambda place: {what: counter(place, *own, known=n) for what, (*own, n) in named}, registry, "events"
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Directory, FollowedWorker, Worker
     from semblend_trt.namespace import CacheNamespace
 
-# Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing. And
-# where namespaces are given: a field keeps the workers' namespaces apart.
+# Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing.
 LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
-PROBLEMS = (*LIVE_PROBLEMS, "apart")
 # Heartbeat intervals after which a worker's events are old.
 _OLD = 1.5
 
@@ -56,7 +54,7 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class FleetStatus:
-    """The known workers, and by problem (one of PROBLEMS) a sentence for each worker or field that has it."""
+    """The known workers, and by problem a sentence for each worker that has it. `apart` is by field."""
 
     workers: list[WorkerStatus]
     problems: dict[str, list[str]] = field(default_factory=dict)

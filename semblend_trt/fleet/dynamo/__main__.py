@@ -23,16 +23,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from semblend_trt.command_line import ended
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.counters import PROBLEMS, RESULTS, counter
 from semblend_trt.fleet.dynamo.relay import Relay
 from semblend_trt.fleet.dynamo.workers import EngineWorkers, ModelCard
-from semblend_trt.fleet.placement import Placement
-from semblend_trt.fleet.placement_counters import PlacementCounters
+from semblend_trt.fleet.placement_counters import counted_placement
 from semblend_trt.model_files import tokenizer_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 PROGRAM = "semblend_trt.fleet.dynamo"
 logger = logging.getLogger(PROGRAM)
@@ -78,28 +76,16 @@ async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     tokenizer = ModelCard.of(await _first_card(own, str(endpoint.connection_id()))).tokenizer
     registry = CollectorRegistry()
     endpoint.metrics.register_prometheus_expfmt_callback(lambda: generate_latest(registry).decode())
-    placement, sent = _placement(path, registry)
+    placement, counters = counted_placement(load_settings(), registry, tokenizer_digest(path))
     problem = counter(registry, "problems", "problem", PROBLEMS)
     workers = EngineWorkers(client.instance_ids, cards.get_model_cards, tokenizer, problem)
-    relay = Relay(client, workers, placement, sent, counter(registry, "requests", "result", RESULTS))
+    relay = Relay(client, workers, placement, counters.sent, counter(registry, "requests", "result", RESULTS))
     await placement.start()
     watching = asyncio.create_task(relay.watch(own.get_model_cards))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
     logger.info("serving %s from the workers of %s", arguments.model_name, arguments.workers)
     await endpoint.serve_endpoint(relay.generate, graceful_shutdown=True)
     watching.cancel()
-
-
-def _placement(path: str, registry: CollectorRegistry) -> tuple[Placement, Callable[[int, int], None]]:
-    """Return what places prompts of the tokenizer in `path`, as the settings say, and what counts their tokens."""
-    settings = load_settings()
-    options, counters = ConnectionOptions.of(settings), PlacementCounters(settings.metrics, registry)
-    if options is None:
-        logger.warning("SEMBLEND_NATS_URL is not set: no donor events are read, and load alone places")
-    weight, digest = settings.load_weight, tokenizer_digest(path)
-    placement = Placement(options, load_weight=weight, tokenizer=digest, observe=counters.placed)
-    counters.watch(placement.directory)
-    return placement, counters.sent
 
 
 async def _first_card(cards: Any, instance: str | None = None) -> str:

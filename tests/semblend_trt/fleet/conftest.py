@@ -14,6 +14,12 @@ from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 
+def donors_of(directory, worker):
+    """Tier by donor id of what a directory knows of a worker; empty for one that it does not follow."""
+    followed = directory.workers().get(worker)
+    return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
+
+
 class Teller:
     """A worker without a network: `messages()` are its events since the last call."""
 

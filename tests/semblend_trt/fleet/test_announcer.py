@@ -17,7 +17,7 @@ from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate
-from tests.semblend_trt.fleet.conftest import overlap
+from tests.semblend_trt.fleet.conftest import donors_of, overlap
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 
@@ -75,7 +75,7 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
         donors.intended("next", salted, "acme")
     assert donors._found == {}
 
-    assert reader.wait_for(lambda reader: len(reader.directory.donors_of((5, 0))) == 41)
+    assert reader.wait_for(lambda reader: len(donors_of(reader.directory, (5, 0))) == 41)
     events = [decode(payload).data for payload in reader.payloads]
     told = {data.donor_id: data for data in events if data.kind == "donor_registered"}
     assert told["plain"].location.tier == "host"
@@ -95,9 +95,9 @@ def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_work
     other.intended("other", NAMESPACE, None)
     other.held("other", text(1, 100), "host")
     worker.add("own")
-    assert reader.wait_for(lambda reader: len(reader.directory.donors_of((3, 0))) == 2)
+    assert reader.wait_for(lambda reader: len(donors_of(reader.directory, (3, 0))) == 2)
     other.close()
-    assert reader.wait_for(lambda reader: reader.directory.donors_of((3, 0)) == worker.held)
+    assert reader.wait_for(lambda reader: donors_of(reader.directory, (3, 0)) == worker.held)
 
 
 class BrokenPublisher:

@@ -16,6 +16,7 @@ from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, co
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.pages import Page
+from tests.semblend_trt.fleet.conftest import donors_of
 
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
@@ -83,7 +84,7 @@ def test_a_credentials_file_opens_the_server(server, account, make_reader, make_
     reader = make_reader(server.url, user_credentials=str(creds))
     worker = make_worker(server, creds=creds)
     worker.add("a")
-    assert reader.wait_for(lambda reader: list(reader.directory.donors_of((3, 0))) == ["a"])
+    assert reader.wait_for(lambda reader: list(donors_of(reader.directory, (3, 0))) == ["a"])
 
 
 @pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage", "pipe"])
@@ -143,7 +144,7 @@ class LossyDirectory(Directory):
 
     def equals(self, workers):
         synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
-        return all(worker in synced and self.donors_of(worker) == held.held for worker, held in workers.items())
+        return all(worker in synced and donors_of(self, worker) == held.held for worker, held in workers.items())
 
 
 def reading(options, check):

@@ -13,7 +13,7 @@ from semblend_trt.fleet import placement as module
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Loads, Placement, Score
 from semblend_trt.namespace import content_value
-from tests.semblend_trt.fleet.conftest import Teller
+from tests.semblend_trt.fleet.conftest import Teller, donors_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 from tests.server_process import wait_for
 
@@ -132,7 +132,7 @@ def test_it_learns_from_nats(nats_server, make_worker):
     async def run():
         placement = Placement(ConnectionOptions((nats_server.url,), "semantic-kv-events"))
         await placement.start()
-        await asyncio.to_thread(wait_for, lambda: placement.directory.donors_of((2, 0)))
+        await asyncio.to_thread(wait_for, lambda: donors_of(placement.directory, (2, 0)))
         assert best(placement, text(1, 1000)) == Score("c", 1000, 1000)
         await placement.stop()
 

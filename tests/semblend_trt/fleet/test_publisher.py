@@ -18,14 +18,14 @@ from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounte
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
-from tests.semblend_trt.fleet.conftest import held_donor, outbox
+from tests.semblend_trt.fleet.conftest import donors_of, held_donor, outbox
 from tests.semblend_trt.samples import text
 
 STREAM = (3, 0)
 
 
 def known(directory):
-    return directory.donors_of(STREAM)
+    return donors_of(directory, STREAM)
 
 
 def converges(reader, worker):
