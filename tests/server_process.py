@@ -42,6 +42,10 @@ class ServerProcess:
 
     def kill(self):
         self._process.kill()
+        self.wait()
+
+    def wait(self):
+        """Waits for the process's end."""
         self._process.wait()
         self._listener.join()
 

@@ -38,10 +38,19 @@ def page(words=400):
 
 
 class Worker(ServerProcess):
-    """The embedded engine's server at a free port."""
+    """The embedded engine's server, at a free port by default."""
 
-    def __init__(self, model, number, nats_url):
-        arguments = ("-m", "engine_wrapper.embedded.server", "--model", str(model), "--dtype", "float32", "--port", "0")
+    def __init__(self, model, number, nats_url, port="0"):
+        arguments = (
+            "-m",
+            "engine_wrapper.embedded.server",
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--port",
+            port,
+        )
         fleet = {"SEMBLEND_WORKER_ID": str(number), "SEMBLEND_NATS_URL": nats_url, "SEMBLEND_HEARTBEAT_SECONDS": "0.5"}
         super().__init__(*arguments, SEMBLEND_POLICY="position_fix", **fleet)
 
@@ -50,6 +59,7 @@ class Fleet:
     """Two workers, `one` and `two`, a NATS server, and the proxy in front of them."""
 
     def __init__(self, folder, ending):
+        self.ending = ending
         self.model = folder / "model"
         shutil.copytree(MODEL, self.model)
         settings = json.loads((self.model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
@@ -170,6 +180,25 @@ def test_nats_is_lost_and_comes_back(fleet):
     assert fleet.proxy.ask(page())[0] in ("one", "two")
     fleet.nats.start()
     wait_for(lambda: fleet.donors() > 0)
+    name, reused = fleet.proxy.ask(INSTRUCTIONS[1] + text)
+    assert (name, reused > 500) == (holder, True)
+
+
+def test_workers_restart_one_after_the_other_and_every_request_is_answered(fleet):
+    with ThreadPoolExecutor(4) as threads:
+        for number, (name, worker) in enumerate(list(fleet.workers.items()), 1):
+            port = worker.address().rpartition(":")[2].strip("/")
+            asked = [threads.submit(fleet.proxy.ask, page()) for _ in range(12)]
+            os.kill(worker.pid, signal.SIGTERM)
+            worker.wait()
+            fleet.workers[name] = again = Worker(fleet.model, number, fleet.nats.url, port)
+            fleet.ending.callback(again.kill)
+            again.address()
+            assert {each.result()[0] for each in asked} <= {"one", "two"}
+    # A worker that was tried while it was away rests for a while.
+    wait_for(lambda: {fleet.proxy.ask(page())[0] for _ in range(2)} == {"one", "two"})
+    text = page()
+    holder = fleet.hold(INSTRUCTIONS[0] + text)
     name, reused = fleet.proxy.ask(INSTRUCTIONS[1] + text)
     assert (name, reused > 500) == (holder, True)
 
