@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "say what replaced the router"
 REPLACED = (
-    "the router is gone: gateways place requests now, LiteLLM by the callback semblend_trt.fleet.litellm.placement and "
-    "others by the library semblend_trt.fleet.placement; docs/fleet.md shows how"
+    "the router is gone: gateways place requests now, LiteLLM by the callback semblend_trt.fleet.litellm.placement, "
+    "NVIDIA Dynamo by `python -m semblend_trt.fleet.dynamo` and others by the library semblend_trt.fleet.placement; "
+    "docs/fleet.md shows how"
 )
 
 

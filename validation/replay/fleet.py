@@ -83,9 +83,9 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
     for index, seconds, request, tokens in _requests(trace, rule, hot):
         active = workers[: fleet.first if 3 * index < len(trace) else fleet.last]
         held = [rule.reused(request, each.cache.held(request), each.cache, tokens) for each in active]
+        most = max(zip(active, held, strict=True), key=lambda each: each[1])
         ways = [
-            _way(worker, own, seconds, tokens, fleet, gbits, list(zip(active, held, strict=True)))
-            for worker, own in zip(active, held, strict=True)
+            _way(worker, own, seconds, tokens, fleet, gbits, most) for worker, own in zip(active, held, strict=True)
         ]
         best = min(ways, key=lambda way: (way.ttft, way.worker.free))
         best.worker.free = best.ttft
@@ -109,18 +109,12 @@ def _requests(trace: Trace, rule: ReuseRule, hot: int) -> Iterator[tuple[int, fl
 
 
 def _way(
-    worker: _Worker,
-    own: int,
-    seconds: float,
-    tokens: int,
-    fleet: Fleet,
-    gbits: float,
-    holders: Sequence[tuple[_Worker, int]],
+    worker: _Worker, own: int, seconds: float, tokens: int, fleet: Fleet, gbits: float, most: tuple[_Worker, int]
 ) -> _Way:
-    """Return the faster of what a worker can do: compute all that it does not hold, or fetch from the best holder."""
+    """Return the faster of what a worker can do: compute all that it does not hold, or fetch from who holds most."""
     begin = max(seconds, worker.free)
     alone = _Way(begin + (tokens - own) / fleet.tokens_per_s, worker, own)
-    source, theirs = max(holders, key=lambda each: each[1])
+    source, theirs = most
     if not gbits or theirs <= own:
         return alone
     ready = max(seconds, worker.link, source.link) + (theirs - own) * fleet.token_bytes * 8e-9 / gbits
