@@ -13,6 +13,7 @@ from semblend_trt.fleet import placement as module
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Loads, Placement, Score
 from semblend_trt.namespace import content_value
+from semblend_trt.prompts import ReadingThreads
 from tests.semblend_trt.fleet.conftest import Teller, donors_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 from tests.server_process import wait_for
@@ -137,3 +138,26 @@ def test_it_learns_from_nats(nats_server, make_worker):
         await placement.stop()
 
     asyncio.run(run())
+
+
+def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
+    rng, placement, threads = np.random.default_rng(5), Placement(None), ReadingThreads(tokenizer)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
+    texts = [rng.choice(letters, 1 << 17).tobytes().decode() for _ in range(4)]
+    held = [np.array(tokenizer.encode(each), np.int32) for each in texts]
+    assert min(map(len, held)) >= 128_000
+    for worker, tokens in zip(FOUR.values(), held, strict=True):
+        hear(placement, worker, ("d", tokens))
+
+    async def placed(number):
+        body = {"prompt": f"Number {number}: " + texts[number % 4]}
+        tokens = await threads.read(len(body["prompt"]), lambda reader: reader.completion(body))
+        return best(placement, tokens)
+
+    async def placed_at_once():
+        return await asyncio.gather(*map(placed, range(16)))
+
+    found = asyncio.run(placed_at_once())
+    threads.close()
+    assert [each.name for each in found] == [NAMES[number % 4] for number in range(16)]
+    assert all(each.held > 0.95 * len(held[number % 4]) for number, each in enumerate(found))
