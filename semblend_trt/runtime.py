@@ -168,8 +168,10 @@ class Weights:
     def _shown(self) -> tuple[list[int], list[int]]:
         """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
         tensors = self._tensors()
-        addresses = list(map(methodcaller("data_ptr"), compress(tensors, self._addressed)))
-        return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
+        # vLLM's parameters override torch's functions in Python, which takes fifteen times as long.
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = list(map(methodcaller("data_ptr"), compress(tensors, self._addressed)))
+            return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -45,8 +45,8 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - for every setting
-        """True: a replayed full graph would run no plan."""
-        return True
+        """False: graphs of decode steps may be full, since no plan runs in such a step. Other full ones are refused."""
+        return False
 
     # The scheduler's role.
 

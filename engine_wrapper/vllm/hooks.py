@@ -92,11 +92,13 @@ class ModelRunner:
     """One of vLLM's two model runners as a planned forward sees it.
 
     `model` is without wrappers; `groups`: its attention groups. `order` gives the running step's requests in the order
-    of their rows. `remove` leaves the runner as it was found."""
+    of their rows. A full graph replays a step, without the model's forward, only if each request has at most `replayed`
+    tokens; 0 without such graphs. `remove` leaves the runner as it was found."""
 
     model: Any
     groups: Sequence[Any]
     order: Callable[[], list[str]]
+    replayed: int
     remove: Undo
 
 
@@ -105,22 +107,27 @@ def find_runner() -> ModelRunner:
     Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan."""
     first = _caller("attn_groups", "get_model", "input_batch")
     if first is not None:
-        _check_graphs(first.compilation_config.cudagraph_mode)
+        replayed = _replayed(first.compilation_config.cudagraph_mode, first.uniform_decode_query_len)
         return ModelRunner(
-            first.get_model(), first.attn_groups[0], lambda: list(first.input_batch.req_ids), lambda: None
+            first.get_model(), first.attn_groups[0], lambda: list(first.input_batch.req_ids), replayed, lambda: None
         )
     second = _caller("attn_groups", "get_model", "prepare_inputs")
     if second is None:
         raise LookupError("the model runner is of a kind that is not known")
-    _check_graphs(second.cudagraph_manager.cudagraph_mode)
+    replayed = _replayed(second.cudagraph_manager.cudagraph_mode, second.decode_query_len)
     order, undo = watch_order(second)
-    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, undo)
+    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, replayed, undo)
 
 
-def _check_graphs(mode: Any) -> None:
-    is_whole = mode.name != "PIECEWISE" or getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
-    if is_whole and mode.name != "NONE":
-        raise LayoutError("full_cuda_graphs", f"steps are replayed whole, as cudagraph_mode {mode.name} has it")
+def _replayed(mode: CUDAGraphMode, decode_tokens: int) -> int:
+    """Return the most tokens of each request in steps that full graphs replay. Raises LayoutError if they replay any.
+
+    `decode_tokens`: of a request that decodes; with speculation, its drafted tokens and one more."""
+    if mode.mixed_mode().name == "FULL" or (
+        mode.name != "NONE" and getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
+    ):
+        raise LayoutError("full_cuda_graphs", f"prefills are replayed whole, as cudagraph_mode {mode.name} has it")
+    return decode_tokens if mode.decode_mode().name == "FULL" else 0
 
 
 # -- changes until the engine ends -------------------------------------------------------------------------------------

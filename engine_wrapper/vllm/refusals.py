@@ -22,6 +22,8 @@ PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
+# In the last two, full graphs replay steps that decode alone.
+_GRAPHS = "NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"
 # The allowed values of each reason, and the fields, separated by blanks.
 _Rules = dict[str, tuple[tuple[Any, ...], str]]
 _ENGINE: _Rules = {
@@ -54,7 +56,7 @@ _ENGINE: _Rules = {
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sleep_mode": (_OFF, "model_config.enable_sleep_mode model_config.enable_cumem_allocator"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
-    "full_cuda_graphs": (("NONE", "PIECEWISE"), "compilation_config.cudagraph_mode"),
+    "full_cuda_graphs": (_GRAPHS, "compilation_config.cudagraph_mode"),
     "kv_cache_dtype": (("auto", *E4M3), "cache_config.cache_dtype"),
     "kv_scales": (_UNSET, "cache_config.calculate_kv_scales cache_config.kv_cache_dtype_skip_layers"),
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),

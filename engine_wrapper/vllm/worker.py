@@ -64,6 +64,7 @@ class VllmWorker:
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
+        self._replayed = 0  # see `ModelRunner`
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
@@ -117,13 +118,17 @@ class VllmWorker:
                     continue
                 self._runtime.failed_loads.append(plan.request_id)
                 self._runtime.active_plans.put(plan.without_spans("load_failed"))
+        # The forward ends what has begun here, and it does not run.
+        self._runtime.is_forward_open &= not self._is_replayed(metadata.step)
 
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
         """End the step. A plan that its forward has not executed would leave holes: vLLM computes it again."""
         for plan in self._runtime.active_plans.take_all(each.number for each in metadata.step.values()).values():
             self._runtime.faults["plan_not_executed"] += 1
-            self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
+            # A small budget may leave a prompt so few tokens of a step that a full graph replays it.
+            if not self._is_replayed(metadata.step):
+                self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self._fail(plan)
         names = {each.number: name for name, each in metadata.step.items()}
         for plan in metadata.told.plans:
@@ -146,6 +151,10 @@ class VllmWorker:
         self._step = step
         if self._forward is not None:
             self._forward.step = step
+
+    def _is_replayed(self, step: Mapping[str, Scheduled]) -> bool:
+        """Return whether a full graph may replay the step, so that the model's forward does not run."""
+        return all(each.tokens <= self._replayed for each in step.values())
 
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
@@ -200,6 +209,8 @@ class VllmWorker:
                 undo.callback(watch_worker_calls(weights))
                 decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
                 is_timed = self._settings.min_saving > 0
+                self._replayed = runner.replayed
+                self._runtime.tokens_left = 1 + runner.replayed
                 self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows, is_timed=is_timed)
                 undo.callback(self._forward.remove)
                 self._undo = undo.pop_all()

@@ -22,6 +22,7 @@ class SecondRunner(GPUModelRunner):
         self.attn_groups = [["a group"]]
         self.model = torch.nn.Linear(1, 1)
         self.cudagraph_manager = SimpleNamespace(cudagraph_mode=mode)
+        self.decode_query_len = 3
 
     def register(self):
         return find_runner()
@@ -39,6 +40,7 @@ class FirstRunner:
         self.attn_groups = [["a group"]]
         self.input_batch = SimpleNamespace(req_ids=["a", "b"])
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+        self.uniform_decode_query_len = 3
         self.model = torch.nn.Linear(1, 1)
 
     def get_model(self):
@@ -72,19 +74,23 @@ def test_the_first_runner_holds_its_batch():
 
 @pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
 @pytest.mark.parametrize(
-    ("mode", "is_breakable", "is_refused"),
+    ("mode", "is_breakable", "replayed"),
     [
-        (CUDAGraphMode.FULL_AND_PIECEWISE, False, True),
-        (CUDAGraphMode.FULL_DECODE_ONLY, False, True),
-        (CUDAGraphMode.PIECEWISE, True, True),
-        (CUDAGraphMode.NONE, True, False),
+        (CUDAGraphMode.FULL, False, None),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, False, 3),
+        (CUDAGraphMode.FULL_DECODE_ONLY, False, 3),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, True, None),
+        (CUDAGraphMode.PIECEWISE, True, None),
+        (CUDAGraphMode.PIECEWISE, False, 0),
+        (CUDAGraphMode.NONE, True, 0),
     ],
 )
-def test_steps_that_are_replayed_whole_are_refused(kind, mode, is_breakable, is_refused, monkeypatch):
+def test_prefills_that_are_replayed_whole_are_refused(kind, mode, is_breakable, replayed, monkeypatch):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(is_breakable)))
     runner = kind(mode)
-    if not is_refused:
-        assert runner.register().model is runner.model
+    if replayed is not None:
+        found = runner.register()
+        assert (found.model, found.replayed) == (runner.model, replayed)
         return
     with pytest.raises(LayoutError) as refused:
         runner.register()

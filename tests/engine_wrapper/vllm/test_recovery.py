@@ -63,6 +63,18 @@ def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, mon
     assert served.scheduler.outcomes.reasons()[served.refusal] >= 2
 
 
+def test_a_step_that_a_graph_replays_costs_its_plan_and_no_later_one(engine, cold, monkeypatch):
+    """A full graph of a decode runs no forward of ours; a small budget may leave a planned prompt so few tokens."""
+    served = taught(engine("position_fix"))
+    forward = served.worker._forward
+    with monkeypatch.context() as change:
+        change.setattr(served.worker, "_replayed", 1 << 20)
+        change.setattr(forward, "_run_step", lambda arguments, options: forward._stock(*arguments, **options))
+        [answer] = assert_cold(served, cold, MOVED)
+    assert (answer.cached, served.refusal, dict(served.faults)) == (0, None, {"plan_not_executed": 1})
+    assert served.ask(MOVED).cached > 0
+
+
 @pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
 def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold, call, monkeypatch):
     served = engine("position_fix")

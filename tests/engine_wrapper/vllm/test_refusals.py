@@ -84,7 +84,7 @@ REFUSED = [
     ("weight_transfer", "weight_transfer_config", (object(),)),
     ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
-    ("full_cuda_graphs", "compilation_config.cudagraph_mode", (CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2)),
+    ("full_cuda_graphs", "compilation_config.cudagraph_mode", (CUDAGraphMode.FULL, "FULL", 2)),
     ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8_e5m2", "fp8_per_token_head", "nvfp4", "bfloat16", None)),
     ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8_ds_mla",)),  # latent rows with scales among their channels
     ("kv_scales", "cache_config.calculate_kv_scales", (True,)),
@@ -93,7 +93,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
+@pytest.mark.parametrize("mode", [each for each in CUDAGraphMode if each.name != "FULL"], ids=str)
 def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode):
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     for cache in (ONE_GROUP, WINDOWED, WINDOWED_BY_LAYER, CHUNKED, None):
