@@ -324,7 +324,7 @@ _VLLM = {
     "weight_transfer": "Start without --weight-transfer-config, which was not tried; `reload_weights` is followed.",
     "sleep_mode": "Start without --enable-sleep-mode; it would discard what we keep on the card with vLLM's caches.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
-    "full_cuda_graphs": "Set cudagraph_mode to FULL_AND_PIECEWISE, PIECEWISE or NONE; full graphs of prefills run no plan.",
+    "full_cuda_graphs": "Set cudagraph_mode to FULL_AND_PIECEWISE, PIECEWISE or NONE; full prefill graphs run no plan.",
     "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
     "kv_scales": "Serve fp8 with static scales above 0 for K and V: one a layer, or with FLASH_ATTN one a head.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
