@@ -163,7 +163,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        config = write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
+        write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -190,7 +190,7 @@ class VllmArm:
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
-        self._vocabulary, self._asked = int(config.vocab_size), 0
+        self._vocabulary, self._asked = int(self._engine.vllm_config.model_config.get_vocab_size()), 0
         self.prompts = Prompts(self._vocabulary)
         self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
         assert self._profile.check is not None
@@ -203,10 +203,7 @@ class VllmArm:
             "sampled_ms": profile.model_copy(update={"check": self._sampled}),
             UNCHECKED: profile.model_copy(update=unchecked),
         }
-        own = ProfileCheck(layer=CHECK_LAYER, threshold=1.0, sample_threshold=1.0, sample_every=SAMPLE_EVERY)
-        for each, (share, compares_all) in BOUNDS.items():
-            changed = {"check": own.model_copy(update={"compares_all": compares_all}), "floor": 0.5}
-            self._profiles[each] = trial_of(profile.model_copy(update=changed), share)
+        self._profiles |= {name: self._trial(*terms) for name, terms in BOUNDS.items()}
         self.use_profile("shifted_ms")
         self._costs: CostModel | None = None
 
@@ -231,12 +228,20 @@ class VllmArm:
             "checks": f"{self._profile.check}; for sampled_ms {self._sampled}" if self.name == VERIFIED else None,
         }
 
-    def begin(self) -> str | None:
-        """Serve a first prompt, by which our connector checks itself; return why nothing is reused, if so."""
+    def _trial(self, share: float, compares_all: bool) -> ReuseProfile:
+        """A profile that computes this share of the checked tokens at any deviation."""
+        own = ProfileCheck(layer=CHECK_LAYER, threshold=1.0, sample_threshold=1.0, sample_every=SAMPLE_EVERY)
+        changed = {"check": own.model_copy(update={"compares_all": compares_all}), "floor": 0.5}
+        return trial_of(self._profile.model_copy(update=changed), share)
+
+    def begin(self, *, declines: bool = False) -> str | None:
+        """Serve a first prompt, by which our connector checks itself; return why nothing is reused, if so.
+
+        `declines`: what does not pay is declined from then on."""
         with self._turn(), self.watched() as served:
             self.ask([self.prompts.fresh(self.sizes.long)])
             self.settle()
-        if not self._is_stock:
+        if not self._is_stock and not declines:
             # But in `never_slower` what reuse takes is measured also where it is slower.
             runtime = self._scheduler._runtime
             self._costs, runtime.costs = runtime.costs, None
@@ -254,14 +259,18 @@ class VllmArm:
 
     def ttft_ms(self, prompt: list[int]) -> float:
         """Return the milliseconds from the request to its first token. It ends after the second, which is not timed."""
+        return self.answer(prompt, 2)[0]
+
+    def answer(self, prompt: list[int], new_tokens: int, **options: Any) -> tuple[float, Any]:
+        """Return milliseconds to the first token, and vLLM's output at the end; `options` are of SamplingParams."""
         begin = time.perf_counter()
-        self._add(prompt, 2)
-        while not self._engine.step():
+        self._add(prompt, new_tokens, **options)
+        while not (outputs := self._engine.step()):
             pass
         ttft = (time.perf_counter() - begin) * 1e3
         while self._engine.has_unfinished_requests():
-            self._engine.step()
-        return ttft
+            outputs = self._engine.step() or outputs
+        return ttft, outputs[-1]
 
     def request_ms(self, prompt: list[int]) -> float:
         """Return the milliseconds of a request with one new token, up to its end and what the connector does then."""
@@ -547,16 +556,16 @@ class VllmArm:
         problem = served.problem(self.sizes.per_prompt * self.sizes.document * len(prompts))
         return found | {"served": served.counts, "problem": problem}
 
-    def _add(self, prompt: list[int], new_tokens: int) -> str:
+    def _add(self, prompt: list[int], new_tokens: int, **options: Any) -> str:
         self._asked += 1
         name = f"benchmark{self._asked}"
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params(new_tokens))
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params(new_tokens, **options))
         return name
 
-    def _params(self, new_tokens: int) -> Any:
+    def _params(self, new_tokens: int, **options: Any) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **options)
 
     @property
     def _scheduler(self) -> Any:
@@ -566,6 +575,12 @@ class VllmArm:
     def _last(self) -> int:
         """Our number of the request that was asked last; 0 in stock vLLM."""
         return 0 if self._is_stock else int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
+
+    def use_bound(self, profile: ReuseProfile | None, share: float) -> None:
+        """Have the arm that checks use the one bound of `profile`; None: that computes `share` at any deviation."""
+        bounded = profile and profile.model_copy(update={"floor": 0.5})
+        self._profiles["bound"] = bounded or self._trial(share, compares_all=False)
+        self.use_profile("bound")
 
     def use_profile(self, measured: str) -> None:
         """Have the arm that checks use the shipped profile, made out to this engine, with the terms of what is

@@ -1,0 +1,201 @@
+"""Play agents' histories turn by turn in vLLM: stock prefix caching, exact reuse, reuse within a bound, and unbounded.
+
+    python -m benchmarks.agents.play --histories FILE --tokenizer FOLDER --json DIR
+    python -m benchmarks.agents.play --histories FILE --tokenizer FOLDER --model FOLDER --json DIR
+
+With `--model`, a real one, answers are compared with stock's: KL of all tokens up to the first other one, and changed
+answers. Without it Qwen2.5-7B's shape has random weights, and reuse within a bound computes `--share` of the tokens at
+any deviation: take the share that the bound computes of such prompts in a model that was calibrated."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.agents.histories import Variants, read_histories
+from benchmarks.program import FOLDER, parser_of
+from benchmarks.vllm.arm import OF_SMOLLM2, PLAIN, STOCK, VERIFIED, Sizes, VllmArm
+from semblend_trt.errors import SemBlendError
+from semblend_trt.model_tokenizer import load_tokenizer
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.cases import equal_start
+from validation.results import Results
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from benchmarks.agents.histories import Session
+
+EXACT, BOUNDED, UNBOUNDED = "exact", "bounded", "unbounded"
+# Policies of the arms.
+ARMS = {STOCK: STOCK, EXACT: EXACT, BOUNDED: VERIFIED, UNBOUNDED: "position_fix"}
+_NEW_TOKENS = 8
+# vLLM gives this many of the likeliest tokens at each position for the KL; the rest has too little mass to count.
+_LOGPROBS = 64
+
+
+@dataclass(slots=True)
+class Turn:
+    """One timed turn: `logprobs` are of the answer's tokens, by token id, and absent without a real model."""
+
+    session: str
+    ttft_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    answer: list[int]
+    logprobs: list[dict[int, float]]
+
+
+def play(arm: VllmArm, sessions: Sequence[Session], *, compares: bool) -> list[Turn]:
+    """Serve each session's prompts one after the other; the first one of each is not timed."""
+    found = []
+    for session in sessions:
+        for number, prompt in enumerate(session.prompts):
+            ttft, output = arm.answer(list(prompt), _NEW_TOKENS, **({"logprobs": _LOGPROBS} if compares else {}))
+            arm.settle()
+            if not number:
+                continue
+            answer = output.outputs[0]
+            shown = [{token: each.logprob for token, each in one.items()} for one in answer.logprobs or ()]
+            tokens = list(answer.token_ids)
+            found.append(Turn(session.name, ttft, len(prompt), output.num_cached_tokens or 0, tokens, shown))
+    return found
+
+
+def distances(stock: Sequence[Turn], own: Sequence[Turn]) -> tuple[list[float], int]:
+    """Return each turn's mean KL in nats from stock's tokens, up to the first other token, and changed answers."""
+    kls, changed = [], 0
+    for cold, warm in zip(stock, own, strict=True):
+        same = equal_start(cold.answer, warm.answer)
+        changed += cold.answer != warm.answer
+        pairs = zip(cold.logprobs[: same + 1], warm.logprobs[: same + 1], strict=True)
+        kls.append(float(np.mean([_kl(*pair) for pair in pairs])))
+    return kls, changed
+
+
+def _kl(cold: Mapping[int, float], warm: Mapping[int, float]) -> float:
+    """KL over the tokens that both show, normalised."""
+    both = [token for token in cold if token in warm]
+    p, q = (np.array([each[token] for token in both]) for each in (cold, warm))
+    p, q = p - np.logaddexp.reduce(p), q - np.logaddexp.reduce(q)
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the arms one after the other, print the table, and write the rows and all turns."""
+    options = _parser().parse_args(arguments)
+    try:
+        tokenizer = load_tokenizer(options.tokenizer)
+        histories = read_histories(options.histories, options.sessions, options.tokens)
+        variants = Variants(tokenizer, options.tokens, options.turns).of(histories)
+        played = {}
+        for name in ARMS if options.arms is None else (STOCK, *options.arms.split(",")):
+            # vLLM holds one engine a process.
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                played[name] = process.submit(_served, name, ARMS[name], variants, options).result()
+    except SemBlendError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 4)
+    table = Table(*("variant", "arm", "computed", "TTFT p50 ms", "p95 ms", "tokens/s", "KL", "changed"))
+    for variant in variants:
+        for cells in _lines(variant, {name: each[variant] for name, each in played.items()}, rows, options):
+            table.add_row(*cells)
+    Console(width=120).print(table)
+    shape = "smollm2" if options.model else "7b"
+    rows.write(options.json, f"agents_{shape}", FOLDER / str(rows.measured.machine["name"]))
+    return 0
+
+
+def _served(name: str, policy: str, variants: Mapping[str, list[Session]], options: Any) -> dict[str, list[Turn]]:
+    sizes = replace(OF_SMOLLM2 if options.model else Sizes(), long=options.tokens, device_bytes=8 << 30)
+    engine: dict[str, Any] = {
+        "max_model_len": options.tokens + 256,
+        "gpu_memory_utilization": 0.8 if options.device == "cuda" else 0.2,
+    }
+    if options.model:
+        engine |= {"model": options.model, "load_format": "auto", "max_logprobs": _LOGPROBS}
+    if options.device == "cpu":
+        engine |= {"block_size": 32, "enforce_eager": True, "dtype": "float32"}
+    with tempfile.TemporaryDirectory() as folder:
+        arm = VllmArm(policy, Path(folder), sizes, engine, nullcontext, {}, PLAIN)
+        if problem := arm.begin(declines=True):
+            raise SemBlendError(f"{name} does not serve as it should: {problem}")
+        arm.use_bound(_profile(options), options.share)
+        served = {variant: play(arm, sessions, compares=bool(options.model)) for variant, sessions in variants.items()}
+        arm.close()
+    return served
+
+
+def _profile(options: Any) -> ReuseProfile | None:
+    """The profile that is given, with the largest bound within `--max-kl` alone."""
+    if options.profile is None:
+        return None
+    profile = ReuseProfile.read(options.profile)
+    bounds = [each for each in profile.bounds or () if each.max_kl <= options.max_kl]
+    if not bounds:
+        raise SemBlendError(f"{options.profile} has no bound of at most {options.max_kl} nats; give a higher --max-kl.")
+    return profile.model_copy(update={"bounds": bounds[-1:]})
+
+
+def _lines(variant: str, played: Mapping[str, list[Turn]], rows: Results, options: Any) -> Iterator[tuple[str, ...]]:
+    """Cells of each arm's line of the table; its rows go to `rows`."""
+    stock = played[STOCK]
+    for name, turns in played.items():
+        times = [each.ttft_ms for each in turns]
+        p50, p95 = (float(np.percentile(times, share)) for share in (50, 95))
+        prompt = sum(each.prompt_tokens for each in turns)
+        computed = 1 - sum(each.cached_tokens for each in turns) / prompt
+        kl, changed = "", ""
+        if options.model and name != STOCK:
+            kls, number = distances(stock, turns)
+            kl, changed = f"{statistics.mean(kls):.4f}", f"{number} of {len(turns)}"
+            rows.add(f"agents_{variant}_kl_{name}", statistics.mean(kls), "nats", changed + " answers changed")
+        if name != STOCK:
+            cold = float(np.percentile([each.ttft_ms for each in stock], 95))
+            facts = f"stock {cold:.1f} ms; {len(turns)} turns to {options.tokens} tokens; {_terms(name, options)}"
+            goal = 0.15 if (variant, name) == ("volatile", BOUNDED) and not options.model else None
+            model = "_smollm2" if options.model else ""
+            rows.add(f"vllm_agents{model}_{variant}_ttft_p95_over_stock_{name}", p95 / cold, "", facts, goal)
+        shown = f"{computed:.1%}", f"{p50:.1f}", f"{p95:.1f}", f"{prompt / sum(times) * 1e3:,.0f}"
+        yield variant, name, *shown, kl, changed
+
+
+def _terms(name: str, options: Any) -> str:
+    if name != BOUNDED:
+        return "random weights" if not options.model else options.model
+    if options.profile is None:
+        return f"{options.share:.1%} computed; random weights"
+    return f"at most {options.max_kl} nats"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__, FOLDER)
+    parser.add_argument("--histories", type=Path, required=True, help="JSONL of chat bodies, or tau-bench's JSON")
+    parser.add_argument("--tokenizer", required=True, help="folder or hub id of an instruct model's tokenizer")
+    parser.add_argument("--model", help="folder of a real model, whose answers are compared")
+    parser.add_argument("--profile", type=Path, help="reuse profile of that model")
+    parser.add_argument("--max-kl", type=float, default=0.01, help="nats of the bound (default: %(default)s)")
+    parser.add_argument("--share", type=float, default=0.06, help="share that is computed (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32_768, help="most tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=4, help="histories (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=6, help="timed turns of each (default: %(default)s)")
+    parser.add_argument("--arms", metavar="A,B", help=f"those beside stock, of {', '.join(ARMS)} (default: all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Agents' histories are read from files, and each variant changes them as its harness does."""
+
+import json
+
+import pytest
+
+from benchmarks.agents.histories import Variants, read_histories
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import load_tokenizer
+from validation.cases import equal_start
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]}
+
+
+def trajectory(number, turns=12):
+    """An agent that reads files, of our own writing."""
+    messages = [{"role": "system", "content": "You mend a house. Say what you do before you do it."}]
+    for turn in range(turns):
+        lines = " ".join(f"beam {number}.{turn}.{i} is {i * 7 % 13} spans long" for i in range(12 + turn % 3))
+        messages += [
+            {"role": "user", "content": f"Look at room {turn} of house {number}."},
+            CALL,
+            {"role": "tool", "content": lines},
+            {"role": "assistant", "content": f"Room {turn} needs {turn % 5} nails."},
+        ]
+    return messages
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "histories.jsonl"
+    path.write_text("".join(json.dumps({"messages": trajectory(i)}) + "\n" for i in range(8)))
+    return path
+
+
+@pytest.fixture
+def reader(tiny_qwen2_path, monkeypatch):
+    tokenizer = load_tokenizer(str(tiny_qwen2_path))
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE, raising=False)
+    return tokenizer
+
+
+def test_both_forms_of_files_are_read_alike(written, tmp_path):
+    listed = tmp_path / "tau.json"
+    listed.write_text(json.dumps([{"traj": trajectory(i), "reward": 1} for i in range(8)]))
+    histories = read_histories(written, 2, 1_000)
+    assert histories == read_histories(listed, 2, 1_000)
+    assert [each["role"] for each in histories[0]].count("system") == 1
+    assert all(each["content"] for history in histories for each in history)
+
+
+def test_each_variant_shares_what_its_harness_keeps(written, reader):
+    [history] = read_histories(written, 1, 6_000)
+    sessions = {name: each for name, [each] in Variants(reader, 6_000, 3).of([history]).items()}
+    for name, session in sessions.items():
+        first, *later = session.prompts
+        assert len(later) == 3
+        assert max(map(len, session.prompts)) <= 6_000
+        head = max(equal_start(first, each) for each in later[:1])
+        if name in ("volatile", "shared"):
+            assert head < 80  # a prefix cache wins the template alone
+        if name == "reread":
+            assert len(later[0]) > len(first)
+    assert equal_start(*sessions["shared"].prompts[::2]) > 300  # the same agent's
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("[1]", "cannot be read"), ('{"prompt": "x"}', "cannot be read"), ("no", "cannot be read"), ("[]", "text for 0")],
+)
+def test_other_files_are_refused(tmp_path, text, sentence):
+    path = tmp_path / "other.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=sentence):
+        read_histories(path, 1, 1_000)
+
+
+def test_too_few_turns_are_refused(written, reader):
+    with pytest.raises(ConfigurationError, match="too few for 3 turns"):
+        Variants(reader, 600, 3).of(read_histories(written, 1, 600))
