@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SemBlendError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 4)
+    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 3)
     table = Table(*("variant", "arm", "computed", "TTFT p50 ms", "p95 ms", "tokens/s", "KL", "changed"))
     for variant in variants:
         for cells in _lines(variant, {name: each[variant] for name, each in played.items()}, rows, options):
@@ -190,8 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-kl", type=float, default=0.01, help="nats of the bound (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.06, help="share that is computed (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32_768, help="most tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--sessions", type=int, default=4, help="histories (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=6, help="timed turns of each (default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=3, help="histories (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, help="timed turns of each (default: %(default)s)")
     parser.add_argument("--arms", metavar="A,B", help=f"those beside stock, of {', '.join(ARMS)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser
