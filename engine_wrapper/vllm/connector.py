@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
+from engine_wrapper.vllm.log import log_into_vllm
 from engine_wrapper.vllm.refusals import engine_refusal_of
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.runtime import runtime_for
@@ -25,6 +26,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_into_vllm()
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))

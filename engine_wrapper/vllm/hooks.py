@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import Weights
 
-# Below vLLM's own loggers, so that it shows what is on.
-logger = logging.getLogger("vllm.semblend.hooks")
+logger = logging.getLogger(__name__)
 
 # What vLLM itself calls in its worker at its start and around its steps; none of it writes weights.
 _HARMLESS = frozenset(
@@ -144,6 +143,13 @@ def watch_resets(pool: Any, note: Callable[[bool], None]) -> Undo:
     return undo
 
 
+def watch_outputs(scheduler: Any, note: Callable[[Any], None]) -> Undo:
+    """Have `note` called with what the scheduler makes of each step for its front ends: EngineCoreOutputs by client."""
+    undo = watch_method(scheduler, "update_from_output", lambda sent, *_: note(sent))
+    logger.info("hook: answers that a stop string may end carry their receipt with each token")
+    return undo
+
+
 def watch_worker_calls(weights: Weights) -> Undo:
     """Suspect `weights` after every call that may write them, of the executor that is registering its caches. Raises
     LookupError if it is of another kind."""
@@ -176,7 +182,7 @@ def watch_order(runner: Any) -> tuple[list[str], Undo]:
 def replace_forward(model: Any, forward: Callable[..., Any]) -> Undo:
     """Have `forward` called in the place of the model's."""
     undo = replace_method(model, "forward", forward)
-    logger.info("hook: steps with a plan run our forward")
+    logger.info("hook: the model's forward goes through ours, which runs vLLM's own unless a step has a plan")
     return undo
 
 

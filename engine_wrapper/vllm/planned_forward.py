@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
-# Below vLLM's own loggers, so that it shows what is on.
-logger = logging.getLogger("vllm.semblend")
+logger = logging.getLogger(__name__)
 
 
 class PlannedForward:

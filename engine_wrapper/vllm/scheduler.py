@@ -16,12 +16,13 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_resets
+from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_outputs, watch_resets
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
 from semblend_trt.connector import SemBlendKvConnectorScheduler
@@ -33,11 +34,12 @@ from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
     from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.outcome import ReuseReport
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +250,8 @@ class VllmScheduler:
         self._guard = PublicationGuard()
         self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
+        # Of running requests that a stop string may end, the receipt once it is known.
+        self._stoppable: dict[str, dict[str, Any] | None] = {}
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
@@ -265,6 +269,7 @@ class VllmScheduler:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
         try:
             self._recovery.bind()
+            self._undo.callback(watch_outputs(self._recovery.scheduler, self._give_receipts))
         except Exception as error:
             logger.warning("KV is not reused, since vLLM could not recover where that fails: %s", error)
             self._runtime.refusal = self._runtime.refusal or "recovery"
@@ -276,6 +281,8 @@ class VllmScheduler:
         guard learns how many are exact before vLLM publishes any."""
         number = self._number_of(request.request_id)
         self._guard.exact_tokens.pop(request.request_id, None)
+        if getattr(getattr(request, "sampling_params", None), "stop", None):
+            self._stoppable[request.request_id] = None
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
@@ -323,11 +330,11 @@ class VllmScheduler:
         if is_saving:
             self._saving[number] = request.request_id
         self._guard.exact_tokens.pop(request.request_id, None)
+        self._stoppable.pop(request.request_id, None)
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)
-        worker = self._scheduler.worker
-        return is_saving, {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
+        return is_saving, self._receipt(report)
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
@@ -339,6 +346,24 @@ class VllmScheduler:
         """Write out what is held, and leave vLLM's block pool as it was found."""
         self._scheduler.close()
         self._undo.close()
+
+    @never_raises(lambda: None)
+    def _give_receipts(self, sent: Mapping[int, Any]) -> None:
+        """Give each token of a request that a stop string may end the receipt. vLLM's front end finds the string, and
+        answers before the scheduler hears of the end."""
+        if not self._stoppable:
+            return
+        for output in chain.from_iterable(each.outputs for each in sent.values()):
+            name = output.request_id
+            if name not in self._stoppable or output.kv_transfer_params is not None:
+                continue
+            if self._stoppable[name] is None and (report := self._scheduler.reuse_of(self._number_of(name))):
+                self._stoppable[name] = self._receipt(report)
+            output.kv_transfer_params = self._stoppable[name]
+
+    def _receipt(self, report: ReuseReport) -> dict[str, Any]:
+        worker = self._scheduler.worker
+        return {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
 
     def _number_of(self, request_id: str) -> int:
         if request_id not in self._numbers:

@@ -89,8 +89,7 @@ class VllmWorker:
             on = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
             for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
                 on += [f"{name} {value}"] if (value := getattr(settings, name)) else []
-            # Below vLLM's own loggers, so that it shows what is on.
-            logging.getLogger("vllm.semblend").info("KV reuse: %s", ", ".join(on))
+            logger.info("KV reuse, once the engine's first prompt has come out the same: %s", ", ".join(on))
 
     @staticmethod
     def step_of(metadata: object) -> StepMetadata:
