@@ -320,7 +320,7 @@ _VLLM = {
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
     "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
     "speculative_decoding": "Start without --speculative-config.",
-    "lora": "Start without --enable-lora, with the adapter merged into the weights.",
+    "lora": "Serve adapters by vLLM's own LoRA manager, or merge the adapter into the weights.",
     "weight_transfer": "Start without --weight-transfer-config, which was not tried; `reload_weights` is followed.",
     "sleep_mode": "Start without --enable-sleep-mode; it would discard what we keep on the card with vLLM's caches.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 # What vLLM itself calls in its worker at its start and around its steps; none of it writes weights.
 _HARMLESS = frozenset(
     {
+        "add_lora",
         "check_health",
         "compile_or_warm_up_model",
         "execute_dummy_batch",
@@ -49,7 +50,9 @@ _HARMLESS = frozenset(
         "get_supported_tasks",
         "initialize_from_config",
         "list_loras",
+        "pin_lora",
         "profile",
+        "remove_lora",
         "reset_encoder_cache",
         "reset_mm_cache",
         "sample_tokens",
@@ -91,12 +94,13 @@ class ModelRunner:
     """One of vLLM's two model runners as a planned forward sees it.
 
     `model` is without wrappers; `groups`: its attention groups. `order` gives the running step's requests in the order
-    of their rows. `remove` leaves the runner as it was found."""
+    of their rows. `remove` leaves the runner as it was found. `adapters`: its LoRA manager, or None."""
 
     model: Any
     groups: Sequence[Any]
     order: Callable[[], list[str]]
     remove: Undo
+    adapters: Any
 
 
 def find_runner() -> ModelRunner:
@@ -106,14 +110,22 @@ def find_runner() -> ModelRunner:
     if first is not None:
         _check_graphs(first.compilation_config.cudagraph_mode)
         return ModelRunner(
-            first.get_model(), first.attn_groups[0], lambda: list(first.input_batch.req_ids), lambda: None
+            first.get_model(),
+            first.attn_groups[0],
+            lambda: list(first.input_batch.req_ids),
+            lambda: None,
+            _adapters_of(first),
         )
     second = _caller("attn_groups", "get_model", "prepare_inputs")
     if second is None:
         raise LookupError("the model runner is of a kind that is not known")
     _check_graphs(second.cudagraph_manager.cudagraph_mode)
     order, undo = watch_order(second)
-    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, undo)
+    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, undo, _adapters_of(second))
+
+
+def _adapters_of(runner: Any) -> Any:
+    return runner.lora_manager if getattr(runner, "lora_config", None) else None
 
 
 def _check_graphs(mode: Any) -> None:

@@ -215,7 +215,8 @@ class PlannedForward:
         for way in (nullcontext(), as_prompts(self._parts.builder)) if is_latent else (nullcontext(),):
             with way:
                 raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
-        check_rotation(self._parts, ids)
+        with nullcontext() if self._parts.adapters is None else self._parts.adapters.own_rows():
+            check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:
             problem = "kv_cache_dtype"  # SemBlend's kernel reads no scales

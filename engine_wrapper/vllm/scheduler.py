@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from engine_wrapper.vllm.adapters import identity_of
 from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_outputs, watch_resets
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.outcome import ReuseReport
+    from semblend_trt.runtime import AdapterWeights
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +51,26 @@ _recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks."""
+    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks; `adapter` is an id, or 0."""
 
     number: int
     begin: int
     tokens: int
     block_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """`told` is for the worker half for every engine; `step` holds requests by vLLM's id. `saving`: vLLM's id by
-    number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable."""
+    number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable.
+    `adapters`: the weights that plans of requests with adapters were made for, by number."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)
     saving: dict[int, str] = field(default_factory=dict)
     is_unread: bool = False
+    adapters: dict[int, AdapterWeights] = field(default_factory=dict)
 
 
 class Steps:
@@ -75,18 +80,20 @@ class Steps:
         """`number_of` gives a request's number by vLLM's id."""
         self._number_of = number_of
         self._blocks: dict[str, list[int]] = {}
+        self._adapters: dict[str, int] = {}
 
     def read(self, output: Any) -> tuple[SchedulerOutput, dict[str, Scheduled]]:
         """Return the step in TensorRT-LLM's form, and its requests by vLLM's id."""
         for gone in output.finished_req_ids:
             self._blocks.pop(gone, None)
+            self._adapters.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
 
         def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
             held = self._blocks.setdefault(request_id, [])
             held.extend(new_blocks)
             number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
-            step[request_id] = Scheduled(number, begin, count, tuple(held))
+            step[request_id] = Scheduled(number, begin, count, tuple(held), self._adapters.get(request_id, 0))
             found.append(
                 RequestData(
                     request_id=number,
@@ -99,6 +106,8 @@ class Steps:
 
         for request in output.scheduled_new_reqs:
             self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back
+            if (adapter := getattr(request, "lora_request", None)) is not None:
+                self._adapters[request.req_id] = int(adapter.lora_int_id)
             add(new, request.req_id, request.num_computed_tokens, request.block_ids[0])
         cached = output.scheduled_cached_reqs
         gained = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
@@ -172,11 +181,10 @@ def recovery_for(arguments: EngineSpec) -> Recovery:
 class RequestView:
     """A vLLM request with TensorRT-LLM's attributes for the scheduler half. vLLM took `taken_tokens` of its offer."""
 
-    # Adapters and beams are refused by name.
-    lora_task_id = None
-
-    def __init__(self, number: int, request: Any, taken_tokens: int | None = None) -> None:
-        self.request_id = number
+    def __init__(
+        self, number: int, request: Any, taken_tokens: int | None = None, adapter_identity: str | None = None
+    ) -> None:
+        self.request_id, self.adapter_identity = number, adapter_identity
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
         self.cache_salt: str | None = request.cache_salt
@@ -248,6 +256,11 @@ class VllmScheduler:
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
         self._guard = PublicationGuard()
+        # Of running requests with an adapter: its id and what was known of its weights at the look-up.
+        self._adapters: dict[int, tuple[int, AdapterWeights | None]] = {}
+        # What was last known of each adapter's weights by its name, by which vLLM's prefix cache goes.
+        self._of_name: dict[str, AdapterWeights] = {}
+        self._stale_names: set[str] = set()
         self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
         # Of running requests that a stop string may end, the receipt once it is known.
@@ -258,6 +271,8 @@ class VllmScheduler:
         """Guard the pool; without that only exact prefixes are reused. The caches are registered by now."""
 
         def note_reset(was_reset: bool) -> None:
+            if was_reset:
+                self._stale_names.clear()
             if was_reset and self._runtime.weights is not None:
                 self._runtime.weights.prefix_cache_reset()
 
@@ -283,7 +298,10 @@ class VllmScheduler:
         self._guard.exact_tokens.pop(request.request_id, None)
         if getattr(getattr(request, "sampling_params", None), "stop", None):
             self._stoppable[request.request_id] = None
-        tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
+        view = RequestView(number, request, adapter_identity=self._adapter_of(number, request))
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
+        if view.adapter_identity is not None:
+            self._keep_apart(number, request.lora_request.lora_name, num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
             return 0  # planned rows could not yet compute what fails to load
@@ -318,7 +336,14 @@ class VllmScheduler:
             self._runtime.faults["step_unreadable"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
-        return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
+        told = self._scheduler.build_connector_meta(told_output)
+        asked = {
+            plan.request_id: self._adapters[plan.request_id][1]
+            for plan in told.plans
+            if plan.request_id in self._adapters
+        }
+        weights = {number: each for number, each in asked.items() if each is not None}
+        return StepMetadata(told, step, saving, adapters=weights)
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -326,6 +351,9 @@ class VllmScheduler:
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None
+        adapter, known = self._adapters.pop(number, (0, None))
+        if adapter and self._runtime.adapters.get(adapter) != known:
+            self._scheduler.leave_no_donor(number)  # it ran with other weights than it was looked up for
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
@@ -346,6 +374,24 @@ class VllmScheduler:
         """Write out what is held, and leave vLLM's block pool as it was found."""
         self._scheduler.close()
         self._undo.close()
+
+    def _adapter_of(self, number: int, request: Any) -> str | None:
+        """The identity of a request's adapter; None without one."""
+        if (adapter := getattr(request, "lora_request", None)) is None:
+            return None
+        known = self._runtime.adapters.get(adapter.lora_int_id)
+        self._adapters[number] = adapter.lora_int_id, known
+        return identity_of(adapter.lora_name, known)
+
+    def _keep_apart(self, number: int, name: str, num_computed_tokens: int) -> None:
+        """Keep no donor of a request whose adapter is not loaded yet, or that goes on from vLLM's own prefix under a
+        name that has had other weights since the prefix cache was reset: it may hold KV of those."""
+        _, known = self._adapters[number]
+        if known is not None and self._of_name.setdefault(name, known).digest != known.digest:
+            self._of_name[name] = known
+            self._stale_names.add(name)
+        if known is None or (num_computed_tokens and name in self._stale_names):
+            self._scheduler.leave_no_donor(number)
 
     @never_raises(lambda: None)
     def _give_receipts(self, sent: Mapping[int, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
+from engine_wrapper.vllm.adapters import LoadedAdapters
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -67,6 +68,7 @@ class VllmWorker:
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
+        self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
@@ -106,6 +108,7 @@ class VllmWorker:
         self._worker.bind_connector_meta(metadata.told)
         try:
             self._worker.start_load_kv(torch.cuda.current_stream() if torch.cuda.is_available() else None)
+            stale = self._stale_adapters(metadata)
         except Exception:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
@@ -114,8 +117,11 @@ class VllmWorker:
                 if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
                     self._fail(plan)
                     continue
-                self._runtime.failed_loads.append(plan.request_id)
-                self._runtime.active_plans.put(plan.without_spans("load_failed"))
+                self._compute(plan)
+            return
+        for plan in metadata.told.plans:
+            if plan.request_id in stale:
+                self._compute(plan)
 
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
@@ -145,6 +151,21 @@ class VllmWorker:
         self._step = step
         if self._forward is not None:
             self._forward.step = step
+
+    def _stale_adapters(self, metadata: StepMetadata) -> set[int]:
+        """Requests whose plans were made for other weights of their adapter than are loaded by now."""
+        if self._adapters is None:
+            return set()
+        self._adapters.begin(metadata.step)
+        self._adapters.read()
+        of = {each.number: each.adapter for each in metadata.step.values()}
+        known = self._runtime.adapters
+        return {number for number, weights in metadata.adapters.items() if known.get(of.get(number, 0)) != weights}
+
+    def _compute(self, plan: SemanticKvPlan) -> None:
+        """Have our rows compute all that a plan promised."""
+        self._runtime.failed_loads.append(plan.request_id)
+        self._runtime.active_plans.put(plan.without_spans("load_failed"))
 
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
@@ -197,6 +218,8 @@ class VllmWorker:
                 undo.callback(runner.remove)
                 self._runtime.weights = weights = Weights(runner.model)
                 undo.callback(watch_worker_calls(weights))
+                if runner.adapters is not None:
+                    self._adapters = LoadedAdapters(runner.adapters, self._runtime.adapters)
                 decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
                 is_timed = self._settings.min_saving > 0
                 self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows, is_timed=is_timed)
@@ -240,6 +263,7 @@ class VllmWorker:
             longest=longest,
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
+            adapters=self._adapters,
         )
 
     @property

@@ -125,6 +125,8 @@ class Adapters:
 
         The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
         since, it matches nothing."""
+        if (identity := getattr(request, "adapter_identity", None)) is not None:
+            return str(identity)  # of what the engine has loaded
         task = getattr(request, "lora_task_id", None)
         if task is None:
             return None

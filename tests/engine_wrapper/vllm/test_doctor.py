@@ -59,7 +59,6 @@ def test_a_cache_in_fp8_halves_what_a_token_takes(profile, tmp_path, capsys):
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_transfer_config": {**OURS, "kv_load_failure_policy": "fail"}}, "load_failure_policy"),
         ({"kv_transfer_config": {**OURS, "kv_role": "kv_producer"}}, "kv_role"),
-        ({"enable-lora": True}, "lora"),
         ({"kv_transfer_config": {**OURS, "kv_connector_extra_config": {"min_span": 0}}}, "settings_invalid"),
     ],
 )

@@ -11,7 +11,6 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionType
@@ -80,7 +79,6 @@ REFUSED = [
     ("model_kwargs", "model_config.hf_config_path", ("/elsewhere",)),
     ("model_kwargs", "model_config.config_format", ("mistral",)),
     ("speculative_decoding", "speculative_config", (object(),)),
-    ("lora", "lora_config", (object(),)),
     ("weight_transfer", "weight_transfer_config", (object(),)),
     ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
@@ -148,7 +146,6 @@ def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypa
     [
         (None, "parallel_config.decode_context_parallel_size"),
         (None, "cache_config.kv_sharing_fast_prefill"),
-        (None, "lora_config"),
         ("tensor_parallel", "parallel_config.tensor_parallel_size"),
         ("kv_cache_dtype", "cache_config.cache_dtype"),
     ],
@@ -247,7 +244,6 @@ def resumed():
         ("pooling", request(sampling_params=None, pooling_params=PoolingParams(task="embed"))),
         ("multimodal", request(mm_features=[object()])),
         ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))),
-        ("lora", request(lora_request=LoRARequest("a", 1, "/a"))),
         ("prompt_logprobs", request({"prompt_logprobs": 0})),
         ("skip_reading_prefix_cache", request({"skip_reading_prefix_cache": True})),
         ("streamed_prompt", request(resumable=True)),
@@ -316,5 +312,5 @@ def test_attention_that_our_kernel_does_not_know_has_no_sample(reason, unknown):
 def test_every_reason_has_a_sentence():
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
     named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
-    named |= {"model_runner", "layer_call", "recovery"}
+    named |= {"model_runner", "layer_call", "recovery", "lora"}
     assert named == REASONS
