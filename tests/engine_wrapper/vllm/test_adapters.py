@@ -147,4 +147,3 @@ def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_pa
     served.forget()
     [answer] = ask(served, (MOVED, second))
     assert_cold([answer], cold_with[2:])
-    assert answer.receipt["offered_tokens"] == 0
