@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.custom_op import CustomOp
 
     from engine_wrapper.patches import Undo
-    from semblend_trt.runtime import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -155,22 +154,33 @@ def watch_resets(pool: Any, note: Callable[[bool], None]) -> Undo:
     return undo
 
 
-def watch_outputs(scheduler: Any, note: Callable[[Any], None]) -> Undo:
-    """Have `note` called with what the scheduler makes of each step for its front ends: EngineCoreOutputs by client."""
-    undo = watch_method(scheduler, "update_from_output", lambda sent, *_: note(sent))
+def around_update(scheduler: Any, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> Undo:
+    """Call `before` with each step and its output, before vLLM takes the step's tokens; `after` with what vLLM makes of
+    it for its front ends: EngineCoreOutputs by client."""
+    stock = scheduler.update_from_output
+
+    def update(step: Any, output: Any, *arguments: Any, **options: Any) -> Any:
+        before(step, output)
+        sent = stock(step, output, *arguments, **options)
+        after(sent)
+        return sent
+
+    undo = replace_method(scheduler, "update_from_output", update)
     logger.info("hook: answers that a stop string may end carry their receipt with each token")
     return undo
 
 
-def watch_worker_calls(weights: Weights) -> Undo:
-    """Suspect `weights` after every call that may write them, of the executor that is registering its caches. Raises
-    LookupError if it is of another kind."""
+def watch_worker_calls(weights: Any) -> Undo:
+    """Suspect `weights` after every call that may write them, of the executor among the callers: it registers its
+    caches, or the engine has it that makes its scheduler. Raises LookupError if there is none that is known."""
 
     def after(_: Any, method: Any = None, *__: Any) -> None:
         if not isinstance(method, str) or method not in _HARMLESS:
             weights.suspect()
 
     executor = _caller("collective_rpc", "driver_worker")
+    if executor is None and (engine := _caller("model_executor", "structured_output_manager")) is not None:
+        executor = engine.model_executor
     if executor is None:
         raise LookupError("vLLM's executor is of a kind that is not known")
     undo = watch_method(executor, "collective_rpc", after)

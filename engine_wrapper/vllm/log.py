@@ -11,11 +11,14 @@ _FLOORS = ("engine_wrapper", "semblend_trt", "kernels")
 class _IntoVllm(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         target = logging.getLogger("vllm")
-        # If vLLM configures no logging, and the user does, the record goes to the user's own handlers.
-        if target.isEnabledFor(record.levelno) and (target.handlers or not logging.getLogger().handlers):
-            own = copy(record)
-            own.msg = f"semblend: {record.msg}"
-            target.handle(own)
+        handlers = target.handlers
+        if not handlers and not logging.getLogger().handlers and logging.lastResort is not None:
+            handlers = [logging.lastResort]  # vLLM configures no logging, and the user neither
+        own = copy(record)
+        own.msg = f"semblend: {record.msg}"
+        for handler in handlers if target.isEnabledFor(record.levelno) else ():
+            if record.levelno >= handler.level:
+                handler.handle(own)
 
 
 _handler = _IntoVllm()

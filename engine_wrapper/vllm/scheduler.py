@@ -23,9 +23,17 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from engine_wrapper.vllm.adapters import identity_of
-from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_outputs, watch_resets
+from engine_wrapper.vllm.engine_spec import learn_caches
+from engine_wrapper.vllm.hooks import (
+    around_update,
+    find_scheduler,
+    guard_publication,
+    watch_resets,
+    watch_worker_calls,
+)
 from engine_wrapper.vllm.refusals import request_refusal
-from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
+from engine_wrapper.vllm.report import RemoteWeights, StepReport
+from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from engine_wrapper.vllm.report import StartReport
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.runtime import AdapterWeights
@@ -64,13 +73,15 @@ class Scheduled:
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """`told` is for the worker half for every engine; `step` holds requests by vLLM's id. `saving`: vLLM's id by
     number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable.
-    `adapters`: the weights that plans of requests with adapters were made for, by number."""
+    `adapters`: the weights that plans of requests with adapters were made for, by number. `suspicions`: how often the
+    workers' weights may have been written."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)
     saving: dict[int, str] = field(default_factory=dict)
     is_unread: bool = False
     adapters: dict[int, AdapterWeights] = field(default_factory=dict)
+    suspicions: int = 0
 
 
 class Steps:
@@ -81,19 +92,28 @@ class Steps:
         self._number_of = number_of
         self._blocks: dict[str, list[int]] = {}
         self._adapters: dict[str, int] = {}
+        # Of requests that have had drafts, how many first tokens have KV for certain.
+        self._certain: dict[str, int] = {}
 
     def read(self, output: Any) -> tuple[SchedulerOutput, dict[str, Scheduled]]:
         """Return the step in TensorRT-LLM's form, and its requests by vLLM's id."""
         for gone in output.finished_req_ids:
             self._blocks.pop(gone, None)
             self._adapters.pop(gone, None)
+            self._certain.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
+        drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
 
         def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
             held = self._blocks.setdefault(request_id, [])
             held.extend(new_blocks)
             number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
             step[request_id] = Scheduled(number, begin, count, tuple(held), self._adapters.get(request_id, 0))
+            if request_id in drafts or request_id in self._certain:
+                # What of the drafts is taken is known at the next step, by where that begins.
+                end = begin + count - len(drafts.get(request_id, ()))
+                begin = min(begin, self._certain.get(request_id, begin)) if found is known else begin
+                self._certain[request_id], count = end, end - begin
             found.append(
                 RequestData(
                     request_id=number,
@@ -101,6 +121,7 @@ class Steps:
                     new_block_ids=list(new_blocks),
                     computed_position=begin,
                     num_scheduled_tokens=count,
+                    grows_by=count if request_id in self._certain else 1,
                 )
             )
 
@@ -120,7 +141,8 @@ class Steps:
 
 
 class Recovery:
-    """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread.
+    """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread. A worker in
+    another process has one without scheduler: what it asks for goes into its report.
 
     Without async scheduling vLLM gets the failed blocks and takes no token of theirs. Running requests begin again once
     vLLM has heard. With it vLLM schedules the next step before it hears, so they begin again at once."""
@@ -129,12 +151,22 @@ class Recovery:
         self.scheduler: Any = None
         self._is_async = False
         self._failed_blocks: set[int] = set()
+        self._pool_blocks, self._begins_again = 0, False
 
     def bind(self) -> None:
         """Take the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
         scheduler = find_scheduler()
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
         self.scheduler = scheduler
+
+    def bind_apart(self, config: Any, blocks: int) -> None:
+        """Serve a worker whose scheduler is in another process; `blocks` are all of its pool."""
+        self._is_async, self._pool_blocks = bool(config.scheduler_config.async_scheduling), blocks
+
+    def takes_begin_again(self) -> bool:
+        """Return whether the scheduler of another process is to begin all running requests again, once."""
+        asked, self._begins_again = self._begins_again, False
+        return asked
 
     def compute_again(self, block_ids: Iterable[int]) -> None:
         """Have vLLM take no token of the step's requests with these blocks before they are computed."""
@@ -144,7 +176,7 @@ class Recovery:
 
     def compute_all_again(self) -> None:
         """As `compute_again`, for all requests that this step does not compute whole."""
-        if self.scheduler is not None:
+        if self.scheduler is not None or self._pool_blocks:
             self.compute_again(self._all_blocks())
 
     def take_failed_blocks(self) -> set[int]:
@@ -155,6 +187,9 @@ class Recovery:
     def begin_again(self) -> None:
         """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
+            if self._pool_blocks:
+                self._begins_again = True
+                self._failed_blocks.clear()
             return
         try:
             try:
@@ -169,6 +204,8 @@ class Recovery:
         logger.warning("what runs is computed again: promised KV could be neither placed nor computed")
 
     def _all_blocks(self) -> range:
+        if self.scheduler is None:
+            return range(self._pool_blocks)
         return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
@@ -248,8 +285,10 @@ class PublicationGuard:
 class VllmScheduler:
     """Its methods are called as vLLM calls a connector's; none raises into the engine."""
 
-    def __init__(self, arguments: EngineSpec) -> None:
-        self._runtime = runtime_for(arguments)
+    def __init__(self, arguments: EngineSpec, *, is_apart: bool) -> None:
+        """`is_apart`: the workers run in processes of their own."""
+        self._runtime, self._arguments = runtime_for(arguments), arguments
+        self._weights = RemoteWeights() if is_apart else None
         self._scheduler = SemBlendKvConnectorScheduler(arguments)
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count(1)
@@ -284,10 +323,24 @@ class VllmScheduler:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
         try:
             self._recovery.bind()
-            self._undo.callback(watch_outputs(self._recovery.scheduler, self._give_receipts))
+            self._undo.callback(around_update(self._recovery.scheduler, self._take_report, self._give_receipts))
+            if self._weights is not None:
+                self._runtime.weights = self._weights  # type: ignore[assignment]  # it does as Weights do
+                self._undo.callback(watch_worker_calls(self._weights))
         except Exception as error:
             logger.warning("KV is not reused, since vLLM could not recover where that fails: %s", error)
             self._runtime.refusal = self._runtime.refusal or "recovery"
+        self._scheduler.wait_for_initialization()
+
+    @never_raises(lambda: None)
+    def learn_start(self, reports: Mapping[int, StartReport]) -> None:
+        """Take what the ranks of other processes have found at their start; there are none of this process."""
+        if self._weights is None:
+            return
+        runtime, first = self._runtime, reports[0]
+        runtime.refusal = runtime.refusal or next((e.refusal for e in reports.values() if e.refusal is not None), None)
+        learn_caches(self._arguments, first.caches)
+        runtime.pool = first.pool
         self._scheduler.wait_for_initialization()
 
     @never_raises(lambda: 0)
@@ -343,7 +396,8 @@ class VllmScheduler:
             if plan.request_id in self._adapters
         }
         weights = {number: each for number, each in asked.items() if each is not None}
-        return StepMetadata(told, step, saving, adapters=weights)
+        suspicions = 0 if self._weights is None else self._weights.suspicions
+        return StepMetadata(told, step, saving, adapters=weights, suspicions=suspicions)
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -374,6 +428,20 @@ class VllmScheduler:
         """Write out what is held, and leave vLLM's block pool as it was found."""
         self._scheduler.close()
         self._undo.close()
+
+    @never_raises(lambda: None)
+    def _take_report(self, step: Any, output: Any) -> None:
+        """Take what the ranks report with a step's output, and have vLLM count what was used of the step's plans."""
+        report = getattr(getattr(output, "kv_connector_output", None), "kv_connector_worker_meta", None)
+        if self._weights is None or not isinstance(metadata := step.kv_connector_metadata, StepMetadata):
+            return
+        if isinstance(report, StepReport):
+            report.apply(self._runtime, self._weights)
+            if report.begins_again:
+                self._recovery.begin_again()
+        names = {each.number: name for name, each in metadata.step.items()}
+        for plan in metadata.told.plans:
+            tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._scheduler)
 
     def _adapter_of(self, number: int, request: Any) -> str | None:
         """The identity of a request's adapter; None without one."""

@@ -55,12 +55,12 @@ REFUSED = [
     ("other_connector", "kv_transfer_config.kv_connector", ("MultiConnector",)),
     ("other_connector", "cache_config.kv_offloading_size", (4.0,)),
     ("encoder_connector", "ec_transfer_config", (object(),)),
-    ("tensor_parallel", "parallel_config.tensor_parallel_size", (2, None, "1", True)),
+    ("tensor_parallel", "parallel_config.tensor_parallel_size", (0, None, "1", True)),
     ("pipeline_parallel", "parallel_config.pipeline_parallel_size", (2,)),
     ("data_parallel", "parallel_config.data_parallel_size", (2,)),
     ("context_parallel", "parallel_config.prefill_context_parallel_size", (2, None)),
     ("context_parallel", "parallel_config.decode_context_parallel_size", (2,)),
-    ("executor", "parallel_config.distributed_executor_backend", ("mp", "ray", object)),
+    ("executor", "parallel_config.distributed_executor_backend", ("mp", "ray", "external_launcher", object)),
     ("ubatching", "parallel_config.enable_dbo", (True, "yes")),
     ("ubatching", "parallel_config.ubatch_size", (2,)),
     ("pooling", "model_config.runner_type", ("pooling", "draft")),
@@ -78,7 +78,11 @@ REFUSED = [
     ("model_kwargs", "model_config.model_class_overrides", ({"a": "b:c"},)),
     ("model_kwargs", "model_config.hf_config_path", ("/elsewhere",)),
     ("model_kwargs", "model_config.config_format", ("mistral",)),
-    ("speculative_decoding", "speculative_config", (object(),)),
+    (
+        "speculative_decoding",
+        "speculative_config",
+        tuple(SimpleNamespace(method=each) for each in ("eagle3", "mtp", "draft_model", "ngram_gpu", object)),
+    ),
     ("weight_transfer", "weight_transfer_config", (object(),)),
     ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
@@ -96,6 +100,18 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode):
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     for cache in (ONE_GROUP, WINDOWED, WINDOWED_BY_LAYER, CHUNKED, None):
         assert engine_refusal_of(config, cache) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config.tensor_parallel_size": 2, "parallel_config.distributed_executor_backend": "mp"},
+        {"lora_config": object()},
+        *({"speculative_config": SimpleNamespace(method=each)} for each in ("ngram", "suffix")),
+    ],
+)
+def test_what_production_runs_is_not_refused(changes):
+    assert engine_refusal_of(engine_config(changes), ONE_GROUP) is None
 
 
 def test_a_cache_of_latent_rows_is_not_refused():
@@ -312,5 +328,5 @@ def test_attention_that_our_kernel_does_not_know_has_no_sample(reason, unknown):
 def test_every_reason_has_a_sentence():
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
     named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
-    named |= {"model_runner", "layer_call", "recovery", "lora"}
+    named |= {"model_runner", "layer_call", "recovery", "lora", "tensor_parallel"}
     assert named == REASONS
