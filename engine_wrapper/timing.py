@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from semblend_trt.cost import Floats
     from semblend_trt.ranks import Ranks
 
-logger = logging.getLogger("vllm.semblend")
+logger = logging.getLogger(__name__)
 
 # Tokens of the prompts that are timed, and of those that are if none took so many seconds.
 _LENGTHS, _LONGER, _LONG_SECONDS = (32, 96, 256), (1024, 4096), 0.05

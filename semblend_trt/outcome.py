@@ -300,12 +300,14 @@ _VLLM = {
     "encoder_connector": "Start without --ec-transfer-config.",
     "kv_role": "Set kv_role to kv_both: this engine both keeps donors and reads them.",
     "load_failure_policy": "Set kv_load_failure_policy to recompute, so that a failed load costs time and no request.",
-    "tensor_parallel": "Set --tensor-parallel-size to 1.",
-    "pipeline_parallel": "Set --pipeline-parallel-size to 1.",
+    "tensor_parallel": "Set --tensor-parallel-size to a whole number of ranks.",
+    "pipeline_parallel": "Set --pipeline-parallel-size to 1 and --tensor-parallel-size to the number of cards: a plan "
+    "runs through all layers at once, and a rank of a pipeline has some of them.",
     "data_parallel": "Set --data-parallel-size to 1 and run several engines behind a gateway.",
     "context_parallel": "Set both context parallel sizes to 1.",
-    # The connector's halves meet in one process; vLLM on a CPU replaces uni by mp.
-    "executor": "Set --distributed-executor-backend to uni, and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING to 0.",
+    # The halves of one rank meet in one process; vLLM on a CPU replaces uni by mp.
+    "executor": "Set --distributed-executor-backend to uni, with tensor parallelism to mp, and on a CPU "
+    "VLLM_ENABLE_V1_MULTIPROCESSING to 0.",
     "ubatching": "Start without --enable-dbo and with --ubatch-size 0.",
     "pooling": "Serve a model that generates text; requests for embeddings or scores reuse nothing.",
     "multimodal": "Serve a text model, or --language-model-only; images are not among the tokens compared.",
@@ -319,8 +321,9 @@ _VLLM = {
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
     "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
-    "speculative_decoding": "Start without --speculative-config.",
-    "lora": "Start without --enable-lora, with the adapter merged into the weights.",
+    "speculative_decoding": "Set the method of --speculative-config to ngram or suffix, or start without it: "
+    "the layers of a drafter have no donor's KV.",
+    "lora": "Serve adapters by vLLM's own LoRA manager, or merge the adapter into the weights.",
     "weight_transfer": "Start without --weight-transfer-config, which was not tried; `reload_weights` is followed.",
     "sleep_mode": "Start without --enable-sleep-mode; it would discard what we keep on the card with vLLM's caches.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from semblend_trt.plan import SemanticKvPlan
+
+T = TypeVar("T")
+
+# A rank that is not heard of for so long has failed where it cannot say so, as within a layer.
+_LONGEST_WAIT = timedelta(minutes=3)
+
+
+class RanksApartError(RuntimeError):
+    """The ranks do not agree on where they are: none of them can go on."""
 
 
 class Ranks:
@@ -37,6 +47,11 @@ class Ranks:
     def least(self, values: Sequence[int]) -> list[int]:
         """Return the smallest number at each index over all ranks."""
         return list(values)
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Return what `run` does on this rank, once all ranks are through it. Raises on all of them what it raises on
+        any, and RanksApartError if not all come to its end."""
+        return run()
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, in their order: every rank gets the same bits."""
@@ -76,7 +91,7 @@ class TorchRanks(Ranks):
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self._host = distributed.new_group(backend="gloo")
+        self._host = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
 
     def gather(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
@@ -92,6 +107,22 @@ class TorchRanks(Ranks):
         least = torch.tensor(values, dtype=torch.int64)
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=self._host)
         return list(least.tolist())
+
+    def together(self, run: Callable[[], T]) -> T:
+        error, found = None, list[T]()
+        try:
+            found.append(run())
+        except Exception as raised:
+            error = raised
+        try:
+            (are_done,) = self.least([error is None])
+        except RuntimeError as raised:
+            raise RanksApartError(f"a rank did not come to the end of a forward: {raised}") from error
+        if error is not None:
+            raise error
+        if not are_done:
+            raise DonorUnavailableError("another rank could not do its part")
+        return found[0]
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

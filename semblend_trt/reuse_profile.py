@@ -576,8 +576,8 @@ class ProfileMatcher:
     def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:
             logger.warning(
-                "only identical text from position 0 is reused: any other has to be checked, and that needs the "
-                "wrapper on this engine, with its self-check passed"
+                "only identical text from position 0 is reused until plans are executed on this engine: any other text "
+                "has to be checked"
             )
         elif match.profile is not None:
             logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -204,6 +204,13 @@ def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> to
     return torch.stack([(left * right).sum() if left.is_cuda else torch.dot(left, right) for left, right in products])
 
 
+class AdapterWeights(NamedTuple):
+    """A digest of an adapter's weights, in hex, and how often the adapter of its id has had others."""
+
+    digest: str
+    changes: int
+
+
 def _held_weakly(name: str) -> Any:
     """An attribute kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the runtime."""
 
@@ -228,7 +235,7 @@ class Runtime:
     plan leaves the last `tokens_left` tokens of its prompt to the engine. `failed` requests have holes in their KV, and
     the worker has to fail them. `engine_facts`: what the engine shows of itself, for the audit log. `weights` is None
     if the worker does not know the model; `weights_changes` counts their changes. `costs` are what plans take, once the
-    engine has measured it."""
+    engine has measured it. `adapters` are the loaded ones by the engine's id, if the worker knows their weights."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
@@ -250,6 +257,7 @@ class Runtime:
     weights: Weights | None = None
     weights_changes: int = 0
     costs: CostModel | None = None
+    adapters: dict[int, AdapterWeights] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
     _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from semblend_trt.plan import EngineMode
@@ -27,6 +28,7 @@ from semblend_trt.reuse_profile import ProfileCheck, ProfileMatcher, ReuseProfil
 from validation.calibration.observer import trial_of
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
+from validation.output import write_json
 from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
@@ -39,18 +41,25 @@ if TYPE_CHECKING:
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
 BOUNDED, NEVER_SLOWER = OF_BOUNDS = ("bounded", "never_slower")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
-IN_TURNS = ("ttft", "miss", *OF_BOUNDS)
+# Adapters' KV apart, which is measured of LORA alone.
+APART = "apart"
+IN_TURNS = ("ttft", "miss", APART, *OF_BOUNDS)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 # Times by size, of which `semblend-trt estimate` makes its latency model.
 OBSERVATIONS = "observations"
+# Of the adapters.
+RANK = 16
 # If less than this share of the tokens in donors is reused, a figure says nothing about reuse.
 SERVED_SHARE = 0.9
-# What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA).
-PLAIN, FP8, MLA = KV_FORMS = ("plain", "fp8", "mla")
+# What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA); K and V on two
+# ranks, each half of the heads, and of a LoRA adapter.
+PLAIN, FP8, MLA, TP2, LORA = KV_FORMS = ("plain", "fp8", "mla", "tp2", "lora")
 _OPTIONS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     FP8: {"kv_cache_dtype": "fp8"},
     MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
+    TP2: {"tensor_parallel_size": 2},
+    LORA: {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK},
 }
 _SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
 BIG, LITTLE, SMOLLM2 = "7b", "small", "smollm2"
@@ -163,7 +172,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
+        config = write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -187,6 +196,9 @@ class VllmArm:
                 "embedder": "off",  # there is no tokenizer, so that an embedder has no text
             }
             given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
+        # What is asked with: no adapter, or one of these.
+        self._adapters = [_lora(folder, config, number) for number in (1, 2)] if kv == LORA else []
+        self._adapter = next(iter(self._adapters), None)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
@@ -220,7 +232,7 @@ class VllmArm:
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "runner": type(self._core.model_executor.driver_worker.worker.model_runner).__module__,
+            "runner": self._llm.collective_rpc(_runner_of)[0],
             "enforce_eager": bool(config.model_config.enforce_eager),
             "layers": config.model_config.hf_config.num_hidden_layers,
             "block_size": config.cache_config.block_size,
@@ -239,6 +251,9 @@ class VllmArm:
 
         `declines`: what does not pay is declined from then on."""
         with self._turn(), self.watched() as served:
+            for adapter in reversed(self._adapters):  # vLLM loads an adapter with its first request
+                self._adapter = adapter
+                self.ask([self.prompts.fresh(_WAKING[0])])
             self.ask([self.prompts.fresh(self.sizes.long)])
             self.settle()
         if not self._is_stock and not declines:
@@ -254,7 +269,9 @@ class VllmArm:
     def ask(self, prompts: Sequence[list[int]], new_tokens: int = 1) -> list[Any]:
         """Return vLLM's outputs of prompts that are asked together through `generate`."""
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found: list[Any] = self._llm.generate(asked, self._params(new_tokens), use_tqdm=False)
+        found: list[Any] = self._llm.generate(
+            asked, self._params(new_tokens), use_tqdm=False, lora_request=self._adapter
+        )
         return found
 
     def ttft_ms(self, prompt: list[int]) -> float:
@@ -406,6 +423,26 @@ class VllmArm:
         if not self._is_stock and not served.counts["donors"]:
             problem = problem or "nothing was saved"
         return found | {"served": served.counts, "problem": problem}
+
+    def apart(self) -> dict[str, Any]:
+        """Ask for one document with each adapter and with none, after one of them has left it as a donor. `hits`:
+        requests of the others that reused anything."""
+        document, own = self.prompts.document(self.sizes.long), self._adapter
+        with self._turn():
+            self.ask([self.prompts.donor(document)])
+            self.settle()
+        hits, asked = 0, 0
+        with self.watched() as of_own:
+            self.ask([self.prompts.shifted(document)])
+        problem = of_own.problem(len(document))
+        for adapter in (None, *(each for each in self._adapters if each is not own)):
+            self._adapter = adapter
+            for make in (self.prompts.shifted, self.prompts.donor):
+                with self.watched() as served:
+                    cached = self.ask([make(document)])[0].num_cached_tokens or 0
+                asked, hits = asked + 1, hits + bool(cached or served.counts.get("reused_tokens"))
+        self._adapter = own
+        return {"hits": hits, "requests": asked, "served": of_own.counts, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
         """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
@@ -559,7 +596,8 @@ class VllmArm:
     def _add(self, prompt: list[int], new_tokens: int, **options: Any) -> str:
         self._asked += 1
         name = f"benchmark{self._asked}"
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params(new_tokens, **options))
+        asked, params = {"prompt_token_ids": prompt}, self._params(new_tokens, **options)
+        self._engine.add_request(name, asked, params, lora_request=self._adapter)
         return name
 
     def _params(self, new_tokens: int, **options: Any) -> Any:
@@ -596,6 +634,34 @@ class VllmArm:
         self._profiles[measured].model_copy(update=own).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
         scheduler._lookup._profiles = ProfileMatcher(settings)
+
+
+def _runner_of(worker: Any) -> str:
+    """The module of a worker's model runner; vLLM calls it in the worker's process."""
+    return type(worker.model_runner).__module__
+
+
+def _lora(folder: Path, config: Any, number: int) -> Any:
+    """Write a random adapter of the attention's projections into `folder`; return vLLM's request for it."""
+    from vllm.lora.request import LoRARequest
+
+    hidden, head, path = config.hidden_size, config.hidden_size // config.num_attention_heads, folder / f"lora{number}"
+    widths = {
+        "q_proj": hidden,
+        "k_proj": head * config.num_key_value_heads,
+        "v_proj": head * config.num_key_value_heads,
+    }
+    generator, tensors = torch.Generator().manual_seed(number), dict[str, torch.Tensor]()
+    for layer, (name, width) in product(range(config.num_hidden_layers), widths.items()):
+        at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+        tensors[f"{at}A.weight"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
+        tensors[f"{at}B.weight"] = torch.randn(width, RANK, generator=generator) / RANK**0.5
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    write_json(
+        path / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*widths]}
+    )
+    return LoRARequest(path.name, number, str(path))
 
 
 def _sums(reports: Sequence[Any]) -> dict[str, int]:

@@ -125,7 +125,7 @@ class VllmRows:
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
         self._sequences: tuple[SequenceRows, ...] = ()
-        self._sparse, self._is_attending = sparse, False
+        self._sparse, self._is_attending, self._has_adapters = sparse, False, False
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
@@ -137,6 +137,8 @@ class VllmRows:
         # Each forward within this context begins at the lowest layer with experts.
         context.moe_layer_index = 0
         self._left.callback(setattr, context, "moe_layer_index", 0)
+        if self._parts.adapters is not None:
+            self._left.enter_context(self._parts.adapters.own_rows())
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -153,6 +155,8 @@ class VllmRows:
             if self._residual is not None:
                 self._residual = self._residual.index_select(0, stage.keep)
         self._sequences = stage.sequences
+        if self._parts.adapters is not None:
+            self._has_adapters = self._parts.adapters.map_rows(stage.sequences)
         size = self._parts.geometry.block_size
         pairs = [(each.host_positions.numpy(), each.host_block_ids.numpy()) for each in self._sequences]
         numbers = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
@@ -175,7 +179,9 @@ class VllmRows:
         """Return a one-stage schedule's output rows, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
         self.enter(stage)
-        with graphs.replayed(self._schedule.token_ids, self._positions) as (input_ids, positions):
+        rows = self._schedule.token_ids, self._positions
+        # Graphs that are known here were captured without adapters.
+        with nullcontext(rows) if self._has_adapters else graphs.replayed(*rows) as (input_ids, positions):
             return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:

@@ -10,13 +10,15 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
-from engine_wrapper.vllm.refusals import engine_refusal_of
+from engine_wrapper.vllm.log import log_into_vllm
+from engine_wrapper.vllm.refusals import are_workers_apart, engine_refusal_of
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     import torch
 
+    from engine_wrapper.vllm.report import StartReport, StepReport
     from engine_wrapper.vllm.scheduler import StepMetadata
 
 
@@ -25,6 +27,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_into_vllm()
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
@@ -32,7 +35,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             from engine_wrapper.vllm.scheduler import VllmScheduler
 
-            self._scheduler = VllmScheduler(arguments)
+            self._scheduler = VllmScheduler(arguments, is_apart=are_workers_apart(vllm_config))
         else:
             from engine_wrapper.vllm.worker import VllmWorker
 
@@ -52,6 +55,10 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Take the start reports of workers in other processes, by rank."""
+        self._scheduler.learn_start(metadata)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
@@ -80,6 +87,12 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._refuse("other_connector")
         self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> StartReport | None:
+        return self._worker.start_report()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._worker.step_report()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""

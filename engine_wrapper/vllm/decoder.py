@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engine_wrapper.kv_scales import Scale
+    from engine_wrapper.vllm.adapters import LoadedAdapters
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from kernels.sparse_prefill import SequenceRows
@@ -294,7 +295,8 @@ class Decoder:
 
     `chunks`: tokens of each layer's chunk, or None. `head_scales`: by layer, float32 [K and V, kv_heads], if heads have
     their own. `builder` makes the backend's metadata (`own_builder`). `rotation`: how keys move by the model's
-    configuration. `longest`: tokens of the longest sequence. `unfused`: what vLLM leaves to its compiler."""
+    configuration. `longest`: tokens of the longest sequence. `unfused`: what vLLM leaves to its compiler. `adapters`:
+    LoRA's, or None."""
 
     calls: LayerCalls
     names: tuple[str, ...]
@@ -309,6 +311,7 @@ class Decoder:
     longest: int
     head_scales: tuple[torch.Tensor, ...] = ()
     unfused: tuple[CustomOp, ...] = ()
+    adapters: LoadedAdapters | None = None
 
     def cache(self, layer: int) -> PoolLayer:
         """Return the cache of one layer."""
@@ -383,6 +386,8 @@ def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
     ids = token_ids[:_ROTATED_ROWS]
     shift = min(parts.longest, _FARTHEST) - len(ids)
     here = torch.arange(len(ids), device=ids.device)
+    if parts.adapters is not None:
+        parts.adapters.map_none(2 * len(ids))
     positions, hidden = torch.cat([here, here + shift]), parts.calls.embed(torch.cat([ids, ids]))
     with own_kernels(parts.unfused):
         for layer in range(parts.geometry.num_layers):

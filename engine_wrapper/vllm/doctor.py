@@ -82,6 +82,12 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
         yield _options.refused(refusal, advice(refusal, Scope.VLLM))
     else:
         yield _options.ok("nothing in these options is refused")
+    if read.ranks > 1:
+        yield _options.note(
+            f"donors and reuse profiles belong to {read.ranks} ranks; sizes of tiers are those of one rank"
+        )
+    if getattr(configuration, "lora_config", None) is not None:
+        yield _options.note("a reuse profile holds for one adapter, or for the base model, that it was calibrated with")
     return read
 
 

@@ -38,6 +38,8 @@ _lock = threading.Lock()
 _known: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
 # vLLM's attention layers by name, which it adds as it loads the model.
 _layers: weakref.WeakKeyDictionary[EngineSpec, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+# What workers in other processes have reported of their caches.
+_reported: weakref.WeakKeyDictionary[EngineSpec, list[Caches]] = weakref.WeakKeyDictionary()
 
 
 def from_vllm_config(vllm_config: Any) -> EngineSpec:
@@ -52,9 +54,15 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
         known = _known.get(key)
         # An ended engine may wait for the garbage collector under the same id, which its user chose.
         if known is None or (_layers[known] and layers and _layers[known] is not layers):
-            known = _known[key] = _read(vllm_config, layers)
-            _layers[known] = layers
+            reported: list[Caches] = []
+            known = _known[key] = _read(vllm_config, layers, reported)
+            _layers[known], _reported[known] = layers, reported
         return known
+
+
+def learn_caches(engine: EngineSpec, caches: Caches) -> None:
+    """Have the engine's spec name the caches that a worker in another process has."""
+    _reported[engine][:] = [caches]
 
 
 def vllm_version() -> tuple[int, int] | None:
@@ -66,7 +74,7 @@ def vllm_version() -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
+def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> EngineSpec:
     model, parallel, load = config.model_config, config.parallel_config, config.load_config
     settings, refusal = _settings(config.kv_transfer_config)
     load_format = str(getattr(load, "load_format", "")).lower()
@@ -79,6 +87,8 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
     scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
 
     def read_caches() -> Caches:
+        if reported:
+            return reported[0]
         backend = _backend_of(layers)
         layout = None if backend is None or not name else f"{name}/{backend}{scaled}"
         return Caches(described_dtype(cache_dtype, layers), layout)
@@ -99,7 +109,7 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
         pipeline_parallel_size=_size(parallel, "pipeline_parallel_size"),
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),
         max_num_tokens=_size(config.scheduler_config, "max_num_batched_tokens"),
-        speculates=getattr(config, "speculative_config", None) is not None,
+        speculates=False,  # refused by name where a drafter has layers
         # The connector registers a pool in this order with every backend.
         orders_blocks_by_head=True,
         contract=None,

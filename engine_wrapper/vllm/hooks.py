@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.custom_op import CustomOp
 
     from engine_wrapper.patches import Undo
-    from semblend_trt.runtime import Weights
 
-# Below vLLM's own loggers, so that it shows what is on.
-logger = logging.getLogger("vllm.semblend.hooks")
+logger = logging.getLogger(__name__)
 
 # What vLLM itself calls in its worker at its start and around its steps; none of it writes weights.
 _HARMLESS = frozenset(
     {
+        "add_lora",
         "check_health",
         "compile_or_warm_up_model",
         "execute_dummy_batch",
@@ -50,7 +49,9 @@ _HARMLESS = frozenset(
         "get_supported_tasks",
         "initialize_from_config",
         "list_loras",
+        "pin_lora",
         "profile",
+        "remove_lora",
         "reset_encoder_cache",
         "reset_mm_cache",
         "sample_tokens",
@@ -93,13 +94,14 @@ class ModelRunner:
 
     `model` is without wrappers; `groups`: its attention groups. `order` gives the running step's requests in the order
     of their rows. A full graph replays a step, without the model's forward, only if each request has at most `replayed`
-    tokens; 0 without such graphs. `remove` leaves the runner as it was found."""
+    tokens; 0 without such graphs. `remove` leaves the runner as it was found. `adapters`: its LoRA manager, or None."""
 
     model: Any
     groups: Sequence[Any]
     order: Callable[[], list[str]]
     replayed: int
     remove: Undo
+    adapters: Any
 
 
 def find_runner() -> ModelRunner:
@@ -109,14 +111,23 @@ def find_runner() -> ModelRunner:
     if first is not None:
         replayed = _replayed(first.compilation_config.cudagraph_mode, first.uniform_decode_query_len)
         return ModelRunner(
-            first.get_model(), first.attn_groups[0], lambda: list(first.input_batch.req_ids), replayed, lambda: None
+            first.get_model(),
+            first.attn_groups[0],
+            lambda: list(first.input_batch.req_ids),
+            replayed,
+            lambda: None,
+            _adapters_of(first),
         )
     second = _caller("attn_groups", "get_model", "prepare_inputs")
     if second is None:
         raise LookupError("the model runner is of a kind that is not known")
     replayed = _replayed(second.cudagraph_manager.cudagraph_mode, second.decode_query_len)
     order, undo = watch_order(second)
-    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, replayed, undo)
+    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, replayed, undo, _adapters_of(second))
+
+
+def _adapters_of(runner: Any) -> Any:
+    return runner.lora_manager if getattr(runner, "lora_config", None) else None
 
 
 def _replayed(mode: CUDAGraphMode, decode_tokens: int) -> int:
@@ -151,15 +162,33 @@ def watch_resets(pool: Any, note: Callable[[bool], None]) -> Undo:
     return undo
 
 
-def watch_worker_calls(weights: Weights) -> Undo:
-    """Suspect `weights` after every call that may write them, of the executor that is registering its caches. Raises
-    LookupError if it is of another kind."""
+def around_update(scheduler: Any, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> Undo:
+    """Call `before` with each step and its output, before vLLM takes the step's tokens; `after` with what vLLM makes of
+    it for its front ends: EngineCoreOutputs by client."""
+    stock = scheduler.update_from_output
+
+    def update(step: Any, output: Any, *arguments: Any, **options: Any) -> Any:
+        before(step, output)
+        sent = stock(step, output, *arguments, **options)
+        after(sent)
+        return sent
+
+    undo = replace_method(scheduler, "update_from_output", update)
+    logger.info("hook: answers that a stop string may end carry their receipt with each token")
+    return undo
+
+
+def watch_worker_calls(weights: Any) -> Undo:
+    """Suspect `weights` after every call that may write them, of the executor among the callers: it registers its
+    caches, or the engine has it that makes its scheduler. Raises LookupError if there is none that is known."""
 
     def after(_: Any, method: Any = None, *__: Any) -> None:
         if not isinstance(method, str) or method not in _HARMLESS:
             weights.suspect()
 
     executor = _caller("collective_rpc", "driver_worker")
+    if executor is None and (engine := _caller("model_executor", "structured_output_manager")) is not None:
+        executor = engine.model_executor
     if executor is None:
         raise LookupError("vLLM's executor is of a kind that is not known")
     undo = watch_method(executor, "collective_rpc", after)
@@ -183,7 +212,7 @@ def watch_order(runner: Any) -> tuple[list[str], Undo]:
 def replace_forward(model: Any, forward: Callable[..., Any]) -> Undo:
     """Have `forward` called in the place of the model's."""
     undo = replace_method(model, "forward", forward)
-    logger.info("hook: steps with a plan run our forward")
+    logger.info("hook: the model's forward goes through ours, which runs vLLM's own unless a step has a plan")
     return undo
 
 

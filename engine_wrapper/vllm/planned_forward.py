@@ -27,6 +27,7 @@ from kernels.device import HostCopy
 from kernels.layout import PagedKv
 from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import RanksApartError
 from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
-# Below vLLM's own loggers, so that it shows what is on.
-logger = logging.getLogger("vllm.semblend")
+logger = logging.getLogger(__name__)
 
 
 class PlannedForward:
@@ -84,8 +84,11 @@ class PlannedForward:
     def _run_step(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         plans = self._runtime.active_plans.take_all(each.number for each in self.step.values())
         if plans:
+            ranks = self._runtime.ranks
             try:
-                return self._planned(plans, options)
+                return ranks.together(partial(self._planned, plans, options))
+            except RanksApartError:
+                raise
             except Exception:
                 logger.exception("KV reuse is off from now on: a plan could not be executed; its request is recomputed")
                 self._runtime.faults["planned_forward"] += 1
@@ -93,7 +96,9 @@ class PlannedForward:
             try:
                 self._runtime.failed_loads.extend(plans)
                 whole = {number: plan.without_spans("planned_forward") for number, plan in plans.items()}
-                return self._planned(whole, options)
+                return ranks.together(partial(self._planned, whole, options))
+            except RanksApartError:
+                raise
             except Exception:
                 logger.exception("nor can its request be computed by our rows; vLLM computes it again")
                 for plan in plans.values():
@@ -216,7 +221,8 @@ class PlannedForward:
         for way in (nullcontext(), as_prompts(self._parts.builder)) if is_latent else (nullcontext(),):
             with way:
                 raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
-        check_rotation(self._parts, ids)
+        with nullcontext() if self._parts.adapters is None else self._parts.adapters.own_rows():
+            self._runtime.ranks.together(partial(check_rotation, self._parts, ids))
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:
             problem = "kv_cache_dtype"  # SemBlend's kernel reads no scales
@@ -225,9 +231,10 @@ class PlannedForward:
             problem = problem or sample_difference(ids, engine_rows, geometry, kv_dtype, run)
         except Exception as error:
             problem = error
-        if problem is not None:
+        raised = problem if isinstance(problem, Exception) else None
+        told = self._runtime.ranks.gather(None if problem is None else str(problem))
+        if (problem := next((each for each in told if each is not None), None)) is not None:
             self._sparse = False
-            raised = problem if isinstance(problem, Exception) else None
             logger.warning("checks compare every token on this engine, without sample: %s", problem, exc_info=raised)
 
 

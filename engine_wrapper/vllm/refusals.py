@@ -19,6 +19,8 @@ BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
 RESERVING_BACKENDS = ("TRITON_MLA",)
 # What computes longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
+# Methods of speculation that draft from the text alone.
+TEXT_DRAFTS = ("ngram", "suffix")
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
@@ -31,14 +33,13 @@ _ENGINE: _Rules = {
     "encoder_connector": (_OFF, "ec_transfer_config"),
     "kv_role": (("kv_both",), "kv_transfer_config.kv_role"),
     "load_failure_policy": (("recompute",), "kv_transfer_config.kv_load_failure_policy"),
-    "tensor_parallel": ((1,), "parallel_config.tensor_parallel_size"),
     "pipeline_parallel": ((1,), "parallel_config.pipeline_parallel_size"),
     "data_parallel": ((1,), "parallel_config.data_parallel_size"),
     "context_parallel": (
         (_ABSENT, 1),
         "parallel_config.prefill_context_parallel_size parallel_config.decode_context_parallel_size",
     ),
-    "executor": (("uni",), "parallel_config.distributed_executor_backend"),
+    "executor": (("uni", "mp"), "parallel_config.distributed_executor_backend"),
     "ubatching": ((*_OFF, 0, 1), "parallel_config.enable_dbo parallel_config.ubatch_size"),
     "pooling": (("generate",), "model_config.runner_type"),
     "encoder_decoder": (_OFF, "model_config.is_encoder_decoder"),
@@ -51,8 +52,8 @@ _ENGINE: _Rules = {
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
     "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
-    "speculative_decoding": (_OFF, "speculative_config"),
-    "lora": (_OFF, "lora_config"),
+    # Drafts from the text itself need no KV of a drafter. vLLM schedules them in turn, not ahead.
+    "speculative_decoding": ((_ABSENT, *TEXT_DRAFTS), "speculative_config.method"),
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sleep_mode": (_OFF, "model_config.enable_sleep_mode model_config.enable_cumem_allocator"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
@@ -79,7 +80,6 @@ _REQUEST: _Rules = {
     "pooling": (_OFF, "pooling_params"),
     "multimodal": (_UNSET, "mm_features"),
     "prompt_embeds": (_OFF, "prompt_embeds"),
-    "lora": (_OFF, "lora_request"),
     "prompt_logprobs": (_OFF, "sampling_params.prompt_logprobs"),
     "skip_reading_prefix_cache": (_OFF, "skip_reading_prefix_cache"),
     "streamed_prompt": (_OFF, "resumable"),
@@ -95,8 +95,16 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector":
         return "other_connector"
     is_text_only = _value(vllm_config, "model_config.multimodal_config.language_model_only") is True
+    if type(size := _value(vllm_config, "parallel_config.tensor_parallel_size")) is not int or size < 1:
+        return "tensor_parallel"
     refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
+    refusal = refusal or ("executor" if size == 1 and are_workers_apart(vllm_config) else None)
     return refusal or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
+
+
+def are_workers_apart(vllm_config: Any) -> bool:
+    """Return whether the workers run in processes of their own."""
+    return bool(_value(vllm_config, "parallel_config.distributed_executor_backend") != "uni")
 
 
 def sample_refusal(attention: Any) -> str | None:

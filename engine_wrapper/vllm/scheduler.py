@@ -16,14 +16,24 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_resets
+from engine_wrapper.vllm.adapters import identity_of
+from engine_wrapper.vllm.engine_spec import learn_caches
+from engine_wrapper.vllm.hooks import (
+    around_update,
+    find_scheduler,
+    guard_publication,
+    watch_resets,
+    watch_worker_calls,
+)
 from engine_wrapper.vllm.refusals import request_refusal
-from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
+from engine_wrapper.vllm.report import RemoteWeights, StepReport
+from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
@@ -33,11 +43,14 @@ from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
+    from engine_wrapper.vllm.report import StartReport
     from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.outcome import ReuseReport
+    from semblend_trt.runtime import AdapterWeights
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +60,28 @@ _recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks."""
+    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks; `adapter` is an id, or 0."""
 
     number: int
     begin: int
     tokens: int
     block_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """`told` is for the worker half for every engine; `step` holds requests by vLLM's id. `saving`: vLLM's id by
-    number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable."""
+    number, of requests that ended since the last step and hold their blocks. `is_unread`: the step was not readable.
+    `adapters`: the weights that plans of requests with adapters were made for, by number. `suspicions`: how often the
+    workers' weights may have been written."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)
     saving: dict[int, str] = field(default_factory=dict)
     is_unread: bool = False
+    adapters: dict[int, AdapterWeights] = field(default_factory=dict)
+    suspicions: int = 0
 
 
 class Steps:
@@ -73,18 +91,29 @@ class Steps:
         """`number_of` gives a request's number by vLLM's id."""
         self._number_of = number_of
         self._blocks: dict[str, list[int]] = {}
+        self._adapters: dict[str, int] = {}
+        # Of requests that have had drafts, how many first tokens have KV for certain.
+        self._certain: dict[str, int] = {}
 
     def read(self, output: Any) -> tuple[SchedulerOutput, dict[str, Scheduled]]:
         """Return the step in TensorRT-LLM's form, and its requests by vLLM's id."""
         for gone in output.finished_req_ids:
             self._blocks.pop(gone, None)
+            self._adapters.pop(gone, None)
+            self._certain.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
+        drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
 
         def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
             held = self._blocks.setdefault(request_id, [])
             held.extend(new_blocks)
             number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
-            step[request_id] = Scheduled(number, begin, count, tuple(held))
+            step[request_id] = Scheduled(number, begin, count, tuple(held), self._adapters.get(request_id, 0))
+            if request_id in drafts or request_id in self._certain:
+                # What of the drafts is taken is known at the next step, by where that begins.
+                end = begin + count - len(drafts.get(request_id, ()))
+                begin = min(begin, self._certain.get(request_id, begin)) if found is known else begin
+                self._certain[request_id], count = end, end - begin
             found.append(
                 RequestData(
                     request_id=number,
@@ -92,11 +121,14 @@ class Steps:
                     new_block_ids=list(new_blocks),
                     computed_position=begin,
                     num_scheduled_tokens=count,
+                    grows_by=count if request_id in self._certain else 1,
                 )
             )
 
         for request in output.scheduled_new_reqs:
             self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back
+            if (adapter := getattr(request, "lora_request", None)) is not None:
+                self._adapters[request.req_id] = int(adapter.lora_int_id)
             add(new, request.req_id, request.num_computed_tokens, request.block_ids[0])
         cached = output.scheduled_cached_reqs
         gained = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
@@ -109,7 +141,8 @@ class Steps:
 
 
 class Recovery:
-    """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread.
+    """Has vLLM compute requests again. Both halves of a connector share it, in one process and one thread. A worker in
+    another process has one without scheduler: what it asks for goes into its report.
 
     Without async scheduling vLLM gets the failed blocks and takes no token of theirs. Running requests begin again once
     vLLM has heard. With it vLLM schedules the next step before it hears, so they begin again at once."""
@@ -118,12 +151,22 @@ class Recovery:
         self.scheduler: Any = None
         self._is_async = False
         self._failed_blocks: set[int] = set()
+        self._pool_blocks, self._begins_again = 0, False
 
     def bind(self) -> None:
         """Take the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
         scheduler = find_scheduler()
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
         self.scheduler = scheduler
+
+    def bind_apart(self, config: Any, blocks: int) -> None:
+        """Serve a worker whose scheduler is in another process; `blocks` are all of its pool."""
+        self._is_async, self._pool_blocks = bool(config.scheduler_config.async_scheduling), blocks
+
+    def takes_begin_again(self) -> bool:
+        """Return whether the scheduler of another process is to begin all running requests again, once."""
+        asked, self._begins_again = self._begins_again, False
+        return asked
 
     def compute_again(self, block_ids: Iterable[int]) -> None:
         """Have vLLM take no token of the step's requests with these blocks before they are computed."""
@@ -133,7 +176,7 @@ class Recovery:
 
     def compute_all_again(self) -> None:
         """As `compute_again`, for all requests that this step does not compute whole."""
-        if self.scheduler is not None:
+        if self.scheduler is not None or self._pool_blocks:
             self.compute_again(self._all_blocks())
 
     def take_failed_blocks(self) -> set[int]:
@@ -144,6 +187,9 @@ class Recovery:
     def begin_again(self) -> None:
         """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
+            if self._pool_blocks:
+                self._begins_again = True
+                self._failed_blocks.clear()
             return
         try:
             try:
@@ -158,6 +204,8 @@ class Recovery:
         logger.warning("what runs is computed again: promised KV could be neither placed nor computed")
 
     def _all_blocks(self) -> range:
+        if self.scheduler is None:
+            return range(self._pool_blocks)
         return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
@@ -170,11 +218,10 @@ def recovery_for(arguments: EngineSpec) -> Recovery:
 class RequestView:
     """A vLLM request with TensorRT-LLM's attributes for the scheduler half. vLLM took `taken_tokens` of its offer."""
 
-    # Adapters and beams are refused by name.
-    lora_task_id = None
-
-    def __init__(self, number: int, request: Any, taken_tokens: int | None = None) -> None:
-        self.request_id = number
+    def __init__(
+        self, number: int, request: Any, taken_tokens: int | None = None, adapter_identity: str | None = None
+    ) -> None:
+        self.request_id, self.adapter_identity = number, adapter_identity
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
         self.cache_salt: str | None = request.cache_salt
@@ -238,22 +285,33 @@ class PublicationGuard:
 class VllmScheduler:
     """Its methods are called as vLLM calls a connector's; none raises into the engine."""
 
-    def __init__(self, arguments: EngineSpec) -> None:
-        self._runtime = runtime_for(arguments)
+    def __init__(self, arguments: EngineSpec, *, is_apart: bool) -> None:
+        """`is_apart`: the workers run in processes of their own."""
+        self._runtime, self._arguments = runtime_for(arguments), arguments
+        self._weights = RemoteWeights() if is_apart else None
         self._scheduler = SemBlendKvConnectorScheduler(arguments)
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count(1)
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
         self._guard = PublicationGuard()
+        # Of running requests with an adapter: its id and what was known of its weights at the look-up.
+        self._adapters: dict[int, tuple[int, AdapterWeights | None]] = {}
+        # What was last known of each adapter's weights by its name, by which vLLM's prefix cache goes.
+        self._of_name: dict[str, AdapterWeights] = {}
+        self._stale_names: set[str] = set()
         self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
+        # Of running requests that a stop string may end, the receipt once it is known.
+        self._stoppable: dict[str, dict[str, Any] | None] = {}
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """Guard the pool; without that only exact prefixes are reused. The caches are registered by now."""
 
         def note_reset(was_reset: bool) -> None:
+            if was_reset:
+                self._stale_names.clear()
             if was_reset and self._runtime.weights is not None:
                 self._runtime.weights.prefix_cache_reset()
 
@@ -265,9 +323,24 @@ class VllmScheduler:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
         try:
             self._recovery.bind()
+            self._undo.callback(around_update(self._recovery.scheduler, self._take_report, self._give_receipts))
+            if self._weights is not None:
+                self._runtime.weights = self._weights  # type: ignore[assignment]  # it does as Weights do
+                self._undo.callback(watch_worker_calls(self._weights))
         except Exception as error:
             logger.warning("KV is not reused, since vLLM could not recover where that fails: %s", error)
             self._runtime.refusal = self._runtime.refusal or "recovery"
+        self._scheduler.wait_for_initialization()
+
+    @never_raises(lambda: None)
+    def learn_start(self, reports: Mapping[int, StartReport]) -> None:
+        """Take what the ranks of other processes have found at their start; there are none of this process."""
+        if self._weights is None:
+            return
+        runtime, first = self._runtime, reports[0]
+        runtime.refusal = runtime.refusal or next((e.refusal for e in reports.values() if e.refusal is not None), None)
+        learn_caches(self._arguments, first.caches)
+        runtime.pool = first.pool
         self._scheduler.wait_for_initialization()
 
     @never_raises(lambda: 0)
@@ -276,7 +349,12 @@ class VllmScheduler:
         guard learns how many are exact before vLLM publishes any."""
         number = self._number_of(request.request_id)
         self._guard.exact_tokens.pop(request.request_id, None)
-        tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
+        if getattr(getattr(request, "sampling_params", None), "stop", None):
+            self._stoppable[request.request_id] = None
+        view = RequestView(number, request, adapter_identity=self._adapter_of(number, request))
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
+        if view.adapter_identity is not None:
+            self._keep_apart(number, request.lora_request.lora_name, num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
             return 0  # planned rows could not yet compute what fails to load
@@ -311,7 +389,15 @@ class VllmScheduler:
             self._runtime.faults["step_unreadable"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
-        return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
+        told = self._scheduler.build_connector_meta(told_output)
+        asked = {
+            plan.request_id: self._adapters[plan.request_id][1]
+            for plan in told.plans
+            if plan.request_id in self._adapters
+        }
+        weights = {number: each for number, each in asked.items() if each is not None}
+        suspicions = 0 if self._weights is None else self._weights.suspicions
+        return StepMetadata(told, step, saving, adapters=weights, suspicions=suspicions)
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -319,15 +405,18 @@ class VllmScheduler:
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None
+        adapter, known = self._adapters.pop(number, (0, None))
+        if adapter and self._runtime.adapters.get(adapter) != known:
+            self._scheduler.leave_no_donor(number)  # it ran with other weights than it was looked up for
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
         self._guard.exact_tokens.pop(request.request_id, None)
+        self._stoppable.pop(request.request_id, None)
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)
-        worker = self._scheduler.worker
-        return is_saving, {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
+        return is_saving, self._receipt(report)
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
@@ -339,6 +428,56 @@ class VllmScheduler:
         """Write out what is held, and leave vLLM's block pool as it was found."""
         self._scheduler.close()
         self._undo.close()
+
+    @never_raises(lambda: None)
+    def _take_report(self, step: Any, output: Any) -> None:
+        """Take what the ranks report with a step's output, and have vLLM count what was used of the step's plans."""
+        report = getattr(getattr(output, "kv_connector_output", None), "kv_connector_worker_meta", None)
+        if self._weights is None or not isinstance(metadata := step.kv_connector_metadata, StepMetadata):
+            return
+        if isinstance(report, StepReport):
+            report.apply(self._runtime, self._weights)
+            if report.begins_again:
+                self._recovery.begin_again()
+        names = {each.number: name for name, each in metadata.step.items()}
+        for plan in metadata.told.plans:
+            tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._scheduler)
+
+    def _adapter_of(self, number: int, request: Any) -> str | None:
+        """The identity of a request's adapter; None without one."""
+        if (adapter := getattr(request, "lora_request", None)) is None:
+            return None
+        known = self._runtime.adapters.get(adapter.lora_int_id)
+        self._adapters[number] = adapter.lora_int_id, known
+        return identity_of(adapter.lora_name, known)
+
+    def _keep_apart(self, number: int, name: str, num_computed_tokens: int) -> None:
+        """Keep no donor of a request whose adapter is not loaded yet, or that goes on from vLLM's own prefix under a
+        name that has had other weights since the prefix cache was reset: it may hold KV of those."""
+        _, known = self._adapters[number]
+        if known is not None and self._of_name.setdefault(name, known).digest != known.digest:
+            self._of_name[name] = known
+            self._stale_names.add(name)
+        if known is None or (num_computed_tokens and name in self._stale_names):
+            self._scheduler.leave_no_donor(number)
+
+    @never_raises(lambda: None)
+    def _give_receipts(self, sent: Mapping[int, Any]) -> None:
+        """Give each token of a request that a stop string may end the receipt. vLLM's front end finds the string, and
+        answers before the scheduler hears of the end."""
+        if not self._stoppable:
+            return
+        for output in chain.from_iterable(each.outputs for each in sent.values()):
+            name = output.request_id
+            if name not in self._stoppable or output.kv_transfer_params is not None:
+                continue
+            if self._stoppable[name] is None and (report := self._scheduler.reuse_of(self._number_of(name))):
+                self._stoppable[name] = self._receipt(report)
+            output.kv_transfer_params = self._stoppable[name]
+
+    def _receipt(self, report: ReuseReport) -> dict[str, Any]:
+        worker = self._scheduler.worker
+        return {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
 
     def _number_of(self, request_id: str) -> int:
         if request_id not in self._numbers:

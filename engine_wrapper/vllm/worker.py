@@ -10,6 +10,7 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
+from engine_wrapper.vllm.adapters import LoadedAdapters
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -22,6 +23,8 @@ from engine_wrapper.vllm.decoder import (
 )
 from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
+from engine_wrapper.vllm.refusals import are_workers_apart
+from engine_wrapper.vllm.report import Reporter, StartReport
 from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
 from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from engine_wrapper.kv_scales import Scale
     from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
+    from engine_wrapper.vllm.report import StepReport
     from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.layout import LayeredPool
     from semblend_trt.connector.engine_spec import EngineSpec
@@ -49,6 +53,10 @@ logger = logging.getLogger(__name__)
 class _Worker(SemBlendKvConnectorWorker):
     attention: Sequence[Any] = ()
     scales: Sequence[tuple[Scale, Scale]] = ()
+
+    def register_nothing(self, refusal: str) -> None:
+        """Refuse the caches, together with the other ranks."""
+        self._register(None, refusal)
 
     def _have_scales_changed(self) -> bool:
         return [scales_of(each) for each in self.attention[: len(self.scales)]] != list(self.scales)
@@ -68,7 +76,10 @@ class VllmWorker:
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
+        self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
+        self._arguments, self._suspicions = arguments, 0
+        self._reporter = Reporter(self._runtime) if are_workers_apart(vllm_config) else None
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -76,6 +87,8 @@ class VllmWorker:
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
+            if self._arguments.ranks > 1 and self._arguments.refusal is None:
+                self._worker.register_nothing(reason)
             logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, advice(reason, Scope.VLLM))
             return
         try:
@@ -83,15 +96,29 @@ class VllmWorker:
         except ConfigurationError as error:
             logger.error("KV reuse is off: %s", error)
             self._runtime.refusal = "settings_invalid"
-        if self._runtime.pool is not None:
+        if self._runtime.pool is not None and self._runtime.refusal is None:
             self._hook(pool, caches)
+            self._adopt_refusals()
         if self._runtime.refusal is None:
             settings = self._settings
             on = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
             for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
                 on += [f"{name} {value}"] if (value := getattr(settings, name)) else []
-            # Below vLLM's own loggers, so that it shows what is on.
-            logging.getLogger("vllm.semblend").info("KV reuse: %s", ", ".join(on))
+            logger.info("KV reuse, once the engine's first prompt has come out the same: %s", ", ".join(on))
+
+    def start_report(self) -> StartReport | None:
+        """Return what the scheduler's process has to know of this rank; None if it is this process."""
+        if self._reporter is None:
+            return None
+        runtime = self._runtime
+        return StartReport(runtime.refusal, runtime.pool, self._arguments.read_caches())
+
+    @never_raises(lambda: None)
+    def step_report(self) -> StepReport | None:
+        """Return what is new on this rank, for the scheduler of another process; None if nothing is."""
+        if self._reporter is None:
+            return None
+        return self._reporter.report(begins_again=self.recovery.takes_begin_again())
 
     @staticmethod
     def step_of(metadata: object) -> StepMetadata:
@@ -105,9 +132,13 @@ class VllmWorker:
         if metadata.is_unread:
             self.recovery.compute_all_again()
         self._saving.update(metadata.saving)
+        if metadata.suspicions != self._suspicions and self._runtime.weights is not None:
+            self._suspicions = metadata.suspicions
+            self._runtime.weights.suspect()
         self._worker.bind_connector_meta(metadata.told)
         try:
             self._worker.start_load_kv(torch.cuda.current_stream() if torch.cuda.is_available() else None)
+            stale = self._stale_adapters(metadata)
         except Exception:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
@@ -116,8 +147,11 @@ class VllmWorker:
                 if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
                     self._fail(plan)
                     continue
-                self._runtime.failed_loads.append(plan.request_id)
-                self._runtime.active_plans.put(plan.without_spans("load_failed"))
+                self._compute(plan)
+            stale = set()
+        for plan in metadata.told.plans:
+            if plan.request_id in stale:
+                self._compute(plan)
         # The forward ends what has begun here, and it does not run.
         self._runtime.is_forward_open &= not self._is_replayed(metadata.step)
 
@@ -131,7 +165,7 @@ class VllmWorker:
                 self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self._fail(plan)
         names = {each.number: name for name, each in metadata.step.items()}
-        for plan in metadata.told.plans:
+        for plan in metadata.told.plans if self._reporter is None else ():
             tell_used(self.recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
         self._begin({})
         self._worker.wait_for_save(None)
@@ -155,6 +189,21 @@ class VllmWorker:
     def _is_replayed(self, step: Mapping[str, Scheduled]) -> bool:
         """Return whether a full graph may replay the step, so that the model's forward does not run."""
         return all(each.tokens <= self._replayed for each in step.values())
+
+    def _stale_adapters(self, metadata: StepMetadata) -> set[int]:
+        """Requests whose plans were made for other weights of their adapter than are loaded by now."""
+        if self._adapters is None:
+            return set()
+        self._adapters.begin(metadata.step)
+        self._adapters.read()
+        of = {each.number: each.adapter for each in metadata.step.values()}
+        known = self._runtime.adapters
+        return {number for number, weights in metadata.adapters.items() if known.get(of.get(number, 0)) != weights}
+
+    def _compute(self, plan: SemanticKvPlan) -> None:
+        """Have our rows compute all that a plan promised."""
+        self._runtime.failed_loads.append(plan.request_id)
+        self._runtime.active_plans.put(plan.without_spans("load_failed"))
 
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
@@ -206,7 +255,13 @@ class VllmWorker:
                 runner = find_runner()
                 undo.callback(runner.remove)
                 self._runtime.weights = weights = Weights(runner.model)
-                undo.callback(watch_worker_calls(weights))
+                if self._reporter is None:
+                    undo.callback(watch_worker_calls(weights))
+                else:
+                    assert self._runtime.pool is not None
+                    self.recovery.bind_apart(self._config, self._runtime.pool.num_blocks)
+                if runner.adapters is not None:
+                    self._adapters = LoadedAdapters(runner.adapters, self._runtime.adapters)
                 decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
                 is_timed = self._settings.min_saving > 0
                 self._replayed = runner.replayed
@@ -219,6 +274,16 @@ class VllmWorker:
                 self._runtime.faults["hook"] += 1
                 reason = error.reason if isinstance(error, LayoutError) else "model_runner"
                 self._runtime.refusal = self._runtime.refusal or reason
+
+    def _adopt_refusals(self) -> None:
+        """Refuse what any rank refuses: one that went on alone would wait for the others."""
+        if self._runtime.ranks.size == 1:
+            return
+        refusal = next((each for each in self._runtime.ranks.gather(self._runtime.refusal) if each is not None), None)
+        if refusal is not None:
+            self._runtime.refusal = refusal
+            self._undo.close()
+            self._forward = None
 
     def _decoder(self, runner: ModelRunner, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> Decoder:
         """The runner's decoder. Raises LayoutError or TypeError if planned rows cannot run it."""
@@ -252,6 +317,7 @@ class VllmWorker:
             longest=longest,
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
+            adapters=self._adapters,
         )
 
     @property

@@ -125,6 +125,8 @@ class Adapters:
 
         The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
         since, it matches nothing."""
+        if (identity := getattr(request, "adapter_identity", None)) is not None:
+            return str(identity)  # of what the engine has loaded
         task = getattr(request, "lora_task_id", None)
         if task is None:
             return None
@@ -438,8 +440,8 @@ def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first
     if begin == before + 1 and scheduled == 1 and before >= len(tracked.prompt):
         # The overlap scheduler's position is one token late, and catches up if it leaves the request out once.
         before = begin
-    # A request continues where it was: with its prompt, and after that with one token at a time.
-    most = len(tracked.prompt) if is_first else max(len(tracked.prompt), before + 1)
+    # A request continues where it was: with its prompt, and after that with one token at a time, or accepted drafts.
+    most = len(tracked.prompt) if is_first else max(len(tracked.prompt), before + getattr(data, "grows_by", 1))
     written = begin + scheduled
     if min(position, scheduled) < 0 or begin > before or written > most:
         raise ValueError(f"tokens {position}..{written} are scheduled; {before} are written, {most} can be")

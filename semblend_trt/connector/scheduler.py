@@ -201,6 +201,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(request_id)
         return None if tracked is None else tracked.plan
 
+    def leave_no_donor(self, request_id: int) -> None:
+        """Keep nothing of a running request: its KV is not that of its namespace."""
+        if (tracked := self._requests.get(request_id)) is not None:
+            self._cancel_intent(tracked)
+            tracked.intent = None
+
     def forget_donors(self) -> None:
         """Reuse nothing that was computed until now. Running requests keep what they have."""
         self.take_events()

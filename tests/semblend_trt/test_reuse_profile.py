@@ -471,7 +471,7 @@ def test_what_is_said_follows_the_engine_from_before_the_self_check_on(path, cap
             assert match(asked, namespace(), mode).profile is not None
         said.append(caplog.text)
     stock, again, wrapper, still, back = said
-    assert "needs the wrapper on this engine, with its self-check passed" in stock
+    assert "until plans are executed on this engine" in stock
     assert "a stock engine cannot" not in stock
     assert f"reuse profile {path} holds" in wrapper
     assert again == still == ""

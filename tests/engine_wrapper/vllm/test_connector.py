@@ -4,7 +4,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, taught
+from semblend_trt.outcome import VLLM_RECEIPT
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, both_modes, taught
 
 pytestmark = pytest.mark.every_version
 
@@ -66,3 +67,23 @@ def test_a_reset_that_fails_is_told_and_nothing_is_reused(engine, cold, monkeypa
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
         assert not served.llm.reset_prefix_cache(reset_connector=True)
     assert (served.faults, served.ask(MOVED, max_tokens=16)) == ({"reset_cache": 1}, cold(MOVED))
+
+
+@both_modes
+@pytest.mark.usefixtures("is_async")
+def test_an_answer_that_a_stop_string_ends_carries_its_receipt(engine):
+    served = taught(engine("position_fix"))
+
+    def answer(**options):
+        params = SamplingParams(max_tokens=16, temperature=0, **options)
+        [output] = served.llm.generate([{"prompt_token_ids": MOVED}], params, use_tqdm=False)
+        served.settle()
+        served.forget()
+        return output.outputs[0], output.kv_transfer_params[VLLM_RECEIPT]
+
+    whole, _ = answer()
+    text = whole.text.strip()
+    for stop in (text[0], text[len(text) // 2 :][:3]):  # at the first token, and on the way
+        stopped, receipt = answer(stop=[stop])
+        assert (stopped.stop_reason, receipt["outcome"]) == (stop, "backend_materialized_reuse")
+        assert receipt["reused_tokens"] >= len(DOCUMENT)

@@ -53,13 +53,27 @@ def test_a_cache_in_fp8_halves_what_a_token_takes(profile, tmp_path, capsys):
         assert ("profile_mismatch" in [reason for _, reason, _ in found]) == (not is_known)
 
 
+def test_adapters_speculation_and_ranks_are_taken_and_named(tmp_path, capsys):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    options = {"tensor-parallel-size": 2, "enable-lora": True, "speculative-config": drafts}
+    shown = {(status, text) for status, _, text in looked_at(options, tmp_path, capsys)}
+    assert ("ok", "nothing in these options is refused") in shown
+    notes = " ".join(text for status, text in shown if status == "note")
+    assert "2 ranks" in notes
+    assert "adapter" in notes
+
+
+DRAFTER = {"method": "draft_model", "model": str(shipped_model()), "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"pipeline-parallel-size": 2}, "pipeline_parallel"),
+        ({"speculative-config": DRAFTER}, "speculative_decoding"),
         ({"kv_transfer_config": {**OURS, "kv_load_failure_policy": "fail"}}, "load_failure_policy"),
         ({"kv_transfer_config": {**OURS, "kv_role": "kv_producer"}}, "kv_role"),
-        ({"enable-lora": True}, "lora"),
         ({"kv_transfer_config": {**OURS, "kv_connector_extra_config": {"min_span": 0}}}, "settings_invalid"),
     ],
 )

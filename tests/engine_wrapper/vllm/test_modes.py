@@ -25,7 +25,13 @@ def assert_planned(served, cold):
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 16}, {"block_size": 128}, {"enable_prefix_caching": False}, {"enforce_eager": False}],
+    [
+        {"block_size": 16},
+        {"block_size": 128},
+        {"enable_prefix_caching": False},
+        {"enforce_eager": False},
+        {"max_num_batched_tokens": 96, "max_num_seqs": 16},  # prompts come in chunks, plans in parts
+    ],
     ids=str,
 )
 def test_answers_are_cold_ones(engine, cold, options):
@@ -38,6 +44,15 @@ def test_answers_are_cold_ones(engine, cold, options):
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
     assert [each.tokens for each in beside] == [cold(NEW).tokens, cold(MOVED).tokens]
+
+
+def test_priorities_change_no_answer(engine, cold):
+    served = taught(engine(*WHOLE, scheduling_policy="priority"))
+    params = SamplingParams(max_tokens=16, temperature=0, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in (NEW, MOVED)]
+    found = served.llm.generate(asked, params, use_tqdm=False, priority=[5, 0])
+    assert [list(each.outputs[0].token_ids) for each in found] == [cold(NEW).tokens, cold(MOVED).tokens]
+    assert sum(served.offered_of(2)) > 400
 
 
 def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):

@@ -11,7 +11,6 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionType
@@ -56,12 +55,12 @@ REFUSED = [
     ("other_connector", "kv_transfer_config.kv_connector", ("MultiConnector",)),
     ("other_connector", "cache_config.kv_offloading_size", (4.0,)),
     ("encoder_connector", "ec_transfer_config", (object(),)),
-    ("tensor_parallel", "parallel_config.tensor_parallel_size", (2, None, "1", True)),
+    ("tensor_parallel", "parallel_config.tensor_parallel_size", (0, None, "1", True)),
     ("pipeline_parallel", "parallel_config.pipeline_parallel_size", (2,)),
     ("data_parallel", "parallel_config.data_parallel_size", (2,)),
     ("context_parallel", "parallel_config.prefill_context_parallel_size", (2, None)),
     ("context_parallel", "parallel_config.decode_context_parallel_size", (2,)),
-    ("executor", "parallel_config.distributed_executor_backend", ("mp", "ray", object)),
+    ("executor", "parallel_config.distributed_executor_backend", ("mp", "ray", "external_launcher", object)),
     ("ubatching", "parallel_config.enable_dbo", (True, "yes")),
     ("ubatching", "parallel_config.ubatch_size", (2,)),
     ("pooling", "model_config.runner_type", ("pooling", "draft")),
@@ -79,8 +78,11 @@ REFUSED = [
     ("model_kwargs", "model_config.model_class_overrides", ({"a": "b:c"},)),
     ("model_kwargs", "model_config.hf_config_path", ("/elsewhere",)),
     ("model_kwargs", "model_config.config_format", ("mistral",)),
-    ("speculative_decoding", "speculative_config", (object(),)),
-    ("lora", "lora_config", (object(),)),
+    (
+        "speculative_decoding",
+        "speculative_config",
+        tuple(SimpleNamespace(method=each) for each in ("eagle3", "mtp", "draft_model", "ngram_gpu", object)),
+    ),
     ("weight_transfer", "weight_transfer_config", (object(),)),
     ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
@@ -98,6 +100,18 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode):
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     for cache in (ONE_GROUP, WINDOWED, WINDOWED_BY_LAYER, CHUNKED, None):
         assert engine_refusal_of(config, cache) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config.tensor_parallel_size": 2, "parallel_config.distributed_executor_backend": "mp"},
+        {"lora_config": object()},
+        *({"speculative_config": SimpleNamespace(method=each)} for each in ("ngram", "suffix")),
+    ],
+)
+def test_what_production_runs_is_not_refused(changes):
+    assert engine_refusal_of(engine_config(changes), ONE_GROUP) is None
 
 
 def test_a_cache_of_latent_rows_is_not_refused():
@@ -148,7 +162,6 @@ def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypa
     [
         (None, "parallel_config.decode_context_parallel_size"),
         (None, "cache_config.kv_sharing_fast_prefill"),
-        (None, "lora_config"),
         ("tensor_parallel", "parallel_config.tensor_parallel_size"),
         ("kv_cache_dtype", "cache_config.cache_dtype"),
     ],
@@ -247,7 +260,6 @@ def resumed():
         ("pooling", request(sampling_params=None, pooling_params=PoolingParams(task="embed"))),
         ("multimodal", request(mm_features=[object()])),
         ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))),
-        ("lora", request(lora_request=LoRARequest("a", 1, "/a"))),
         ("prompt_logprobs", request({"prompt_logprobs": 0})),
         ("skip_reading_prefix_cache", request({"skip_reading_prefix_cache": True})),
         ("streamed_prompt", request(resumable=True)),
@@ -316,5 +328,5 @@ def test_attention_that_our_kernel_does_not_know_has_no_sample(reason, unknown):
 def test_every_reason_has_a_sentence():
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
     named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
-    named |= {"model_runner", "layer_call", "recovery"}
+    named |= {"model_runner", "layer_call", "recovery", "lora", "tensor_parallel"}
     assert named == REASONS

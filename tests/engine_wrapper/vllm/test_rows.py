@@ -100,7 +100,8 @@ class Op(CustomOp):
 def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were():
     kinds = ["plain", "kernel", "compiled"]
     ops = torch.nn.ModuleList(map(Op, kinds))
-    parts = SimpleNamespace(unfused=unfused_of(ops), calls=SimpleNamespace(embed=lambda ids: ids))
+    calls = SimpleNamespace(embed=lambda ids: ids)
+    parts = SimpleNamespace(unfused=unfused_of(ops), calls=calls, adapters=None)
     assert parts.unfused == (ops[0], ops[2])
     nothing = torch.empty(0)
     schedule = SimpleNamespace(positions=nothing, token_ids=nothing)

@@ -1,0 +1,149 @@
+"""LoRA adapters: KV of one never serves another or the base model, and planned rows get their request's adapter."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.cuda import is_available
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from semblend_trt.outcome import VLLM_RECEIPT
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near, serving
+from validation.models import shipped_model
+
+pytestmark = pytest.mark.every_version
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+RANK = 8
+
+
+def write_adapter(folder, seed):
+    """A random adapter of the shipped model's attention, strong enough to change answers."""
+    config = json.loads((shipped_model() / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    outputs = {"q_proj": heads * head, "k_proj": config["num_key_value_heads"] * head}
+    outputs["v_proj"] = outputs["k_proj"]
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in outputs.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
+            tensors[f"{at}.lora_B.weight"] = torch.randn(width, RANK, generator=generator)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(outputs)}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": "shipped"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [write_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"), 1)]
+    return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+
+
+@pytest.fixture(scope="module")
+def cold_with(adapters):
+    """Answers to MOVED of vLLM without a connector: the base model's, and each adapter's."""
+    served = serving(enable_prefix_caching=False, **LORA)
+    try:
+        found = [ask(served, (MOVED, each))[0] for each in (None, *adapters)]
+    finally:
+        served.close()
+    assert len({tuple(answer.tokens) for answer in found}) == 3
+    return found
+
+
+class Answer:
+    def __init__(self, output):
+        [own] = output.outputs
+        self.tokens = list(own.token_ids)
+        self.logprobs = [next(iter(each.values())).logprob for each in own.logprobs]
+        self.receipt = (output.kv_transfer_params or {}).get(VLLM_RECEIPT)
+
+
+def ask(served, *asked, max_tokens=16):
+    """Answers to prompts with adapters, or None, that are asked together."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=1, detokenize=False)
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in asked]
+    found = served.llm.generate(prompts, params, use_tqdm=False, lora_request=[each for _, each in asked])
+    return [Answer(output) for output in found]
+
+
+def forgotten(served):
+    served.settle()
+    served.forget()
+    return served
+
+
+def loaded(served, *adapters):
+    """The engine with these adapters loaded, and the base model's self-check passed."""
+    for prompt, each in ((NEW, None), *((NEW[:20], each) for each in adapters)):
+        ask(served, (prompt, each), max_tokens=1)
+    return forgotten(served)
+
+
+def assert_cold(answers, cold):
+    for answer, expected in zip(answers, cold, strict=True):
+        assert answer.tokens == expected.tokens
+        assert near(answer.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, compiled):
+    served = loaded(engine(*WHOLE, **LORA, enforce_eager=not compiled), *adapters)
+    for each in (None, *adapters):  # one after the other: a donor of another adapter must not be found
+        [first] = ask(served, (DONOR, each), max_tokens=1)
+        assert first.receipt["offered_tokens"] == 0
+        forgotten(served)
+    # In a batch with adapters vLLM's kernels for a CPU give the base model's rows an adapter too.
+    together = (None, *adapters) if is_available() else adapters
+    answers = [] if is_available() else ask(served, (MOVED, None))
+    answers += ask(served, *((MOVED, each) for each in together))
+    assert_cold(answers, cold_with)
+    assert [each.receipt["offered_tokens"] for each in answers] == [len(DOCUMENT)] * 3
+
+
+def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(engine, tmp_path, adapters, cold_with):
+    """Its files change unseen first: vLLM goes on with what it has loaded, and so do its donors."""
+    path = write_adapter(tmp_path / "replaced", 1)
+    served = loaded(engine(*WHOLE, **LORA), own := LoRARequest("own", 7, str(path)))
+    ask(served, (DONOR, own), max_tokens=1)
+    forgotten(served)
+    write_adapter(path, 2)
+    [before] = ask(served, (MOVED, own))
+    assert_cold([before], cold_with[1:2])
+    assert before.receipt["offered_tokens"] > 0
+    forgotten(served)
+    served.llm.llm_engine.add_lora(LoRARequest("own", 7, str(path), load_inplace=True))
+    [after] = ask(served, (MOVED, own))
+    assert_cold([after], cold_with[2:])
+    assert after.receipt["reused_tokens"] == 0
+    forgotten(served)
+    ask(served, (DONOR, own), max_tokens=1)
+    forgotten(served)
+    [again] = ask(served, (MOVED, own))
+    assert_cold([again], cold_with[2:])
+    assert again.receipt["offered_tokens"] > 0
+
+
+def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_path, adapters, cold_with):
+    """It is unloaded, and another one loaded under its name: vLLM's own prefix cache goes by the name alone."""
+    served = loaded(engine(*WHOLE, **LORA), first := LoRARequest("name", 11, adapters[0].lora_path))
+    ask(served, (DONOR, first), max_tokens=1)
+    served.settle()  # vLLM's prefix cache keeps its blocks
+    served.llm.llm_engine.remove_lora(11)
+    second = LoRARequest("name", 12, adapters[1].lora_path)
+    ask(served, (NEW[:20], second), max_tokens=1)
+    donors = served.scheduler.donor_index.catalog.stats().ready
+    [stale] = ask(served, ([*DONOR, *NEW], second), max_tokens=1)
+    served.settle()
+    if stale.receipt["exact_prefix_tokens"]:  # vLLM 0.32 tells the two apart
+        assert served.scheduler.donor_index.catalog.stats().ready == donors
+    served.forget()
+    [answer] = ask(served, (MOVED, second))
+    assert_cold([answer], cold_with[2:])
