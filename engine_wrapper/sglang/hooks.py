@@ -1,0 +1,104 @@
+"""Changes SGLang's scheduler: it begins a request again whose promised tokens could not be had, and takes no token of
+the failed step.
+
+SGLang's own way for a full cache is used: the request gives its slots back, waits, and is computed in full. It leaves
+the step's batch before SGLang merges that into the running one, and waits again once the step's result is read.
+
+Facts: SGLang 0.5.23, `srt/managers/schedule_batch.py` (`release_req`, `filter_batch`) and `scheduler.py`
+(`event_loop_overlap`: a step is read after the next one has begun)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import release_req
+
+from engine_wrapper.patches import replace_method, watch_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine_wrapper.patches import Undo
+
+logger = logging.getLogger(__name__)
+
+
+def find_scheduler() -> Any:
+    """Return SGLang's scheduler, which makes its prefix cache. No supported way leads to it. Raises LookupError."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        owner = frame.f_locals.get("self")
+        if all(hasattr(owner, name) for name in ("get_next_batch_to_run", "process_batch_result")):
+            return owner
+    raise LookupError("SGLang's scheduler is not among the callers")
+
+
+def watch_requests(scheduler: Any, note: Callable[[list[str]], None]) -> Undo:
+    """Have `note` called with the kinds of requests that the scheduler has carried out, or tried to."""
+
+    def after(_: Any, requests: Any = (), *__: Any) -> None:
+        note([type(each).__name__ for each in requests])
+
+    return watch_method(scheduler, "process_input_requests", after)
+
+
+class Retraction:
+    """Retracts requests of one scheduler, by id."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._failed = set[str]()
+        # Retracted requests that are still to leave their batch, and those that are still to wait again.
+        self._left, self._begun = list[Any](), list[Any]()
+        self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
+        undo = ExitStack()
+        undo.callback(replace_method(scheduler, "get_next_batch_to_run", self._get_next))
+        undo.callback(replace_method(scheduler, "process_batch_result", self._read))
+        self.undo: Undo = undo.close
+
+    def retract(self, rids: list[str]) -> None:
+        """Begin these requests of the running step again."""
+        self._failed.update(rids)
+
+    def _get_next(self, running_batch: Any, last_batch: Any) -> Any:
+        if self._failed and last_batch:
+            self._release(last_batch)
+        if self._left and last_batch:
+            chunked = self._scheduler.chunked_req
+            if chunked is not None and any(chunked is each for each in self._left):
+                self._scheduler.chunked_req = None
+            last_batch.filter_batch(reqs_to_exclude=list(self._left))
+            self._left = []
+        return self._next(running_batch=running_batch, last_batch=last_batch)
+
+    def _read(self, batch: Any, result: Any) -> Any:
+        if self._failed:
+            self._release(batch)
+        read = self._process(batch, result)
+        for request in [each for each in self._begun if each in batch.reqs]:
+            self._begun.remove(request)
+            self._scheduler._add_request_to_queue(request, is_retracted=True)
+        return read
+
+    def _release(self, batch: Any) -> None:
+        """Take back the slots of failed requests; SGLang reads no token of a request that is retracted."""
+        for request in batch.reqs:
+            if request.rid not in self._failed:
+                continue
+            self._failed.discard(request.rid)
+            if request.is_retracted or request.finished():
+                continue
+            logger.warning("request %s begins again, without reuse", request.rid)
+            release_req(
+                req=request,
+                remaing_req_count=0,
+                req_to_token_pool=batch.req_to_token_pool,
+                token_to_kv_pool_allocator=batch.token_to_kv_pool_allocator,
+                tree_cache=batch.tree_cache,
+                hisparse_coordinator=batch.hisparse_coordinator,
+            )
+            self._left.append(request)
+            self._begun.append(request)
