@@ -1,4 +1,4 @@
-"""docs/failure-modes.md, docs/vllm.md and docs/sglang.md name every reason for which the code refuses or drops, and no other."""
+"""docs/failure-modes.md, vllm.md and sglang.md name every reason for which the code refuses or drops, and no other."""
 
 import pytest
 

@@ -104,8 +104,8 @@ class LocalSglang:
             before = len(scheduler.waiting_queue)
             scheduler.process_input_requests([each])
             self._asked.extend(scheduler.waiting_queue[before:])
-        if all(each.finished() for each in self._asked):
-            scheduler.gracefully_exit = not scheduler.running_batch.reqs and scheduler.last_batch is None
+        is_busy = scheduler.waiting_queue or scheduler.running_batch.reqs or scheduler.last_batch
+        scheduler.gracefully_exit = not is_busy and scheduler.chunked_req is None
         return waiting
 
 

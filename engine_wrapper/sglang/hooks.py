@@ -14,8 +14,6 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_batch import release_req
-
 from engine_wrapper.patches import replace_method, watch_method
 
 if TYPE_CHECKING:
@@ -92,13 +90,6 @@ class Retraction:
             if request.is_retracted or request.finished():
                 continue
             logger.warning("request %s begins again, without reuse", request.rid)
-            release_req(
-                req=request,
-                remaing_req_count=0,
-                req_to_token_pool=batch.req_to_token_pool,
-                token_to_kv_pool_allocator=batch.token_to_kv_pool_allocator,
-                tree_cache=batch.tree_cache,
-                hisparse_coordinator=batch.hisparse_coordinator,
-            )
+            batch.release_req(batch.reqs.index(request), 0)
             self._left.append(request)
             self._begun.append(request)

@@ -36,12 +36,13 @@ logger = logging.getLogger("sglang.semblend")
 
 
 class _Promised(Batch):
-    """Runs what plans promised, without the rows that SGLang scheduled. Only a look at attention runs these too."""
+    """Runs what plans promised, and of the rows that SGLang scheduled the first alone: a schedule needs a row in every
+    layer. Only a look at attention runs the others too."""
 
     def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
         layers = forward.geometry.num_layers
         counts = (len(work.positions) - work.outputs for work in works)
-        own = [work.part(0, count, 0) for work, count in zip(works, counts, strict=True) if count]
+        own = [work.part(0, count + 1, 1) for work, count in zip(works, counts, strict=True) if count]
         for parts in micro_batches(own, layers, forward.max_rows) if own else ():
             forward.run(schedule_of([part.work for part in parts], layers).to(self.input_ids.device), sink)
         return self.input_ids
@@ -59,26 +60,24 @@ class PlannedForward:
 
     def run(self, plans: Mapping[int, SemanticKvPlan], step: Sequence[Scheduled], batch: Any) -> list[str]:
         """Compute what `plans` promised to requests of this step, before SGLang's forward of `batch`. Return the ids of
-        requests for which even that has failed; raises nothing."""
-        if not plans:
-            return []
+        requests that have it; raises nothing."""
         own = [each for each in step if each.number in plans]
         try:
             self._planned(plans, own, batch)
-            return []
+            return [each.rid for each in own]
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed; its tokens are computed")
             self._runtime.faults["planned_forward"] += 1
             self._runtime.refusal = self._runtime.refusal or "planned_forward"
-        failed = []
+        done = []
         for each in own:
             self._runtime.failed_loads.append(each.number)
             try:
                 self._whole(plans[each.number], each, batch)
+                done.append(each.rid)
             except Exception:
                 logger.exception("nor can SGLang's decoder compute them now; the request begins again")
-                failed.append(each.rid)
-        return failed
+        return done
 
     @torch.inference_mode()
     def _planned(self, plans: Mapping[int, SemanticKvPlan], own: Sequence[Scheduled], batch: Any) -> None:

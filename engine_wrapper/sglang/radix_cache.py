@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from engine_wrapper.sglang.requests import Followed, Requests, RequestView, give_receipt
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     from engine_wrapper.sglang.requests import SglangScheduler
@@ -78,7 +79,9 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         followed = self._requests.begun(request.rid)
         view = RequestView(followed.number, request)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(view, exact)
-        end = min(exact + tokens, limit) // self.page_size * self.page_size
+        # Before the self-check no rows could compute what fails to load.
+        is_proven = self._runtime.mode is EngineMode.WRAPPER
+        end = min(exact + tokens, limit) // self.page_size * self.page_size if is_proven else exact
         followed.exact, followed.offered = exact, max(0, end - exact)
         if tokens and not followed.offered:
             self._decline(request, followed)
@@ -108,7 +111,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             allocator.free(slots)
             followed.offered = 0
             raise
-        followed.slots = slots.to(torch.int64)
+        followed.slots, followed.is_due = slots.to(torch.int64), True
         return tokens
 
     def _decline(self, request: Any, followed: Followed) -> None:

@@ -61,13 +61,15 @@ class RequestView:
 class Followed:
     """A request between look-up and end. `offered`: what was promised to SGLang after `exact` tokens of its own prefix.
 
-    `slots`: those that hold the promised tokens, int64, which are the request's own once it `holds` them."""
+    `slots`: those for the promised tokens, int64, which are in the request's row once it `holds` them. `is_due`: these
+    tokens are not computed yet."""
 
     number: int
     exact: int = 0
     offered: int = 0
     slots: torch.Tensor | None = None
     holds: bool = False
+    is_due: bool = False
     has_begun: bool = False
     written: int = 0
 

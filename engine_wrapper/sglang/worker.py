@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.patches import Undo
     from engine_wrapper.sglang.requests import Requests, Scheduled, SglangScheduler
+    from semblend_trt.connector.contract import SchedulerOutput
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
@@ -87,12 +88,26 @@ class SglangWorker:
         self._end(step, batch)
         return output
 
-    @never_raises(list)
     def _begin(self, batch: Any) -> Sequence[Scheduled]:
-        """Place donors' KV and compute what plans promised, before SGLang's forward."""
-        output, step = self._requests.step(batch)
-        if not step:
-            return step
+        """Place donors' KV and compute what plans promised, before SGLang's forward. Requests whose promised tokens
+        nothing has computed begin again."""
+        step: list[Scheduled] = []
+        try:
+            output, step = self._requests.step(batch)
+            if step:
+                self._place(output, step, batch)
+        except Exception:
+            logger.exception("KV reuse is off from now on: a step could not be begun")
+            self._runtime.faults["step_unreadable"] += 1
+            self._runtime.refusal = self._runtime.refusal or "step_unreadable"
+        due = [rid for rid in batch.rids or () if rid in self._requests and self._requests[rid].is_due]
+        if due:
+            self._runtime.faults["plan_not_executed"] += 1
+            self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
+            self._retract(due)
+        return step
+
+    def _place(self, output: SchedulerOutput, step: Sequence[Scheduled], batch: Any) -> None:
         metadata = self._scheduler.build_connector_meta(output)
         self._worker.bind_connector_meta(metadata)
         try:
@@ -104,9 +119,8 @@ class SglangWorker:
                 self._runtime.failed_loads.append(plan.request_id)
                 self._runtime.active_plans.put(plan.without_spans("load_failed"))
         plans = self._runtime.active_plans.take_all(each.number for each in step)
-        if failed := self._forward.run(plans, step, batch):
-            self._retract(failed)
-        return step
+        for rid in self._forward.run(plans, step, batch) if plans else ():
+            self._requests[rid].is_due = False
 
     @never_raises(lambda: None)
     def _end(self, step: Sequence[Scheduled], batch: Any) -> None:

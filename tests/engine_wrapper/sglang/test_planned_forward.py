@@ -14,11 +14,13 @@ from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, OTHER, WHOLE
         pytest.param({"chunked_prefill_size": 64}, id="chunks"),
     ],
 )
-def test_answers_are_those_of_cold_runs(serve, cold, options):
+def test_answers_are_those_of_cold_runs(serve, cold, options, record_property):
     with serve(WHOLE, **options) as served:
         served.teach()
         moved, other, _ = assert_cold(served, cold, MOVED, OTHER, NEW)
         assert moved.cached >= 480
+        pairs = zip(moved.logprobs, cold(MOVED).logprobs, strict=True)
+        record_property("logprob_difference", max(abs(ours - theirs) for ours, theirs in pairs))
         assert moved.receipt["offered_tokens"] >= 480
         assert other.receipt["outcome"] == "backend_materialized_reuse"
         # What is exact alone is in SGLang's own prefix cache.
