@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from engine_wrapper.sglang.requests import Followed, Requests, RequestView, give_receipt
+from engine_wrapper.sglang.requests import Followed, Requests, RequestView
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.plan import EngineMode
 
@@ -36,12 +36,8 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     _runtime: Runtime
 
     def __init__(self, params: Any) -> None:
-        self._requests = Requests()
+        self.requests = Requests()
         super().__init__(params)
-
-    @property
-    def requests(self) -> Requests:
-        return self._requests
 
     def close(self) -> None:
         """Leave SGLang's runner as it was found, end what is being saved, and write the audit log out."""
@@ -74,9 +70,8 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _look_up(self, request: Any, exact: int, limit: int) -> int:
         """Return how many tokens beyond SGLang's own `exact` ones are promised, in whole pages of the first `limit`."""
         assert self._scheduler is not None
-        self._give_back(request.rid)
         self._worker.take_saves()
-        followed = self._requests.begun(request.rid)
+        followed = self.requests.begun(request.rid)
         view = RequestView(followed.number, request)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(view, exact)
         # Before the self-check no rows could compute what fails to load.
@@ -88,7 +83,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return followed.offered
 
     def init_load_back(self, params: Any) -> Any:
-        if (followed := self._requests.get(params.req.rid)) is None or not followed.offered:
+        if (followed := self.requests.get(params.req.rid)) is None or not followed.offered:
             return super().init_load_back(params)
         return self._allocated(params.req, followed), params.req.last_node
 
@@ -124,11 +119,10 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return self._scheduler is None
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        followed = self._requests.get(req.rid)
+        followed = self.requests.get(req.rid)
         if followed is None or followed.slots is None:
             stock: torch.Tensor = super().prefix_device_indices(req)
             return stock
-        followed.holds = True
         path = self.path_device_indices(req.last_node)[: followed.exact]
         return torch.cat([path, followed.slots.to(path.dtype)])[: req.prefix_len]
 
@@ -136,7 +130,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def checkpoint(self, req: Any, *, up_to: int, **options: Any) -> None:
         exact = up_to
-        if (followed := self._requests.get(req.rid)) is not None:
+        if (followed := self.requests.get(req.rid)) is not None:
             # What the request shares with the tree already stays shared.
             exact = max(self._runtime.active_plans.publishable(followed.number, up_to), req.kv.cache_protected_len)
             if req.finished():
@@ -144,12 +138,12 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().checkpoint(req, up_to=min(up_to, exact), **options)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        if req.rid in self._requests:
+        if req.rid in self.requests:
             # Without a checkpoint a finished request leaves nothing. A retracted one is looked up again.
             if req.finished():
                 self._ended(req, 0)
             else:
-                self._requests[req.rid].slots = None
+                self.requests[req.rid].slots = None
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, handle: Any) -> None:
@@ -161,25 +155,17 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _ended(self, request: Any, tokens: int) -> None:
         """Record the end, and have what lies in the request's row saved: SGLang frees it after this call."""
         assert self._scheduler is not None
-        number = self._requests.pop(request.rid).number
+        number = self.requests.pop(request.rid).number
         slots: list[int] = self.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :tokens].tolist()
         if self._scheduler.ended(RequestView(number, request), slots):
             self._worker.save(number)
         self._runtime.active_plans.released(number)
-        give_receipt(request, self._scheduler.receipt_of(number))
+        self._scheduler.give_receipt(number, request)
 
     @never_raises(lambda: None)
     def _forgotten(self, rid: str) -> None:
-        self._give_back(rid)
-        if (followed := self._requests.pop(rid, None)) is not None and self._scheduler is not None:
+        if (followed := self.requests.pop(rid, None)) is not None and self._scheduler is not None:
             self._scheduler.abandoned(followed.number)
-
-    def _give_back(self, rid: str) -> None:
-        """Free slots that no row of SGLang has taken."""
-        followed = self._requests.get(rid)
-        if followed is not None and followed.slots is not None and not followed.holds:
-            self.token_to_kv_pool_allocator.free(followed.slots)
-            followed.slots = None
 
     def reset(self) -> None:
         """As SGLang's. Donors are forgotten too: who flushes the cache wants to find nothing."""

@@ -61,14 +61,12 @@ class RequestView:
 class Followed:
     """A request between look-up and end. `offered`: what was promised to SGLang after `exact` tokens of its own prefix.
 
-    `slots`: those for the promised tokens, int64, which are in the request's row once it `holds` them. `is_due`: these
-    tokens are not computed yet."""
+    `slots`: those for the promised tokens, int64. `is_due`: these tokens are not computed yet."""
 
     number: int
     exact: int = 0
     offered: int = 0
     slots: torch.Tensor | None = None
-    holds: bool = False
     is_due: bool = False
     has_begun: bool = False
     written: int = 0
@@ -134,15 +132,9 @@ class SglangScheduler(SemBlendKvConnectorScheduler):
         if (tracked := self._requests.pop(number, None)) is not None:
             self._end(tracked)
 
-    def receipt_of(self, number: int) -> dict[str, Any] | None:
-        """Return the receipt of a request that has ended."""
+    def give_receipt(self, number: int, request: Any) -> None:
+        """Put the receipt of a request that has ended beside the last token of a Req's answer."""
         report = self.outcomes.of(number)
-        if report is None:
-            return None
-        return report.receipt if self.worker is None else report.receipt | {"worker": self.worker}
-
-
-def give_receipt(request: Any, receipt: dict[str, Any] | None) -> None:
-    """Put the receipt beside the last token of a Req's answer, as SGLang does with what a model tells of tokens."""
-    if receipt is not None and request.customized_info is None and len(request.output_ids):
-        request.customized_info = {RECEIPT: [None] * (len(request.output_ids) - 1) + [receipt]}
+        if report is not None and request.customized_info is None and len(request.output_ids):
+            receipt = report.receipt if self.worker is None else report.receipt | {"worker": self.worker}
+            request.customized_info = {RECEIPT: [None] * (len(request.output_ids) - 1) + [receipt]}

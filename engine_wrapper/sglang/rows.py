@@ -86,7 +86,9 @@ class SglangRows:
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
-        self._left.enter_context(in_forward(self._parts.runner, rows_batch(self._running, *self._first)))
+        self._left.enter_context(
+            in_forward(self._parts.runner, rows_batch(self._running, self._schedule.token_ids, self._positions))
+        )
         check = self._schedule.check
         is_sample = check is not None and check.is_sample
         for layer in range(check.layer if check is not None and is_sample else self._parts.geometry.num_layers):
@@ -97,16 +99,12 @@ class SglangRows:
     def __exit__(self, *raised: object) -> None:
         self._left.close()
 
-    @property
-    def _first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._schedule.token_ids, self._positions
-
     def enter(self, stage: Stage) -> None:
         """Drop the rows that the stage does not keep."""
-        if stage.keep is not None:
+        if (kept := stage.keep) is not None:
             handed = self._hand_over()
-            self._positions = self._positions.index_select(0, stage.keep)
-            self._take(_kept(handed, stage.keep))
+            self._positions = self._positions.index_select(0, kept)
+            self._take(_mapped(handed, lambda rows: rows.index_select(0, kept)))
         self._sequences = stage.sequences
 
     def run(self, layer: int) -> None:
@@ -126,7 +124,7 @@ class SglangRows:
         self._begin()
         handed = self._hand_over()
         # A layer writes into what it is given, and runs again for the rows that go on.
-        self._take(_cloned(handed))
+        self._take(_mapped(handed, torch.Tensor.clone))
         deviations: torch.Tensor = take_fresh(parts, layer, self._batch, self._hidden, take)
         self._take(handed)
         return deviations
@@ -142,7 +140,7 @@ class SglangRows:
     def _begin(self) -> None:
         """Have the rows that enter the lowest layer, at first."""
         if self._hidden is None:
-            self._batch = rows_batch(self._running, *self._first)
+            self._batch = rows_batch(self._running, self._schedule.token_ids, self._positions)
             residual.start(self._batch)
             self._hidden = self._parts.runner.model.model.embed_tokens(self._batch.input_ids)
 
@@ -218,15 +216,7 @@ def check_rotation(parts: Decoder, running: Any, token_ids: torch.Tensor) -> Non
             raise LayoutError("rope_unknown", problem)
 
 
-def _kept(handed: Any, rows: torch.Tensor) -> Any:
-    """The same hand-over with these rows alone."""
-    return _mapped(handed, lambda tensor: tensor.index_select(0, rows))
-
-
-def _cloned(handed: Any) -> Any:
-    return _mapped(handed, torch.Tensor.clone)
-
-
 def _mapped(handed: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same hand-over of changed rows."""
     other = handed.residual
     return handed._replace(value=change(handed.value), residual=None if other is None else change(other))

@@ -45,8 +45,8 @@ AROUND = [
         for name in ("build_connector_meta", "_metadata_of", "_look_up", "take_events")
     ),
     *((SglangScheduler, name) for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "ended")),
-    *((SglangScheduler, "request_finished"), (SglangScheduler, "receipt_of")),
-    *((SemBlendRadixCache, name) for name in ("_give_back", "_decline")),
+    *((SglangScheduler, "request_finished"), (SglangScheduler, "give_receipt")),
+    *((SemBlendRadixCache, name) for name in ("_decline", "_ended")),
     *(
         (SemBlendKvConnectorWorker, name)
         for name in ("start_load_kv", "_make_room", "_follow", "_load", "wait_for_save")
