@@ -148,6 +148,12 @@ class SglangWorker:
         """Hear of saves that have ended."""
         self._worker.get_finished([], [])
 
+    def drain(self) -> None:
+        """Wait until what has ended is saved."""
+        if self._worker.saver is not None:
+            self._worker.saver.drain()
+        self.take_saves()
+
     def close(self) -> None:
         """Leave the runner as it was found, and free the donors."""
         self.undo()

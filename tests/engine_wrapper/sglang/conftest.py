@@ -75,8 +75,7 @@ class Served:
 
     def settle(self):
         """Wait until what has ended is saved."""
-        self.worker._worker.saver.drain()
-        self.worker.take_saves()
+        self.worker.drain()
 
     def teach(self, *donors):
         """Have these donors, or DONOR, once the self-check has passed."""

@@ -46,7 +46,7 @@ AROUND = [
     ),
     *((SglangScheduler, name) for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "ended")),
     *((SglangScheduler, "request_finished"), (SglangScheduler, "give_receipt")),
-    *((SemBlendRadixCache, name) for name in ("_decline", "_ended")),
+    *((SemBlendRadixCache, name) for name in ("_decline",)),
     *(
         (SemBlendKvConnectorWorker, name)
         for name in ("start_load_kv", "_make_room", "_follow", "_load", "wait_for_save")
