@@ -285,14 +285,14 @@ _FAULT = {
     "start_load_kv": "Donors could not be placed; the step computes what they were to hold.",
     "wait_for_save": "vLLM: the end of a step could not be noted; the step's donors are not kept.",
     "get_finished": "vLLM: the end of saves could not be noted; blocks that were to be saved stay held.",
-    "step_unreadable": "vLLM: a step could not be read; running requests begin again, and reuse ends.",
+    "step_unreadable": "vLLM and SGLang: a step could not be read; its requests begin again, and reuse ends.",
     "reset_cache": "vLLM: donors could not be forgotten; vLLM hears that its reset has failed.",
     "hook": "vLLM: the model or its runner is laid out in an unknown way; it is given back, and nothing is reused.",
     "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
     "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
     "then on.",
-    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM begins requests "
-    "again. Nothing is reused from then on.",
+    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM and SGLang "
+    "begin them again. Nothing is reused from then on.",
 }
 _VLLM = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",

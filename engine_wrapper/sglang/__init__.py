@@ -5,7 +5,7 @@ SGLang calls `activate` in each of its processes, by the entry point `sglang.srt
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
 
 BACKEND = "semblend"
 
@@ -17,10 +17,4 @@ def activate() -> None:
     except ImportError:
         return
     if BACKEND not in registered_radix_cache_backends():
-        register_radix_cache_backend(BACKEND, _cache_of)
-
-
-def _cache_of(context: Any) -> Any:
-    from engine_wrapper.sglang.attachment import cache_of
-
-    return cache_of(context)
+        register_radix_cache_backend(BACKEND, lambda context: import_module(f"{__name__}.attachment").cache_of(context))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.mem_cache.registry import create_unified_radix_cache, default_radix_cache_factory
 
 from engine_wrapper.sglang.engine_spec import from_server_args
+from engine_wrapper.sglang.hooks import SchedulerHooks, find_scheduler
+from engine_wrapper.sglang.radix_cache import SemBlendRadixCache
 from engine_wrapper.sglang.refusals import engine_refusal_of, model_refusal_of
+from engine_wrapper.sglang.requests import SglangScheduler
+from engine_wrapper.sglang.worker import SglangWorker
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, LayoutError
 from semblend_trt.outcome import Scope, advice
 from semblend_trt.runtime import runtime_for
-
-if TYPE_CHECKING:
-    from semblend_trt.connector.engine_spec import EngineSpec
 
 logger = logging.getLogger("sglang.semblend")
 
@@ -24,53 +25,32 @@ def cache_of(context: Any) -> Any:
     """Return a prefix cache for SGLang's TreeCacheBuildContext. What is refused is logged by name and served as stock;
     raises nothing of its own."""
     runner = context.tp_worker.model_runner
+    refusal = engine_refusal_of(context.server_args) or model_refusal_of(runner)
     try:
-        refusal = engine_refusal_of(context.server_args) or model_refusal_of(runner)
         if refusal is None:
             return _attached(context, runner)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)
         refusal = "settings_invalid"
-    except LayoutError as error:
-        logger.warning("KV reuse is off: %s", error)
-        refusal = error.reason
-    except Exception:
-        logger.exception("KV reuse is off: SGLang is laid out in an unknown way")
-        refusal = "engine_layout"
+    except Exception as error:
+        logger.warning("KV reuse is off: %s", error, exc_info=not isinstance(error, LayoutError))
+        refusal = error.reason if isinstance(error, LayoutError) else "engine_layout"
     logger.warning("KV is not reused (%s). %s", refusal, advice(refusal, Scope.SGLANG))
     return default_radix_cache_factory(context)
 
 
 def _attached(context: Any, runner: Any) -> Any:
-    """The cache with both halves of the connector; a refused model has SGLang's own."""
-    from sglang.srt.mem_cache.registry import create_unified_radix_cache
-
-    from engine_wrapper.sglang.hooks import Retraction, find_scheduler, watch_requests
-    from engine_wrapper.sglang.radix_cache import SemBlendRadixCache
-    from engine_wrapper.sglang.requests import SglangScheduler
-    from engine_wrapper.sglang.worker import SglangWorker
-
-    load_settings()
-
-    def backend() -> str | None:
-        found = getattr(runner, "attn_backend", None)
-        return None if found is None else type(found).__name__
-
-    arguments = context.server_args
-    engine: EngineSpec = from_server_args(arguments, context.model_config, backend)
-    runtime = runtime_for(engine)
-    scheduler = SglangScheduler(engine)
+    """The cache with both halves of the connector. Raises LayoutError for a model or caches that are refused."""
+    arguments, settings = context.server_args, load_settings()
+    engine = from_server_args(arguments, context.model_config, lambda: type(runner.attn_backend).__name__)
+    runtime, scheduler, owner = runtime_for(engine), SglangScheduler(engine), find_scheduler()
     cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
-    owner = find_scheduler()
-    retraction = Retraction(owner)
-    worker = SglangWorker(engine, runner, arguments, scheduler, cache.requests, retraction.retract)
-    if runtime.refusal is None and runtime.pool is not None:
-        cache.attach(scheduler, worker, runtime)
-        watch_requests(owner, worker.note_requests)
-        settings = load_settings()
-        logger.info("KV reuse: policy %s, host_bytes %d", settings.policy.value, settings.host_bytes)
-        return cache
-    worker.undo()
-    retraction.undo()
-    refusal = runtime.refusal or "pool_layout"
-    raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
+    worker = SglangWorker(engine, runner, arguments, settings, scheduler, cache.requests)
+    refusal = runtime.refusal or (None if runtime.pool is not None else "pool_layout")
+    if refusal is not None:
+        worker.undo()
+        raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
+    worker.retract = SchedulerHooks(owner, worker.note_requests).retract
+    cache.attach(scheduler, worker, runtime)
+    logger.info("KV reuse: policy %s, host_bytes %d", settings.policy.value, settings.host_bytes)
+    return cache

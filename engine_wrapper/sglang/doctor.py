@@ -46,8 +46,7 @@ def sglang(model: str | None, options: Any) -> Generator[Finding, None, EngineSp
     except Exception as error:  # SGLang and Transformers each raise their own
         yield _options.failed(f"SGLang refuses these options: {' '.join(str(error).split())[:400]}")
         return None
-    refusal = engine_refusal_of(arguments)
-    if refusal is not None:
+    if (refusal := engine_refusal_of(arguments)) is not None:
         yield _options.refused(refusal, advice(refusal, Scope.SGLANG))
     else:
         yield _options.ok("nothing in these options is refused; start SGLang with --radix-cache-backend semblend")

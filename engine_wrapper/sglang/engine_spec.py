@@ -27,14 +27,13 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
     """Return the engine that SGLang describes; `backend` names its attention backend once that is there.
 
     Settings come from the environment alone: SGLang has no place for a cache's own."""
-    name, model = f"sglang-{sglang_version()}", str(arguments.model_path)
-    dtype, cache_dtype = text_of(model_config.dtype), str(arguments.kv_cache_dtype)
-    method = arguments.quantization
+    name, model, method = f"sglang-{sglang_version()}", str(arguments.model_path), arguments.quantization
+    dtype = text_of(model_config.dtype)
     asked = None if method is None else AskedQuantization(str(method), options_text({"quant_algo": method}))
 
     def read_caches() -> Caches:
         found = backend()
-        return Caches(cache_dtype, None if found is None else f"{name}/{found}/slots")
+        return Caches(str(arguments.kv_cache_dtype), None if found is None else f"{name}/{found}/slots")
 
     return EngineSpec(
         name=name,

@@ -19,8 +19,6 @@ from engine_wrapper.patches import replace_method, watch_method
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine_wrapper.patches import Undo
-
 logger = logging.getLogger(__name__)
 
 
@@ -34,19 +32,11 @@ def find_scheduler() -> Any:
     raise LookupError("SGLang's scheduler is not among the callers")
 
 
-def watch_requests(scheduler: Any, note: Callable[[list[str]], None]) -> Undo:
-    """Have `note` called with the kinds of requests that the scheduler has carried out, or tried to."""
+class SchedulerHooks:
+    """Retracts requests of one scheduler, by id. `note` gets the kinds of requests that it has carried out, or tried
+    to."""
 
-    def after(_: Any, requests: Any = (), *__: Any) -> None:
-        note([type(each).__name__ for each in requests])
-
-    return watch_method(scheduler, "process_input_requests", after)
-
-
-class Retraction:
-    """Retracts requests of one scheduler, by id."""
-
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, note: Callable[[list[str]], None]) -> None:
         self._scheduler = scheduler
         self._failed = set[str]()
         # Retracted requests that are still to leave their batch, and those that are still to wait again.
@@ -55,18 +45,21 @@ class Retraction:
         undo = ExitStack()
         undo.callback(replace_method(scheduler, "get_next_batch_to_run", self._get_next))
         undo.callback(replace_method(scheduler, "process_batch_result", self._read))
-        self.undo: Undo = undo.close
+        undo.callback(watch_method(scheduler, "process_input_requests", self._noted))
+        self._note, self.undo = note, undo.close
 
     def retract(self, rids: list[str]) -> None:
         """Begin these requests of the running step again."""
         self._failed.update(rids)
 
+    def _noted(self, _: Any, requests: Any = (), *__: Any) -> None:
+        self._note([type(each).__name__ for each in requests])
+
     def _get_next(self, running_batch: Any, last_batch: Any) -> Any:
         if self._failed and last_batch:
             self._release(last_batch)
         if self._left and last_batch:
-            chunked = self._scheduler.chunked_req
-            if chunked is not None and any(chunked is each for each in self._left):
+            if self._scheduler.chunked_req in self._left:
                 self._scheduler.chunked_req = None
             last_batch.filter_batch(reqs_to_exclude=list(self._left))
             self._left = []
@@ -84,12 +77,9 @@ class Retraction:
     def _release(self, batch: Any) -> None:
         """Take back the slots of failed requests; SGLang reads no token of a request that is retracted."""
         for request in batch.reqs:
-            if request.rid not in self._failed:
-                continue
-            self._failed.discard(request.rid)
-            if request.is_retracted or request.finished():
-                continue
-            logger.warning("request %s begins again, without reuse", request.rid)
-            batch.release_req(batch.reqs.index(request), 0)
-            self._left.append(request)
-            self._begun.append(request)
+            if request.rid in self._failed and not request.is_retracted and not request.finished():
+                logger.warning("request %s begins again, without reuse", request.rid)
+                batch.release_req(batch.reqs.index(request), 0)
+                self._left.append(request)
+                self._begun.append(request)
+        self._failed -= {each.rid for each in batch.reqs}

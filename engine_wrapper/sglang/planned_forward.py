@@ -81,10 +81,9 @@ class PlannedForward:
 
     @torch.inference_mode()
     def _planned(self, plans: Mapping[int, SemanticKvPlan], own: Sequence[Scheduled], batch: Any) -> None:
-        slots = [self._slots(batch, each) for each in own]
+        slots, nothing = [self._slots(batch, each) for each in own], batch.input_ids.new_empty(0)
         numbers, begins = tuple(each.number for each in own), tuple(each.begin for each in own)
-        lengths, nothing = tuple(each.tokens for each in own), batch.input_ids.new_empty(0)
-        promised = _Promised(numbers, begins, lengths, len(own), nothing)
+        promised = _Promised(numbers, begins, tuple(each.tokens for each in own), len(own), nothing)
         promised.run(plans, slots, self._forward(batch, self._max_rows), self._runtime.note_evidence)
 
     def _whole(self, plan: SemanticKvPlan, request: Scheduled, batch: Any) -> None:
@@ -110,11 +109,9 @@ class PlannedForward:
             with SglangRows(parts, schedule, batch) as rows:
                 return follow_all(rows, schedule, layers, ranks, sink)
 
-        def lowest(schedule: LayerSchedule) -> torch.Tensor:
+        def lowest(schedule: LayerSchedule) -> Any:
             with SglangRows(parts, schedule, batch) as rows:
-                found = follow(rows, schedule, layers, ranks)
-            assert found is not None
-            return found
+                return follow(rows, schedule, layers, ranks)
 
         return EngineForward(parts.geometry, ranks, run, lowest, max_rows)
 
@@ -140,32 +137,28 @@ class PlannedForward:
 
     @torch.inference_mode()
     def _prove(self, request: Scheduled, batch: Any) -> None:
+        """Raises LayoutError with what differs."""
         parts, tokens = self._parts, min(request.tokens, MAX_TOKENS)
         slots = self._slots(batch, request)[:tokens]
         first = sum(map(int, batch.extend_seq_lens_cpu[: request.row]))
         ids = batch.input_ids[first : first + tokens].long()
         held = torch.tensor(slots, device=ids.device)
+
+        def run(own: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
+            return own.run(plans, [slots], self._forward(batch, max_rows))
+
         planes = [plane for kind in parts.pool.kinds for plane in kind]
         kept = [plane.index_select(0, held) for plane in planes]
         try:
             stock = stock_rows(parts.runner, range_batch(batch, request.row, ids, 0, held))
-            self._check(ids, stock, slots, batch)
+            given = ids, stock, parts.geometry, parts.pool.dtype, run
+            raise_difference([*differences(*given), sample_difference(*given)], self._runtime.ranks)
+            check_rotation(parts, batch, ids)
             if self._is_timed:
                 self._measure(ids, slots, batch)
         finally:
             for plane, own in zip(planes, kept, strict=True):
                 plane.index_copy_(0, held, own)
-
-    def _check(self, ids: torch.Tensor, stock: torch.Tensor, slots: list[int], batch: Any) -> None:
-        """Raises LayoutError with what differs."""
-        parts = self._parts
-
-        def run(own: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
-            return own.run(plans, [slots], self._forward(batch, max_rows))
-
-        given = ids, stock, parts.geometry, parts.pool.dtype, run
-        raise_difference([*differences(*given), sample_difference(*given)], self._runtime.ranks)
-        check_rotation(parts, batch, ids)
 
     def _measure(self, ids: torch.Tensor, slots: list[int], batch: Any) -> None:
         """Measures what plans cost, by prompts of these tokens over these slots alone."""

@@ -9,7 +9,7 @@ own is freed with its request)."""
 
 from __future__ import annotations
 
-import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engine_wrapper.sglang.requests import SglangScheduler
     from engine_wrapper.sglang.worker import SglangWorker
     from semblend_trt.runtime import Runtime
-
-logger = logging.getLogger(__name__)
 
 
 class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -60,11 +58,9 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         offered = self._look_up(request, int(result.device_prefix_len), len(params.key))
         if not offered:
             return result
-        node = result.last_device_node
-        reach = result.device_prefix_len + offered
-        return result._replace(
-            last_host_node=node, best_match_node=node, host_hit_length=offered, full_kv_hit_length=reach
-        )
+        node, reach = result.last_device_node, result.device_prefix_len + offered
+        offer = {"host_hit_length": offered, "full_kv_hit_length": reach}
+        return result._replace(last_host_node=node, best_match_node=node, **offer)
 
     @never_raises(lambda: 0)
     def _look_up(self, request: Any, exact: int, limit: int) -> int:
@@ -72,8 +68,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         assert self._scheduler is not None
         self._worker.take_saves()
         followed = self.requests.begun(request.rid)
-        view = RequestView(followed.number, request)
-        tokens, _ = self._scheduler.get_num_new_matched_tokens(view, exact)
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(followed.number, request), exact)
         # Before the self-check no rows could compute what fails to load.
         is_proven = self._runtime.mode is EngineMode.WRAPPER
         end = min(exact + tokens, limit) // self.page_size * self.page_size if is_proven else exact
@@ -147,8 +142,9 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, handle: Any) -> None:
-        """Forget a request that ended while it waited."""
-        self._forgotten(handle.rid)
+        """Forget a request that ended while it waited: it has a plan alone."""
+        if (followed := self.requests.pop(handle.rid, None)) is not None and self._scheduler is not None:
+            self._scheduler.request_finished(SimpleNamespace(request_id=followed.number), [])
         super().release_aborted_request(handle)
 
     @never_raises(lambda: None)
@@ -158,14 +154,9 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         number = self.requests.pop(request.rid).number
         slots: list[int] = self.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :tokens].tolist()
         if self._scheduler.ended(RequestView(number, request), slots):
-            self._worker.save(number)
+            self._worker.take_saves(number)
         self._runtime.active_plans.released(number)
         self._scheduler.give_receipt(number, request)
-
-    @never_raises(lambda: None)
-    def _forgotten(self, rid: str) -> None:
-        if (followed := self.requests.pop(rid, None)) is not None and self._scheduler is not None:
-            self._scheduler.abandoned(followed.number)
 
     def reset(self) -> None:
         """As SGLang's. Donors are forgotten too: who flushes the cache wants to find nothing."""

@@ -33,8 +33,7 @@ class RequestView:
         self.prompt_len = len(request.origin_input_ids)
         sampling = request.sampling_params
         self.max_new_tokens = int(getattr(sampling, "max_new_tokens", 0) or 0)
-        given = getattr(sampling, "custom_params", None)
-        asked = given if isinstance(given, dict) else {}
+        asked = given if isinstance(given := getattr(sampling, "custom_params", None), dict) else {}
         self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
         broken = asked.get(BROKEN_PROFILES)
         self.broken_profiles = broken if isinstance(broken, list) else []
@@ -125,12 +124,6 @@ class SglangScheduler(SemBlendKvConnectorScheduler):
         if tracked is not None:
             tracked.written_tokens = min(tracked.written_tokens, len(slots))
         return bool(self.request_finished(request, slots))
-
-    @never_raises(lambda: None)
-    def abandoned(self, number: int) -> None:
-        """Record the end of a request that SGLang gave up while it waited."""
-        if (tracked := self._requests.pop(number, None)) is not None:
-            self._end(tracked)
 
     def give_receipt(self, number: int, request: Any) -> None:
         """Put the receipt of a request that has ended beside the last token of a Req's answer."""

@@ -54,12 +54,12 @@ class Decoder:
     longest: int
 
     @property
-    def layers(self) -> Any:
-        return self.runner.model.model.layers
+    def model(self) -> Any:
+        return self.runner.model.model
 
     def attention(self, layer: int) -> Any:
         """Return a layer's RadixAttention."""
-        return self.layers[layer].self_attn.attn
+        return self.model.layers[layer].self_attn.attn
 
     def cache(self, layer: int) -> PoolLayer:
         """Return the cache of one layer."""
@@ -89,9 +89,7 @@ class SglangRows:
         self._left.enter_context(
             in_forward(self._parts.runner, rows_batch(self._running, self._schedule.token_ids, self._positions))
         )
-        check = self._schedule.check
-        is_sample = check is not None and check.is_sample
-        for layer in range(check.layer if check is not None and is_sample else self._parts.geometry.num_layers):
+        for layer in range(self._parts.geometry.num_layers):
             attend = partial(self._attend, layer)
             self._left.enter_context(replaced_method(self._parts.attention(layer), "forward", attend))
         return self
@@ -102,7 +100,7 @@ class SglangRows:
     def enter(self, stage: Stage) -> None:
         """Drop the rows that the stage does not keep."""
         if (kept := stage.keep) is not None:
-            handed = self._hand_over()
+            handed = residual.export_replay_handoff(self._hidden, self._batch)
             self._positions = self._positions.index_select(0, kept)
             self._take(_mapped(handed, lambda rows: rows.index_select(0, kept)))
         self._sequences = stage.sequences
@@ -110,7 +108,7 @@ class SglangRows:
     def run(self, layer: int) -> None:
         """Run a layer."""
         self._begin()
-        self._hidden = self._parts.layers[layer](self._batch.positions, self._hidden, self._batch)
+        self._hidden = self._parts.model.layers[layer](self._batch.positions, self._hidden, self._batch)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Run the check's layer up to K and V of all rows, which are written once the deviations are taken."""
@@ -122,7 +120,7 @@ class SglangRows:
             return found
 
         self._begin()
-        handed = self._hand_over()
+        handed = residual.export_replay_handoff(self._hidden, self._batch)
         # A layer writes into what it is given, and runs again for the rows that go on.
         self._take(_mapped(handed, torch.Tensor.clone))
         deviations: torch.Tensor = take_fresh(parts, layer, self._batch, self._hidden, take)
@@ -134,7 +132,7 @@ class SglangRows:
         if not len(rows):
             assert self._hidden is not None
             return self._hidden.new_empty((0, self._hidden.shape[-1]))
-        normed: torch.Tensor = residual.final_norm(self._hidden, self._batch, self._parts.runner.model.model.norm)
+        normed: torch.Tensor = residual.final_norm(self._hidden, self._batch, self._parts.model.norm)
         return normed.index_select(0, rows)
 
     def _begin(self) -> None:
@@ -142,10 +140,7 @@ class SglangRows:
         if self._hidden is None:
             self._batch = rows_batch(self._running, self._schedule.token_ids, self._positions)
             residual.start(self._batch)
-            self._hidden = self._parts.runner.model.model.embed_tokens(self._batch.input_ids)
-
-    def _hand_over(self) -> Any:
-        return residual.export_replay_handoff(self._hidden, self._batch)
+            self._hidden = self._parts.model.embed_tokens(self._batch.input_ids)
 
     def _take(self, handed: Any) -> None:
         self._batch = rows_batch(self._running, self._positions, self._positions)  # no layer reads token ids
@@ -176,8 +171,7 @@ def take_fresh(
 ) -> Any:
     """Run a layer up to its attention; return what `take` makes of K and V, each [rows, kv_heads, head_dim]. The layer
     may write into `hidden`. Raises LayoutError `model_call`."""
-    found = list[Any]()
-    attention = parts.attention(layer)
+    found, attention = list[Any](), parts.attention(layer)
 
     def leave(_: torch.Tensor, keys: Any, values: Any, *__: Any, **options: Any) -> None:
         found.append(take(*parts.by_head(keys, values, options)))
@@ -187,7 +181,7 @@ def take_fresh(
     own = vars(attention).pop("forward", None)
     try:
         with suppress(_TakenError), replaced_method(attention, "forward", leave):
-            parts.layers[layer](batch.positions, hidden, batch)
+            parts.model.layers[layer](batch.positions, hidden, batch)
     finally:
         if own is not None:
             attention.forward = own
@@ -207,7 +201,7 @@ def check_rotation(parts: Decoder, running: Any, token_ids: torch.Tensor) -> Non
         batch = rows_batch(running, both, positions)
         with in_forward(parts.runner, batch):
             residual.start(batch)
-            hidden = parts.runner.model.model.embed_tokens(batch.input_ids)
+            hidden = parts.model.embed_tokens(batch.input_ids)
             keys = take_fresh(parts, layer, batch, hidden, lambda keys, _: keys)
         before, after = keys.chunk(2)
         moved = rotate_keys(before, shift, parts.rotation.of_layer(layer))

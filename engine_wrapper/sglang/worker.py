@@ -15,7 +15,6 @@ from engine_wrapper.sglang.engine_spec import max_rows
 from engine_wrapper.sglang.planned_forward import PlannedForward
 from engine_wrapper.sglang.rows import Decoder
 from kernels.layout import LayeredPool
-from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.plan import EngineMode
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.patches import Undo
     from engine_wrapper.sglang.requests import Requests, Scheduled, SglangScheduler
+    from semblend_trt.config import Settings
     from semblend_trt.connector.contract import SchedulerOutput
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
@@ -60,25 +60,23 @@ class SglangWorker:
         engine: EngineSpec,
         runner: Any,
         arguments: Any,
+        settings: Settings,
         scheduler: SglangScheduler,
         requests: Requests,
-        retract: Callable[[list[str]], None],
     ) -> None:
         """Take SGLang's pool and hook its runner. Raises what the pool, the model or the settings are refused for."""
         self._runtime = runtime_for(engine)
-        self._scheduler, self._requests, self._retract = scheduler, requests, retract
+        self._scheduler, self._requests = scheduler, requests
+        self.retract: Callable[[list[str]], None] = lambda _: None
         self._worker, pool = _Worker(engine), pool_of(runner)
         self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
         self.undo: Undo = lambda: None
         if self._runtime.pool is None or self._worker.facts is None:
             return
-        facts, settings = self._worker.facts, load_settings(**engine.settings)
-        longest = int(runner.model_config.context_len)
-        parts = Decoder(runner, pool, self._runtime.pool.geometry, facts.rotation, longest)
-        rows = max_rows(arguments)
-        self._forward = PlannedForward(parts, self._runtime, rows, is_timed=settings.min_saving > 0)
-        self._runtime.weights = Weights(runner.model)
-        self._runtime.publication_guard = True
+        rotation, longest = self._worker.facts.rotation, int(runner.model_config.context_len)
+        parts, is_timed = Decoder(runner, pool, self._runtime.pool.geometry, rotation, longest), settings.min_saving > 0
+        self._forward = PlannedForward(parts, self._runtime, max_rows(arguments), is_timed=is_timed)
+        self._runtime.weights, self._runtime.publication_guard = Weights(runner.model), True
         self._stock = runner.forward
         self.undo = replace_method(runner, "forward", self._around)
 
@@ -104,7 +102,7 @@ class SglangWorker:
         if due:
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
-            self._retract(due)
+            self.retract(due)
         return step
 
     def _place(self, output: SchedulerOutput, step: Sequence[Scheduled], batch: Any) -> None:
@@ -139,14 +137,9 @@ class SglangWorker:
             weights.suspect()
 
     @never_raises(lambda: None)
-    def save(self, number: int) -> None:
-        """Begin to save an ended request, whose slots SGLang frees after this call."""
-        self._worker.get_finished([number], [])
-
-    @never_raises(lambda: None)
-    def take_saves(self) -> None:
-        """Hear of saves that have ended."""
-        self._worker.get_finished([], [])
+    def take_saves(self, *ended: int) -> None:
+        """Hear of saves that have ended, and begin those of `ended` requests: SGLang frees their slots after this."""
+        self._worker.get_finished(list(ended), [])
 
     def drain(self) -> None:
         """Wait until what has ended is saved."""
