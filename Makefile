@@ -40,7 +40,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -167,6 +167,44 @@ vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with ha
 	$(VLLM_RUN) .ci/lock.py $(VLLM)/vllm.json $(VLLM)/needs.json > $(VLLM)/lock.txt
 	mv $(VLLM)/lock.txt requirements-vllm.txt
 
+# SGLang beside the CPU build of another torch than it pins. What only cards, media and other servers need is left out.
+SGLANG := $(VENV)-sglang
+SGLANG_RUN := $(SGLANG)/bin/python
+SGLANG_PACKAGES := sglang==0.5.23 torchvision==0.28.0
+SGLANG_NEEDS := aiohttp apache-tvm-ffi==0.1.11 blobfile==3.0.0 build compressed-tensors==0.18.0 datasets distro easydict \
+	einops fastapi gguf interegular IPython 'llguidance<2,>=1.7.6' msgspec ninja openai==2.8.0 openai-harmony==0.0.4 \
+	orjson outlines==0.1.11 partial-json-parser pillow prometheus-client psutil pybase64 python-multipart pyzmq regex \
+	requests sentencepiece==0.2.1 setproctitle soundfile==0.13.1 tiktoken tokenizers==0.23.2 transformers==5.19.0 \
+	uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard nvidia-ml-py
+
+$(SGLANG_RUN):
+	$(PYTHON) -m venv $(SGLANG)
+
+$(SGLANG)/.installed: pyproject.toml requirements-sglang.txt | $(SGLANG_RUN)
+	@test '$(call platform,$(SGLANG_RUN))' = $(LOCK_PLATFORM) || \
+	  { echo "requirements-sglang.txt holds files for Python 3.11 on Linux, x86_64. Remove $(SGLANG) and name such a one: PYTHON=..." >&2; exit 1; }
+	@echo "Installing SGLang for the CPU into $(SGLANG)"
+	@$(SGLANG_RUN) $(PIP) --no-deps --require-hashes -r requirements-sglang.txt
+	@$(SGLANG_RUN) $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+sglang-env: $(SGLANG)/.installed ## make the environment with an SGLang for the CPU
+
+# As `make lock`, for the environment with SGLang.
+sglang-lock: | $(SGLANG_RUN) ## pin what runs SGLang and the product on a CPU, with hashes, in requirements-sglang.txt
+	$(SGLANG_RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(SGLANG)/sglang.json $(SGLANG_PACKAGES)
+	$(SGLANG_RUN) $(PIP) --dry-run --ignore-installed --report $(SGLANG)/needs.json -c constraints-cpu.txt \
+	  '.[embedded,validation]' $(SGLANG_NEEDS) $(VLLM_TOOLS)
+	$(SGLANG_RUN) .ci/lock.py sglang $(SGLANG)/sglang.json $(SGLANG)/needs.json > $(SGLANG)/lock.txt
+	mv $(SGLANG)/lock.txt requirements-sglang.txt
+
+# The stand-ins are for a kernel package that no registry has, and for operators of torchvision's build for cards.
+SGLANG_TEST = PYTHONPATH=$(abspath tests/engine_wrapper/sglang/standins):$(CURDIR) SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 \
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(SGLANG))/numba $(SGLANG_RUN) -m pytest -n 2 --dist loadfile \
+	tests/engine_wrapper/sglang
+sglang-test: sglang-env ## run the tests of the product inside SGLang, on a CPU
+	$(SGLANG_TEST) $(ARGS)
+
 # Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go. Two engines
 # at a time need some 8 GB.
 VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
@@ -263,5 +301,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-newest $(VLLM) $(LITELLM) $(DYNAMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) $(SGLANG) $(LITELLM) $(DYNAMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

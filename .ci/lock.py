@@ -18,6 +18,10 @@ DYNAMO = (
     "`make dynamo-env`",
     "`make dynamo-lock` makes this file. It adds to what `make env` installs, and Dynamo goes without the rest.",
 )
+SGLANG = (
+    "`make sglang-env`",
+    "`make sglang-lock` makes this file. SGLang is installed without what it requires beyond these.",
+)
 LITELLM = ("`make litellm-env`", "`make litellm-lock` makes this file.")
 
 
@@ -50,6 +54,8 @@ if __name__ == "__main__":
             text = lock([json.load(sys.stdin)], *CI)
         case ["dynamo"]:
             text = lock([json.load(sys.stdin)], *DYNAMO)
+        case ["sglang", *paths]:
+            text = lock([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths], *SGLANG)
         case paths:
             text = lock([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths], *VLLM)
     sys.stdout.write(text)

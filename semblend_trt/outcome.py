@@ -1,5 +1,5 @@
 """How requests end: outcomes, reports, the ledger of all, and every reason and fault by name, with what to do about it.
-`python -m semblend_trt.outcome PAGE...` writes the tables of docs/failure-modes.md and docs/vllm.md."""
+`python -m semblend_trt.outcome PAGE...` writes the tables of docs/failure-modes.md, vllm.md and sglang.md."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ class Scope(str, Enum):
     ATTACHMENT = "attachment"  # the wrapper cannot attach to TensorRT-LLM
     DECODER = "decoder"  # attached, the wrapper cannot execute plans
     VLLM = "vllm"  # vLLM, or one of its requests, is served without reuse
+    SGLANG = "sglang"  # SGLang, or one of its requests, is served without reuse
     FAULT = "fault"  # a call of the engine, or the execution of a plan, failed
 
 
@@ -284,14 +285,14 @@ _FAULT = {
     "start_load_kv": "Donors could not be placed; the step computes what they were to hold.",
     "wait_for_save": "vLLM: the end of a step could not be noted; the step's donors are not kept.",
     "get_finished": "vLLM: the end of saves could not be noted; blocks that were to be saved stay held.",
-    "step_unreadable": "vLLM: a step could not be read; running requests begin again, and reuse ends.",
+    "step_unreadable": "vLLM and SGLang: a step could not be read; its requests begin again, and reuse ends.",
     "reset_cache": "vLLM: donors could not be forgotten; vLLM hears that its reset has failed.",
     "hook": "vLLM: the model or its runner is laid out in an unknown way; it is given back, and nothing is reused.",
     "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
     "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
     "then on.",
-    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM begins requests "
-    "again. Nothing is reused from then on.",
+    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM and SGLang "
+    "begin them again. Nothing is reused from then on.",
 }
 _VLLM = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",
@@ -342,6 +343,41 @@ _VLLM = {
     "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
     "prompt_ids_missing": "Send a prompt with at least one token.",
 }
+_SGLANG = {
+    "settings_invalid": _VLLM["settings_invalid"],
+    "sglang_version": "Install SGLang 0.5.23; the seams of another version may differ.",
+    "radix_disabled": "Start without --disable-radix-cache.",
+    "tensor_parallel": "Set --tp-size to 1.",
+    "pipeline_parallel": "Set --pp-size to 1.",
+    "data_parallel": "Set --dp-size and --nnodes to 1, and run several servers behind a gateway.",
+    "context_parallel": "Set --attn-cp-size and --dcp-size to 1.",
+    "hierarchical_cache": "Start without HiCache, LMCache, FlexKV and cache linkers; SEMBLEND_HOST_BYTES keeps donors.",
+    "disaggregated": "Serve prefill and decode in one server: --disaggregation-mode null.",
+    "speculative_decoding": "Start without --speculative-algorithm.",
+    "lora": "Start without --enable-lora, with the adapter merged into the weights.",
+    "sessions": "Start without streaming and radix sessions, and ask without one.",
+    "pooling": "Serve a model that generates text.",
+    "multimodal": "Serve a text model, and send text; images are not among the tokens compared.",
+    "kv_cache_dtype": "Leave --kv-cache-dtype at auto.",
+    "quantized_attention": "Start without --prefill-kv-cache-dequant-dtype.",
+    "model_kwargs": "Write what --json-model-override-args changes into the model's own files.",
+    "diffusion": "Serve a model that generates from left to right.",
+    "split_prefill": "Start without --enable-pdmux and without overlap of two batches or of parts of one.",
+    "memory_layout": "Start with the plain layout of KV: without page-major or unified memory, sharding, the memory "
+    "saver and HiSparse.",
+    "compiled_prefill": "Start without --enable-torch-compile; Python between the layers does not run.",
+    "stripped_answers": "Start without --strip-thinking-cache.",
+    "unknown_architecture": "Serve a model of Llama, Qwen2 or Qwen3; others were not tried in SGLang.",
+    "pool_layout": "Serve a model with plain K and V, in SGLang's default order of slots.",
+    "sliding_window": "Serve a model with full attention in all layers.",
+    "attention_layout": "Serve a model with causal attention, without caps, chunks or temperatures.",
+    "kv_scales": "Serve a model without scales of its KV cache.",
+    "attention_call": "An attention is called in an unknown way; serve Llama, Qwen2 or Qwen3.",
+    "prompt_logprobs": "Ask without log-probabilities of the prompt: reused tokens have no logits.",
+    "prompt_embeds": "Send token ids; embeddings cannot be compared.",
+    "beam_search": "Ask with one beam.",
+    "resumed_with_output": "Give the cache more room: a request retracted while it decoded is computed again.",
+}
 TEXTS = {
     Scope.ENGINE: _ENGINE,
     Scope.MODEL: _MODEL,
@@ -350,6 +386,7 @@ TEXTS = {
     Scope.ATTACHMENT: _ATTACHMENT,
     Scope.DECODER: _DECODER,
     Scope.VLLM: _VLLM,
+    Scope.SGLANG: _SGLANG,
     Scope.FAULT: _FAULT,
 }
 FAULTS = frozenset(_FAULT)

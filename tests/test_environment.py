@@ -136,6 +136,13 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_pat
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
 
 
+def test_sglang_is_installed_from_its_lock_alone(make, tmp_path):
+    steps = make("--dry-run", "sglang-test", "GPU=").stdout
+    assert f"-m venv {tmp_path}/venv-sglang" in steps
+    assert "--no-deps --require-hashes -r requirements-sglang.txt" in steps
+    assert "tests/engine_wrapper/sglang/standins" in steps
+
+
 def test_dynamo_and_its_vllm_are_installed_from_their_locks_alone(make, tmp_path):
     steps = make("--dry-run", "dynamo-test", "GPU=").stdout
     assert f"--no-deps --require-hashes --target {tmp_path}/venv-dynamo -r requirements-dynamo.txt" in steps

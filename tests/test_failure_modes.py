@@ -1,4 +1,4 @@
-"""docs/failure-modes.md and docs/vllm.md name every reason for which the code refuses or drops, and no other."""
+"""docs/failure-modes.md, vllm.md and sglang.md name every reason for which the code refuses or drops, and no other."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.outcome import FAULTS, OTHER_REASON, REASONS, Scope, filled
 from tests.pages import Page, code_in
 
-PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md")]
+PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md"), Page("docs/sglang.md")]
 # The names in the last columns of their tables.
 TOLD = {name for page in PAGES for row in page.rows for name in code_in(row[-1]) if name.isidentifier()}
 FAILED_MOVES = {"write_failed", "write_skipped", "fetch_failed", "lift_failed", "file_refused", "disk_unavailable"}
@@ -30,12 +30,14 @@ def test_the_pages_have_every_reason_and_no_other():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_of_reasons_are_made_from_the_code(page):
-    """`python -m semblend_trt.outcome docs/failure-modes.md docs/vllm.md` writes them."""
+    """`python -m semblend_trt.outcome docs/failure-modes.md docs/vllm.md docs/sglang.md` writes them."""
     assert page.text == filled(page.text)
 
 
 def test_each_scope_has_its_table():
-    assert [scope for scope in Scope if f"<!-- reasons: {scope.value} -->" not in PAGES[0].text + PAGES[1].text] == []
+    assert [
+        scope for scope in Scope if f"<!-- reasons: {scope.value} -->" not in "".join(page.text for page in PAGES)
+    ] == []
 
 
 def test_rows_are_whole():

@@ -11,6 +11,7 @@ PINS = (
     "requirements-ci.txt",
     "requirements-vllm.txt",
     "requirements-vllm-next.txt",
+    "requirements-sglang.txt",
     "requirements-litellm.txt",
     "requirements-dynamo.txt",
     "requirements-dynamo-vllm.txt",

@@ -11,7 +11,7 @@ from semblend_trt.errors import ConfigurationError
 from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.cases import read_cases
-from validation.engines import EMBEDDED, TRTLLM, VLLM
+from validation.engines import EMBEDDED, SGLANG, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
 from validation.log_cases import log_cases
@@ -36,9 +36,10 @@ _LOG = "request bodies of OpenAI's API, one a line: donors of a request are earl
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"type": named, "metavar": "PATH_OR_ID", "help": _MODEL},
     "--engine": {
-        "choices": (EMBEDDED, TRTLLM, VLLM),
+        "choices": (EMBEDDED, TRTLLM, VLLM, SGLANG),
         "default": EMBEDDED,
-        "help": "where the prompts are served: embedded; vllm, through its LLM class in this process; or trtllm, which "
+        "help": "where the prompts are served: embedded; vllm, through its LLM class in this process; sglang, "
+        "through its scheduler in this process; or trtllm, which "
         "is TensorRT-LLM with the wrapper through its LLM API (untested on a real one)",
     },
     "--device": {"help": "auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)"},

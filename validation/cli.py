@@ -21,7 +21,7 @@ from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, VLLM
+from validation.engines import EMBEDDED, SGLANG, VLLM
 from validation.exactness import plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.judge import Judge, judged
@@ -139,7 +139,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
     what = parser.add_argument_group("what is run")
     arguments.add(what, "--model")
-    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=_ENGINE)
+    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG), help=_ENGINE)
     arguments.add(what, "--prompts", "--log")
     arguments.add(what, "--arms", told_default="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"

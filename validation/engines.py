@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     AllParams = SamplingParams | Sequence[SamplingParams]
     AllSalts = Sequence[str | None] | str | None
 
-EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
+EMBEDDED, TRTLLM, VLLM, SGLANG = "embedded", "trtllm", "vllm", "sglang"
 
 
 @dataclass(frozen=True, slots=True)

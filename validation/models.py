@@ -17,7 +17,8 @@ from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, VLLM
+from validation.engines import EMBEDDED, SGLANG, VLLM
+from validation.sglang_engine import SglangEngines
 from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
 
@@ -62,6 +63,8 @@ def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
             f"--kv-dtype {options.kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it "
             f"at {AUTO}."
         )
+    if options.engine == SGLANG:
+        return SglangEngines(model, _dtype(dtype, _own_device()))
     return TrtllmEngines(model, dtype)
 
 

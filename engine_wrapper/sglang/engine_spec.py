@@ -1,0 +1,68 @@
+"""The EngineSpec of SGLang, from its ServerArgs and ModelConfig. Facts: SGLang 0.5.23, `srt/server_args.py`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.connector.engine_spec import AskedQuantization, Caches, EngineSpec, options_text, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
+_OWN_WEIGHTS = ("auto", "safetensors")
+_NO_OVERRIDES = (None, "", "{}")
+
+
+def sglang_version() -> str | None:
+    """Return SGLang's version as it names it, or None."""
+    try:
+        return str(importlib.import_module("sglang.version").__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], str | None]) -> EngineSpec:
+    """Return the engine that SGLang describes; `backend` names its attention backend once that is there.
+
+    Settings come from the environment alone: SGLang has no place for a cache's own."""
+    name, model, method = f"sglang-{sglang_version()}", str(arguments.model_path), arguments.quantization
+    dtype = text_of(model_config.dtype)
+    asked = None if method is None else AskedQuantization(str(method), options_text({"quant_algo": method}))
+
+    def read_caches() -> Caches:
+        found = backend()
+        return Caches(str(arguments.kv_cache_dtype), None if found is None else f"{name}/{found}/slots")
+
+    return EngineSpec(
+        name=name,
+        model=model,
+        revision=arguments.revision,
+        tokenizer=str(arguments.tokenizer_path or model),
+        tokenizer_revision=None,
+        dtype=dtype,
+        kv_dtype=dtype,
+        read_caches=read_caches,
+        quantization=asked,
+        reads_own_weights=str(arguments.load_format).lower() in _OWN_WEIGHTS,
+        has_model_overrides=arguments.json_model_override_args not in _NO_OVERRIDES,
+        tensor_parallel_size=int(arguments.tp_size),
+        pipeline_parallel_size=int(arguments.pp_size),
+        context_parallel_size=int(arguments.attn_cp_size),
+        max_num_tokens=max_rows(arguments),
+        speculates=arguments.speculative_algorithm is not None,
+        orders_blocks_by_head=True,
+        contract=None,
+        tells_kv_scales=True,
+        # An ended request's slots go back at once, so a save copies them first.
+        holds_saved_blocks=False,
+        # Prefixes end at whole pages, and blocks here are single slots.
+        tells_whole_prefix=True,
+    )
+
+
+def max_rows(arguments: Any) -> int:
+    """Return the most rows of one forward: those of a chunk, or of a prefill without chunks."""
+    chunk = arguments.chunked_prefill_size or 0
+    return int(chunk if chunk > 0 else arguments.max_prefill_tokens)

@@ -1,0 +1,85 @@
+"""Changes SGLang's scheduler: it begins a request again whose promised tokens could not be had, and takes no token of
+the failed step.
+
+SGLang's own way for a full cache is used: the request gives its slots back, waits, and is computed in full. It leaves
+the step's batch before SGLang merges that into the running one, and waits again once the step's result is read.
+
+Facts: SGLang 0.5.23, `srt/managers/schedule_batch.py` (`release_req`, `filter_batch`) and `scheduler.py`
+(`event_loop_overlap`: a step is read after the next one has begun)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.patches import replace_method, watch_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+def find_scheduler() -> Any:
+    """Return SGLang's scheduler, which makes its prefix cache. No supported way leads to it. Raises LookupError."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        owner = frame.f_locals.get("self")
+        if all(hasattr(owner, name) for name in ("get_next_batch_to_run", "process_batch_result")):
+            return owner
+    raise LookupError("SGLang's scheduler is not among the callers")
+
+
+class SchedulerHooks:
+    """Retracts requests of one scheduler, by id. `note` gets the kinds of requests that it has carried out, or tried
+    to."""
+
+    def __init__(self, scheduler: Any, note: Callable[[list[str]], None]) -> None:
+        self._scheduler = scheduler
+        self._failed = set[str]()
+        # Retracted requests that are still to leave their batch, and those that are still to wait again.
+        self._left, self._begun = list[Any](), list[Any]()
+        self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
+        undo = ExitStack()
+        undo.callback(replace_method(scheduler, "get_next_batch_to_run", self._get_next))
+        undo.callback(replace_method(scheduler, "process_batch_result", self._read))
+        undo.callback(watch_method(scheduler, "process_input_requests", self._noted))
+        self._note, self.undo = note, undo.close
+
+    def retract(self, rids: list[str]) -> None:
+        """Begin these requests of the running step again."""
+        self._failed.update(rids)
+
+    def _noted(self, _: Any, requests: Any = (), *__: Any) -> None:
+        self._note([type(each).__name__ for each in requests])
+
+    def _get_next(self, running_batch: Any, last_batch: Any) -> Any:
+        if self._failed and last_batch:
+            self._release(last_batch)
+        if self._left and last_batch:
+            if self._scheduler.chunked_req in self._left:
+                self._scheduler.chunked_req = None
+            last_batch.filter_batch(reqs_to_exclude=list(self._left))
+            self._left = []
+        return self._next(running_batch=running_batch, last_batch=last_batch)
+
+    def _read(self, batch: Any, result: Any) -> Any:
+        if self._failed:
+            self._release(batch)
+        read = self._process(batch, result)
+        for request in [each for each in self._begun if each in batch.reqs]:
+            self._begun.remove(request)
+            self._scheduler._add_request_to_queue(request, is_retracted=True)
+        return read
+
+    def _release(self, batch: Any) -> None:
+        """Take back the slots of failed requests; SGLang reads no token of a request that is retracted."""
+        for request in batch.reqs:
+            if request.rid in self._failed and not request.is_retracted and not request.finished():
+                logger.warning("request %s begins again, without reuse", request.rid)
+                batch.release_req(batch.reqs.index(request), 0)
+                self._left.append(request)
+                self._begun.append(request)
+        self._failed -= {each.rid for each in batch.reqs}

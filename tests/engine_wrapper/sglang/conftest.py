@@ -1,0 +1,152 @@
+"""A real SGLang with the shipped model, in this process. The folder is left out without SGLang."""
+
+import gc
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import pytest
+
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from validation.models import shipped_model
+from validation.sglang_engine import Ask, LocalSglang
+
+collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
+
+SHORT = {"MIN_DONOR_TOKENS": "32", "MIN_SPAN": "48", "HOST_BYTES": str(1 << 28), "MIN_SAVING": "0", "METRICS": "0"}
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "8"}
+
+
+def random_tokens(seed):
+    """Draws so many tokens."""
+    generator = random.Random(seed)
+    return lambda count: [generator.randrange(10, 2000) for _ in range(count)]
+
+
+some = random_tokens(6)
+DOCUMENT = some(500)
+WARM = some(100)
+DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
+OTHER, NEW = [*some(30), *DOCUMENT[100:400], *some(60)], some(150)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer: its tokens, how many of its prompt's were not computed by SGLang, and its receipt."""
+
+    tokens: list[int]
+    cached: int
+    logprobs: list[float] = field(repr=False)
+    receipt: dict = field(repr=False)
+    retractions: int = 0
+
+
+class Served:
+    def __init__(self, **options):
+        given = {"dtype": "float32", "max_total_tokens": 8192, "max_running_requests": 4, **options}
+        self.local = LocalSglang(str(shipped_model()), **given)
+        self.are_faults_read = False
+
+    cache = property(lambda self: self.local.cache)
+    scheduler = property(lambda self: self.cache._scheduler)
+    worker = property(lambda self: self.cache._worker)
+    runtime = property(lambda self: self.cache._runtime)
+
+    @property
+    def faults(self):
+        """What has failed in us; an engine ends with faults in those tests only that read them."""
+        self.are_faults_read = True
+        return self.runtime.faults
+
+    def ask(self, *prompts, salts=(), options=None, **sampling):
+        """Answers of prompts that are asked together, greedily."""
+        salts = [*salts, *[None] * (len(prompts) - len(salts))]
+        asked = [Ask(p, sampling, salt, options or {}) for p, salt in zip(prompts, salts, strict=True)]
+        found = [self._answered(each) for each in self.local.ask(*asked)]
+        return found[0] if len(found) == 1 else found
+
+    @staticmethod
+    def _answered(request):
+        receipt = ((request.customized_info or {}).get("semblend") or [{}])[-1]
+        logprobs = [] if request.logprob is None else list(request.logprob.output_token_logprobs_val)
+        return Answered(list(request.output_ids), request.cached_tokens, logprobs, receipt, request.retraction_count)
+
+    def settle(self):
+        """Wait until what has ended is saved."""
+        self.worker.drain()
+
+    def teach(self, *donors):
+        """Have these donors, or DONOR, once the self-check has passed."""
+        self.ask(WARM, max_new_tokens=1)
+        for donor in donors or (DONOR,):
+            self.ask(donor, max_new_tokens=1)
+        self.settle()
+        assert self.runtime.mode.value == "wrapper"
+        return self
+
+    def checked_at(self, folder, **check):
+        """Variables of a profile for this engine with such a check."""
+        made = ReuseProfile.made_for(
+            self.scheduler.namespace, self.runtime.pool.geometry, policy="verified", check=ProfileCheck(**check)
+        )
+        made.write(folder / "profile.json")
+        return {"POLICY": "verified", "PROFILE": str(folder / "profile.json"), "PROFILE_TRIAL": "1"}
+
+
+@contextmanager
+def serving(monkeypatch, variables, **options):
+    """An SGLang with these variables; None is one without SemBlend."""
+    with monkeypatch.context() as patch:
+        for name, value in ({} if variables is None else {**SHORT, **variables}).items():
+            patch.setenv(f"SEMBLEND_{name}", value)
+        if variables is not None:
+            options["radix_cache_backend"] = "semblend"
+        served = Served(**options)
+        try:
+            yield served
+            served.local.run_idle()  # SGLang looks for slots that nothing owns, and raises
+            if variables is not None and hasattr(served.cache, "_runtime") and not served.are_faults_read:
+                assert not served.runtime.faults
+                assert served.runtime.refusal is None
+        finally:
+            served.local.close()
+            del served
+            gc.collect()
+
+
+@pytest.fixture(scope="session")
+def cold():
+    """Answers of an SGLang without SemBlend, each prompt asked once."""
+    patch, found = pytest.MonkeyPatch(), {}
+    prompts = [WARM, DONOR, MOVED, OTHER, NEW]
+    with serving(patch, None, disable_radix_cache=True) as served:
+        for prompt in prompts:
+            found[tuple(prompt)] = served.ask(prompt, max_new_tokens=16)
+    return lambda prompt: found[tuple(prompt)]
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Opens one SGLang after the other, by its variables and options."""
+
+    def open_one(variables=WHOLE, **options):
+        return serving(monkeypatch, variables, **options)
+
+    return open_one
+
+
+def near(ours, theirs):
+    """Whether log-probabilities are the same but for rounding."""
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+
+
+def assert_cold(served, cold, *prompts, **options):
+    """The answers to prompts that are asked together are those of cold runs; returns them."""
+    found = served.ask(*prompts, max_new_tokens=16, **options)
+    answers = found if isinstance(found, list) else [found]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == cold(prompt).tokens
+        assert near(answer.logprobs, cold(prompt).logprobs)
+    return answers

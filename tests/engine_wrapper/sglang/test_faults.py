@@ -1,0 +1,124 @@
+"""Faults around a forward with a plan: SGLang lives on, neighbours are unharmed, and no token is wrong."""
+
+from itertools import count
+
+import pytest
+import torch
+
+from engine_wrapper import batch as batch_module
+from engine_wrapper.batch import Batch
+from engine_wrapper.layer_schedule import DeviationCheck
+from engine_wrapper.sglang import planned_forward, rows
+from engine_wrapper.sglang.planned_forward import PlannedForward
+from engine_wrapper.sglang.radix_cache import SemBlendRadixCache
+from engine_wrapper.sglang.requests import Requests, RequestView, SglangScheduler
+from engine_wrapper.sglang.rows import Decoder, SglangRows
+from engine_wrapper.sglang.worker import SglangWorker
+from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.connector import worker as worker_module
+from semblend_trt.connector.lookup import Lookup
+from semblend_trt.donors.donor_index import DonorIndex
+from semblend_trt.donors.store import DonorStore
+from semblend_trt.plan import EngineMode, SemanticKvPlan
+from semblend_trt.runtime import ActivePlans, Runtime
+from semblend_trt.transfer import load as load_module
+from semblend_trt.transfer.load import PlanLoader
+from semblend_trt.transfer.save import DonorSaver
+from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, WHOLE, assert_cold, serving
+
+INSIDE = [
+    *((batch_module, name) for name in ("run_works", "works_of", "with_lowest_layers_run")),
+    *((planned_forward, name) for name in ("micro_batches", "schedule_of", "follow_all")),
+    *((rows, name) for name in ("rows_batch", "in_forward", "write_rows", "sparse_prefill", "take_fresh")),
+    *((SglangRows, name) for name in ("__init__", "__enter__", "enter", "run", "compare", "_attend", "output")),
+    *((Decoder, name) for name in ("attention", "cache", "by_head")),
+    *((PlannedForward, name) for name in ("_planned", "_forward", "_slots")),
+    *((DeviationCheck, "deviations"), (DeviationCheck, "decide"), (Runtime, "note_evidence"), (Batch, "run")),
+]
+AROUND = [
+    *((Requests, name) for name in ("step", "begun")),
+    *((RequestView, name) for name in ("__init__", "token_array")),
+    *((SglangWorker, name) for name in ("_place",)),
+    *((PlannedForward, "run"), (ActivePlans, "take_all"), (ActivePlans, "put")),
+    *(
+        (SemBlendKvConnectorScheduler, name)
+        for name in ("build_connector_meta", "_metadata_of", "_look_up", "take_events")
+    ),
+    *((SglangScheduler, name) for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "ended")),
+    *((SglangScheduler, "request_finished"), (SglangScheduler, "give_receipt")),
+    *((SemBlendRadixCache, name) for name in ("_decline",)),
+    *(
+        (SemBlendKvConnectorWorker, name)
+        for name in ("start_load_kv", "_make_room", "_follow", "_load", "wait_for_save")
+    ),
+    *((SemBlendKvConnectorWorker, "get_finished"), (worker_module, "readable_metadata")),
+    *((PlanLoader, name) for name in ("load", "_prepare", "_issue")),
+    *((DonorStore, "reading"), (load_module, "prepared"), (load_module, "moves_of"), (load_module, "target_of")),
+    *((Lookup, "look_up"), (DonorIndex, "begin_save"), (DonorSaver, "start"), (DonorSaver, "finished")),
+    *((SemanticKvPlan, "with_target_blocks"),),
+]
+FAULTS = [
+    *((owner, name, RuntimeError, True) for owner, name in (*AROUND, *INSIDE)),
+    *((owner, name, torch.OutOfMemoryError, False) for owner, name in INSIDE),
+]
+# These may not be reached by every request with a plan.
+NOT_ALWAYS = {"_decline", "output"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, cold):
+    """One engine in which a plan is checked and every token of it computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        with serving(patch, WHOLE) as other:
+            variables = other.teach().checked_at(tmp_path_factory.mktemp("profile"), layer=1, threshold=1e-9)
+        with serving(patch, variables) as served:
+            served.are_faults_read = True
+            yield served.teach()
+
+
+def ready(served):
+    """The engine as it was before the last fault: with the donor, and nothing in SGLang's own prefix cache."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    served.runtime.refusal, served.runtime.mode = None, EngineMode.WRAPPER
+    served.runtime.faults.clear()
+    served.scheduler.forget_donors()
+    served.cache.evict(EvictParams(num_tokens=1 << 20))
+    served.ask(DONOR, max_new_tokens=1)
+    served.settle()
+    served.cache.evict(EvictParams(num_tokens=1 << 20))
+
+
+def failing(patch, owner, name, error, once):
+    sound, calls = getattr(owner, name), count(1)
+
+    def fails(*arguments, **options):
+        if next(calls) == 1 or not once:
+            raise error("injected")
+        return sound(*arguments, **options)
+
+    patch.setattr(owner, name, fails)
+    return lambda: next(calls) > 1
+
+
+def test_there_are_as_many_kinds_as_are_promised():
+    assert len(FAULTS) >= 54
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "once"),
+    FAULTS,
+    ids=[
+        f"{getattr(owner, '__qualname__', owner.__name__)}.{name}-{'once' if once else 'always'}"
+        for owner, name, _, once in FAULTS
+    ],
+)
+def test_no_fault_ends_the_engine_or_harms_a_neighbour(served, cold, monkeypatch, owner, name, error, once):
+    ready(served)
+    with monkeypatch.context() as patch:
+        has_failed = failing(patch, owner, name, error, once)
+        assert_cold(served, cold, NEW, MOVED)
+        assert has_failed() or name in NOT_ALWAYS
+    served.settle()
+    assert_cold(served, cold, MOVED)
+    served.local.run_idle()  # SGLang looks for slots that nothing owns

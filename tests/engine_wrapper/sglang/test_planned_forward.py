@@ -1,0 +1,49 @@
+"""Plans before SGLang's own forward: with everything computed, answers are those of cold runs."""
+
+import pytest
+
+from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, OTHER, WHOLE, assert_cold
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"disable_overlap_schedule": True}, id="plain"),
+        pytest.param({}, id="overlap"),
+        pytest.param({"page_size": 16}, id="pages"),
+        pytest.param({"chunked_prefill_size": 64}, id="chunks"),
+    ],
+)
+def test_answers_are_those_of_cold_runs(serve, cold, options, record_property):
+    with serve(WHOLE, **options) as served:
+        served.teach()
+        moved, other, _ = assert_cold(served, cold, MOVED, OTHER, NEW)
+        assert moved.cached >= 480
+        pairs = zip(moved.logprobs, cold(MOVED).logprobs, strict=True)
+        record_property("logprob_difference", max(abs(ours - theirs) for ours, theirs in pairs))
+        assert moved.receipt["offered_tokens"] >= 480
+        assert other.receipt["outcome"] == "backend_materialized_reuse"
+        # What is exact alone is in SGLang's own prefix cache.
+        assert assert_cold(served, cold, DONOR)[0].receipt["exact_prefix_tokens"] >= len(DONOR) - 16
+
+
+def test_checked_plans_keep_what_does_not_deviate(serve, cold, tmp_path):
+    with serve(WHOLE) as served:
+        served.teach()
+        checked = served.checked_at(tmp_path, layer=2, threshold=1.0)
+    with serve(checked) as served:
+        served.teach()
+        answer = served.ask(MOVED, max_new_tokens=16)
+        assert answer.receipt["checked_tokens"] >= 480
+        assert answer.receipt["reused_tokens"] == answer.receipt["checked_tokens"]
+
+
+def test_a_check_that_keeps_nothing_computes_everything(serve, cold, tmp_path):
+    with serve(WHOLE) as served:
+        served.teach()
+        checked = served.checked_at(tmp_path, layer=2, threshold=1e-9)
+    with serve(checked) as served:
+        served.teach()
+        (answer,) = assert_cold(served, cold, MOVED)
+        assert answer.receipt["reused_tokens"] == 0
+        assert answer.receipt["recomputed_tokens"] >= 480

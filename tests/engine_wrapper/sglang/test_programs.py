@@ -1,0 +1,48 @@
+"""The doctor and the validation know SGLang."""
+
+import json
+
+import pytest
+
+from semblend_trt.cli.main import main
+from validation.arms import ArmChoices, arms_of
+from validation.engines import EngineSettings, ended_requests, opened
+from validation.models import shipped_model
+from validation.sglang_engine import SglangEngines
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [(None, None), ({"enable-hierarchical-cache": True}, "hierarchical_cache")]
+)
+def test_the_doctor_says_what_would_be_refused(tmp_path, capsys, options, reason):
+    arguments = ["doctor", "--json", "--engine", "sglang", "--model", str(shipped_model())]
+    if options is not None:
+        (tmp_path / "sglang.yaml").write_text(json.dumps(options))
+        arguments += ["--engine-options", str(tmp_path / "sglang.yaml")]
+    main(arguments)
+    told = capsys.readouterr().out
+    findings = json.loads(told[told.index("{\n") :])["findings"]
+    assert [each["reason"] for each in findings if each["area"] in ("engine", "options")] == [None, reason]
+
+
+def test_the_validation_reads_logits_and_forces_answers(monkeypatch):
+    from engine_wrapper.embedded.request import SamplingParams
+    from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, WARM
+
+    monkeypatch.setenv("SEMBLEND_METRICS", "0")
+    engines = SglangEngines(str(shipped_model()), "float32")
+    cold, *_, unchecked = arms_of(["cold", "position_fix"], ArmChoices(engines.facts.num_layers, boundary=1))
+    settings = EngineSettings(str(shipped_model()), 4096, 1 << 28, 48, 4)
+    four, found = SamplingParams(max_tokens=4, ignore_eos=True), {}
+    forced = SamplingParams(max_tokens=4, ignore_eos=True, forced_token_ids=[7, 8, 9, 10])
+    for arm in (cold, unchecked):
+        with opened(engines, arm, settings) as (engine, audit):
+            engine.generate([WARM], four)
+            engine.generate([DONOR], four)
+            engine.settle()
+            (found[arm.name],) = engine.generate([MOVED], forced)
+        ended = ended_requests(audit.read())
+        assert len(ended) == (0 if arm is cold else 3)
+    assert [each.outputs[0].token_ids for each in found.values()] == [[7, 8, 9, 10]] * 2
+    assert found[cold.name].outputs[0].generation_logits.shape[0] == 4
+    assert (found[cold.name].cached_tokens, found[unchecked.name].cached_tokens >= 480) == (0, True)

@@ -1,0 +1,38 @@
+"""A request that nothing can compute in its step begins again, and is served cold."""
+
+import pytest
+
+from engine_wrapper.sglang.planned_forward import PlannedForward
+from tests.engine_wrapper.sglang.conftest import MOVED, NEW, assert_cold
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"disable_overlap_schedule": True}, id="plain"),
+        pytest.param({}, id="overlap"),
+        pytest.param({"chunked_prefill_size": 64}, id="chunks"),
+    ],
+)
+def test_a_request_that_nothing_can_compute_now_begins_again(serve, cold, monkeypatch, options):
+    def fails(*_):
+        raise RuntimeError("injected")
+
+    with serve(**options) as served:
+        served.teach()
+        for name in ("_planned", "_whole"):
+            monkeypatch.setattr(PlannedForward, name, fails)
+        neighbour, moved = assert_cold(served, cold, NEW, MOVED)
+        assert (neighbour.retractions, moved.retractions) == (0, 1)
+        assert served.faults["planned_forward"] == served.faults["plan_not_executed"] == 1
+        assert moved.receipt["outcome"] == "cold_fallback"
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 16}], ids=["slots", "pages"])
+def test_retracted_requests_answer_as_cold_ones(serve, cold, options, monkeypatch):
+    """SGLang retracts while they decode, and looks them up again."""
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+    with serve(**options) as served:
+        served.teach()
+        found = assert_cold(served, cold, MOVED, NEW)
+        assert sum(each.retractions for each in found) > 0

@@ -1,0 +1,251 @@
+"""SGLang as the engine of an arm: its scheduler with its own loop, in this process.
+
+SGLang's servers run the scheduler in a process of its own, where logits cannot be read."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from array import array
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.model_tokenizer import load_tokenizer
+from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from engine_wrapper.embedded.request import RequestOutput
+    from validation.arms import Arm
+    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+
+# Options of every engine here: the CPU's own attention, if there is no card.
+_ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+_OPTIONS = {"sampling_backend": "pytorch", "grammar_backend": "none", "mem_fraction_static": 0.3, "log_level": "error"}
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request: token ids, SGLang's sampling parameters, and a salt."""
+
+    prompt: Sequence[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    salt: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class LocalSglang:
+    """SGLang's scheduler over one model, one engine a time in a process. `scheduler` is SGLang's own."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """Start the engine; `options` are ServerArgs'. Raises what SGLang raises."""
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        machine = {} if torch.cuda.is_available() else _ON_CPU
+        arguments = ServerArgs(model_path=model, **{**_OPTIONS, **machine, **options})
+        resolved = getattr(arguments, "resolve", None)
+        if callable(resolved):
+            resolved()
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        self.scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
+        self._waiting, self._asked, self._numbers = list[Any](), list[Any](), itertools.count(1)
+        self.scheduler.ingest_requests = self._ingest
+        self.on_step: Callable[[], None] = lambda: None
+
+    @property
+    def cache(self) -> Any:
+        """The prefix cache."""
+        return self.scheduler.tree_cache
+
+    def ask(self, *asked: Ask) -> list[Any]:
+        """Answer the requests together; return SGLang's Req of each, which has ended."""
+        self._waiting, self._asked = [self._request(each) for each in asked], []
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        return list(self._asked)
+
+    def run_idle(self) -> None:
+        """Have the scheduler run once without a request: it then checks its pool for leaks."""
+        self.ask()
+
+    def close(self) -> None:
+        """End the engine; another one may be opened then."""
+        from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        if (close := getattr(self.cache, "close", None)) is not None:
+            close()
+        cleanup_dist_env_and_memory()
+
+    def _request(self, asked: Ask) -> Any:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **asked.sampling})
+        sampling.normalize(None)
+        given = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **asked.options}
+        return TokenizedGenerateReqInput(
+            rid=f"local{next(self._numbers)}",
+            input_text="",
+            input_ids=array("q", asked.prompt),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling,
+            token_ids_logprob=None,
+            stream=False,
+            cache_salt=asked.salt,
+            **given,
+        )
+
+    def _ingest(self, *_: Any) -> list[Any]:
+        self.on_step()
+        scheduler, waiting = self.scheduler, self._waiting
+        self._waiting = []
+        for each in waiting:
+            before = len(scheduler.waiting_queue)
+            scheduler.process_input_requests([each])
+            self._asked.extend(scheduler.waiting_queue[before:])
+        is_busy = scheduler.waiting_queue or scheduler.running_batch.reqs or scheduler.last_batch
+        scheduler.gracefully_exit = not is_busy and scheduler.chunked_req is None
+        return waiting
+
+
+class SglangEngines:
+    """Engines of SGLang over one model, a folder or a hub id, one after the other; dtypes are SGLang's.
+    Raises ConfigurationError if sglang or the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+
+    starts_slowly = True
+    has_other_dtype = False
+    prefix_unit = 1
+    notes: tuple[str, ...] = (
+        "SGLang holds one engine a process here: arms are served one after the other, and a change of the machine's "
+        "speed shows as a difference between them (cold_again beside cold tells how much).",
+        "SGLang runs without overlap and without CUDA graphs here, in every arm: logits are read between its steps.",
+        "SGLang chooses its device itself; --device is not read.",
+    )
+
+    def __init__(self, model: str, dtype: str = "auto") -> None:
+        if find_spec("sglang") is None:
+            raise ConfigurationError(
+                "sglang cannot be imported here; install it with `pip install 'semblend-trt[sglang]'`."
+            )
+        self._model, self._dtype = model, dtype
+        self.facts = model_facts(model, None, True)
+        self.tokenizer: Any = load_tokenizer(model)
+        self.token_bytes = token_bytes(self.facts, torch.float32)
+
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+        """Return the arm's engine, with our prefix cache if it has variables. Raises SemBlendError."""
+        options: dict[str, Any] = {} if arm.variables is None else {"radix_cache_backend": "semblend"}
+        if arm.chunk_tokens is not None:
+            options["chunked_prefill_size"] = arm.chunk_tokens
+        try:
+            with environment(connector_variables(arm, settings, str(audit_path))):
+                served = LocalSglang(
+                    self._model,
+                    dtype=self._dtype,
+                    max_total_tokens=max(settings.pool_tokens, self.facts.max_positions),
+                    max_running_requests=settings.batch_size,
+                    disable_overlap_schedule=True,
+                    **{"disable_cuda_graph": True, **options},
+                )
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            raise SemBlendError(f"SGLang does not start: {error}") from error
+        return SglangEngine(served)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
+
+    asked: Asked
+    rows: list[torch.Tensor] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+
+
+class SglangEngine:
+    """One engine. It reads logits before the sampler does; to force an answer, it leaves the sampler one token."""
+
+    def __init__(self, served: LocalSglang) -> None:
+        self._served, self._asked = served, 0
+        self._readings: dict[str, _Reading] = {}
+        self._runner = served.scheduler.tp_worker.model_runner
+        self._stock = self._runner.sample
+        self._runner.sample = self._sample
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
+    ) -> list[RequestOutput]:
+        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
+        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
+        self._readings = {f"local{each.number}": _Reading(each) for each in asked}
+        self._asked += len(asked)
+        try:
+            requests = self._served.ask(*map(_ask_of, asked))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise SemBlendError(f"SGLang gave no answer: {error}") from error
+        found = []
+        for each, request in zip(asked, requests, strict=True):
+            reading, tokens = self._readings[request.rid], list(request.output_ids)
+            reason, logits = request.finished_reason.to_json()["type"], torch.stack(reading.rows[: len(tokens)])
+            found.append(answered(each, tokens, reason, logits, request.cached_tokens, reading.first_token))
+        return found
+
+    def settle(self) -> None:
+        """Wait until what has ended is saved."""
+        if (worker := getattr(self._served.cache, "_worker", None)) is not None:
+            worker.drain()
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory; another one may be opened then."""
+        self._runner.sample = self._stock
+        self._served.close()
+        del self._served, self._runner, self._stock
+        gc.collect()
+
+    def _sample(self, output: Any, batch: Any) -> Any:
+        """The sampler's own tokens; keep the logits, [requests of the step, vocabulary], that it uses."""
+        scheduler, logits = self._served.scheduler, output.next_token_logits
+        running = {each.rid: each for each in scheduler.cur_batch_for_debug.reqs}
+        for row, name in enumerate(batch.rids):
+            reading, request = self._readings.get(name), running[name]
+            # SGLang drops what it samples after a part of the prompt.
+            if reading is None or (batch.forward_mode.is_extend() and request is scheduler.chunked_req):
+                continue
+            del reading.rows[len(request.output_ids) :]  # rows of a step that SGLang computes again
+            reading.rows.append(logits[row].float().cpu().clone())
+            forced = reading.asked.params.forced_token_ids or ()
+            if len(reading.rows) <= len(forced):
+                token = forced[len(reading.rows) - 1]
+                kept = logits[row, token].clone()
+                logits[row] = -torch.inf
+                logits[row, token] = kept
+        sampled = self._stock(output, batch)
+        for name in batch.rids:
+            reading = self._readings.get(name)
+            if reading is not None and reading.rows and reading.first_token is None:
+                reading.first_token = time.perf_counter() - reading.began
+        return sampled
+
+
+def _ask_of(asked: Asked) -> Ask:
+    params, stops = asked.params, asked.params.stop_token_ids
+    sampling = {
+        "max_new_tokens": params.max_tokens,
+        "stop_token_ids": None if stops is None else list(stops),
+        "ignore_eos": params.ignore_eos,
+    }
+    return Ask(asked.prompt, sampling, asked.salt, {"return_logprob": False})
