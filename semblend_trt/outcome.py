@@ -18,6 +18,8 @@ from semblend_trt.errors import SemBlendError
 MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
+# What becomes of prompt tokens: fields of a report, less "_tokens".
+TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _RECEIPT = (
     *("outcome", "reason", "policy", "profile", "namespace", "max_kl", "risk", "generation", "exact_prefix_tokens"),
     *("offered_tokens", "sampled_tokens", "sampled_deviation", "checked_tokens", "reused_tokens"),

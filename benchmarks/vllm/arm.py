@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileCheck, ProfileMatcher, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.calibration.observer import trial_of
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
