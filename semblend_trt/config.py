@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import threading
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -25,15 +24,11 @@ from semblend_trt.policy import MaxKl, ReusePolicy, parse_max_kl, parse_policy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pydantic import JsonValue
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
 
-MASK = "********"
-# Servers that are named without a user or a password: nothing of it is secret.
-_PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
 # Addresses as nats-py reads them; the user and the password may be any text.
 _SERVER = re.compile(
     r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
@@ -375,42 +370,6 @@ def variable_in_use(name: str) -> str | None:
     return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class SettingInUse:
-    """One setting as it decides now. Secret values are masked.
-
-    `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
-    default; `ignored` are further variables of the setting that are set and not read.
-    """
-
-    name: str
-    variable: str
-    value: JsonValue
-    source: str | None
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The value in the words of its variable."""
-        return shown(self.value)
-
-
-def settings_in_use(settings: Settings) -> list[SettingInUse]:
-    """Every setting, in the order of its fields; `settings` have been read from this process's environment."""
-    values, rows = settings.model_dump(mode="json"), []
-    for name in Settings.model_fields:
-        held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
-        ignored = tuple(other for other in names if other != source and os.environ.get(other, "").strip())
-        value = masked(held.get_secret_value()) if isinstance(held, SecretStr) else values[name]
-        rows.append(SettingInUse(name, names[1], value, source, ignored))
-    return rows
-
-
-def masked(secret: str) -> str:
-    """What may be shown of a secret: addresses of servers that hold no user and no password, of others nothing."""
-    return secret if all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(",")) else MASK
-
-
 def allowed_by(field: FieldInfo) -> str:
     """The values that a field takes, in words."""
     if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
@@ -428,15 +387,6 @@ def allowed_by(field: FieldInfo) -> str:
     if "ge" in bounds:
         return f"{bounds['ge']}..{bounds['le']}"
     return f"a text of 1..{bounds['max_length']} characters" if "max_length" in bounds else "a path"
-
-
-def shown(value: object) -> str:
-    """A setting's value in the words of its variable."""
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(value.value) if isinstance(value, Enum) else str(value)
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:

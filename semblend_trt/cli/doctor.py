@@ -188,7 +188,8 @@ def _host_memory() -> int:
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
     """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
-    from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
+    from semblend_trt.cli.config import settings_in_use
+    from semblend_trt.config import unknown_variables, why_ignored
     from semblend_trt.outcome import advice
 
     for name, close in unknown_variables(os.environ).items():

@@ -15,7 +15,7 @@ from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.eligibility import facts_or_refusal
 from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
-from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
+from semblend_trt.connector.engine_spec import EngineSpec, spec_of
 from semblend_trt.connector.lookup import Lookup, ProfileMatcher
 from semblend_trt.connector.requests import (
     Adapters,
@@ -105,7 +105,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @property
     def _engine(self) -> EngineSpec:
-        return from_llm_args(self._llm_args)
+        return spec_of(self._llm_args)
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:

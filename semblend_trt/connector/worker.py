@@ -13,7 +13,7 @@ from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.eligibility import served_facts
-from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, spec_of
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
@@ -82,7 +82,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     @property
     def _engine(self) -> EngineSpec:
-        return from_llm_args(self._llm_args)
+        return spec_of(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
-from semblend_trt import files
 from semblend_trt.config import load_settings
 from semblend_trt.connector import lookup
 from semblend_trt.connector.lookup import ProfileMatch, ProfileMatcher
@@ -579,7 +578,7 @@ def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp
 def test_a_file_that_others_can_write_or_replace_is_refused(
     tmp_path, path, file_mode, folder_mode, is_refused, is_linked, monkeypatch
 ):
-    monkeypatch.setattr(files, "_is_private", lambda _: False)
+    monkeypatch.setattr("semblend_trt.reuse_profile._is_private", lambda _: False)
     folder = tmp_path / "folder"
     folder.mkdir()
     held = path.rename(folder / "profile.json")
