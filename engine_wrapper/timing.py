@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.semblend")
 
-# Tokens of the prompts that are timed, and of those that are if none took so many seconds.
+# Tokens of the prompts that are timed. The longer ones are timed while none took more than so long.
 _LENGTHS, _LONGER, _LONG_SECONDS = (32, 96, 256), (1024, 4096), 0.05
 # Computes a prompt's tokens from a position on, in these blocks, with a plan for those before it.
 RunPrompt = Callable[[list[int], int, list[int], "SemanticKvPlan | None"], object]

@@ -56,7 +56,7 @@ class ReuseReport:
     among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex,
     and `namespace` the key of the request's namespace; `max_kl` (nats) and `risk` are of the profile's bound, None
     without one. While a check's result is not known, what it decides
-    is None, and only what needs no check counts as reused."""
+    has no value (None), and only what needs no check counts as reused."""
 
     outcome: str
     reason: str | None

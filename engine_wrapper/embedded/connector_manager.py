@@ -115,7 +115,9 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 
 
 class Transfers:
-    """Requests that a connector loads or saves (`what`), alike on all `ranks`. The worker has yet to see `begun`."""
+    """Hold the requests that a connector loads or saves (`what`), alike on all `ranks`.
+
+    The worker has not seen those in `begun` yet."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}

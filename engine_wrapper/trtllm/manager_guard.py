@@ -135,7 +135,7 @@ class V1Guard(ManagerGuard):
         return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
 
     def unpin_blocks_by_id(self, kv_cache_block_id: Any) -> Any:
-        # A flagged request's is None, and was never pinned.
+        # A flagged request has None here, and was never pinned.
         return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
 
 

@@ -22,7 +22,7 @@ __all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Write each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
-    With kv_factor 1 (MLA) `k` is the latent, and `v` is None. A pool in float8_e4m3fn takes rows of any other dtype,
+    With kv_factor 1 (MLA) `k` is the latent, without a `v`. A pool in float8_e4m3fn takes rows of any other dtype,
     and saturates. The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before
     anything is written."""
     if not sequences:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.contract import V11
+from semblend_trt.connector.engine_spec import EngineSpec
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.outcome import Scope, advice
@@ -20,13 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
 # Policies under which an engine that executes no plans reuses text at its own place alone.
 _AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
+
+
+def spec_of(llm_args: Any) -> EngineSpec:
+    """Return the description of an engine by what it gives its connector. Raises as `from_llm_args`."""
+    if isinstance(llm_args, EngineSpec):
+        return llm_args
+    from semblend_trt.connector.llm_args import from_llm_args  # of TensorRT-LLM's own engines
+
+    return from_llm_args(llm_args)
 
 
 def engine_refusal(engine: EngineSpec) -> str | None:

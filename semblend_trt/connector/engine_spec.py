@@ -97,15 +97,6 @@ class EngineSpec:
         return self.tensor_parallel_size or 1
 
 
-def spec_of(llm_args: Any) -> EngineSpec:
-    """Return the description of an engine by what it gives its connector. Raises as `from_llm_args`."""
-    if isinstance(llm_args, EngineSpec):
-        return llm_args
-    from semblend_trt.connector.llm_args import from_llm_args  # of TensorRT-LLM's own engines
-
-    return from_llm_args(llm_args)
-
-
 def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:
     """Return the path or hub id of an engine's tokenizer, by default its model's; None if an object names no source."""
     source = model if tokenizer is None else tokenizer

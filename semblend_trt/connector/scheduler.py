@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
-from semblend_trt.connector.eligibility import facts_or_refusal
+from semblend_trt.connector.eligibility import facts_or_refusal, spec_of
 from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
-from semblend_trt.connector.engine_spec import EngineSpec, spec_of
 from semblend_trt.connector.lookup import Lookup, ProfileMatcher
 from semblend_trt.connector.requests import (
     Adapters,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.audit import AuditEvents
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import served_facts
-from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, spec_of
+from semblend_trt.connector.eligibility import served_facts, spec_of
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError

@@ -10,9 +10,9 @@ import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.contract import V14
-from semblend_trt.connector.eligibility import facts_in_engine, trtllm_refusal
+from semblend_trt.connector.eligibility import facts_in_engine, spec_of, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, spec_of
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError

@@ -72,8 +72,8 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any) -> Iterator[Finding]:
     """Yield options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal
-    from semblend_trt.connector.engine_spec import WRAPPER_MODULE, spec_of
+    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
+    from semblend_trt.connector.engine_spec import WRAPPER_MODULE
 
     config, cache = (getattr(llm_args, name, None) for name in ("kv_connector_config", "kv_cache_config"))
     module, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
@@ -92,7 +92,7 @@ def options(llm_args: Any) -> Iterator[Finding]:
 
 
 def _with_defaults(llm_args: Any) -> EngineSpec:
-    from semblend_trt.connector.engine_spec import spec_of
+    from semblend_trt.connector.eligibility import spec_of
 
     return spec_of(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
 

@@ -187,7 +187,7 @@ class DonorIndex:
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
     ) -> None:
-        """`observers` hear of held donors, `count` of every tier event. `disk` is None without a disk tier."""
+        """`observers` hear of held donors, `count` of every tier event. Without a disk tier there is no `disk`."""
         self._settings, self._observers = settings, observers
         geometry = pool.geometry
         capacities = Capacities(
@@ -229,7 +229,7 @@ class DonorIndex:
     ) -> bool:
         """Take room for the donor's whole text, `tokens` (int32 [n]), and have the workers save it.
 
-        Returns False when the text is too short, held already or without room, or `generation` is None."""
+        Returns False when the text is too short, held already or without room, or has no `generation`."""
         donor_id, text = intent.donor_id, DonorText(namespace_key, tokens, generation or 0)
         intent = replace(intent, max_tokens=len(tokens), generation=text.generation)
         near = list(self.texts.near(namespace_key, tokens))
