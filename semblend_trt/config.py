@@ -217,8 +217,8 @@ class DonorSettings(SettingsGroup):
     disk_path: Path | None = None
     """Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can be recovered."""
     disk_key_path: Path | None = None
-    """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made where
-    there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
+    """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made if it
+    is missing. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
     are not read."""
     eviction: Annotated[Eviction, BeforeValidator(_parse_eviction)] = Eviction.LRU
     """Which donors go first when a tier is full: the least recently used; the least often used; large ones before

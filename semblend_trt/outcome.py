@@ -194,7 +194,7 @@ _MODEL = {
 _REQUEST = {
     "id_in_use": "An earlier request with this id is still being saved; send a new id.",
     "dummy_request": "The engine's own warm-up or padding request means nothing.",
-    "generation_only": "The prefill ran elsewhere, so there is none to save.",
+    "generation_only": "The prefill ran elsewhere; no KV of it is here to save.",
     "beam_search": "Ask with one beam; the connector sees the first one only.",
     "context_logits": "Ask without context logits; tokens that are not computed have none.",
     "salt_unknown": "Use an engine that tells the cache salt; it says who may share KV.",

@@ -117,7 +117,7 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 class Transfers:
     """Hold the requests that a connector loads or saves (`what`), alike on all `ranks`.
 
-    The worker has not seen those in `begun` yet."""
+    Those in `begun` are still to be named to the worker."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}
