@@ -48,7 +48,7 @@ def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Un
 
 @contextmanager
 def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """`replace_method` for a while."""
+    """Do as `replace_method` until the block ends."""
     undo = replace_method(owner, name, replacement)
     try:
         yield

@@ -81,7 +81,7 @@ def _again(some: Sequence[int], count: int) -> list[int]:
 
 
 def _plans(prompt: list[int], kv: PagedKv, samples: bool) -> list[SemanticKvPlan]:
-    """Plans that compute a few rows and half of them, unchecked, and checked in a low layer, whole and by a sample."""
+    """Return plans that compute a few rows, or half of them: unchecked, and checked whole and by a sample."""
     size, layer = len(prompt), min(2, kv.geometry.num_layers - 1)
     checks = [SpanCheck(layer, KEEP_ALL), SpanCheck(layer, KEEP_ALL, sample_every=16, sample_threshold=KEEP_ALL)]
     few = [plan_over(prompt, kv.geometry, 0, size - 16, check) for check in (None, *checks[: 1 + samples])]

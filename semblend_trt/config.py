@@ -318,7 +318,7 @@ class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """Reads the settings; `overrides` win over the environment.
+    """Read the settings; `overrides` win over the environment.
 
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
@@ -360,18 +360,18 @@ def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
 
 
 def variables_of(name: str) -> tuple[str, ...]:
-    """The variables of a setting, the deciding one first."""
+    """Return the variables of a setting, the deciding one first."""
     current = tuple(prefix + _NAMES.get(name, name.upper()) for prefix in PREFIXES)
     return (*current, _OLD_NAMES[name]) if name in _OLD_NAMES else current
 
 
 def variable_in_use(name: str) -> str | None:
-    """The variable that decides a setting now; None when none is set."""
+    """Return the variable that decides a setting now; None when none is set."""
     return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
 
 
 def allowed_by(field: FieldInfo) -> str:
-    """The values that a field takes, in words."""
+    """Return the values that a field takes, in words."""
     if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
         return ", ".join(each.value for each in field.annotation)
     if field.annotation is bool:
@@ -390,13 +390,12 @@ def allowed_by(field: FieldInfo) -> str:
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
-    """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
-    where one is."""
+    """Return those of `names` with one of our prefixes that belong to no setting, each with the name most like it."""
     known = [variable for name in Settings.model_fields for variable in variables_of(name)]
     unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
 
 
 def why_ignored(name: str) -> str | None:
-    """Returns why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
+    """Return why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
     return _RETIRED.get(name.upper().removeprefix("TRTLLM_").removeprefix("SEMBLEND_"))

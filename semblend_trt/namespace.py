@@ -37,7 +37,7 @@ def unknown_value() -> str:
 
 
 def is_unknown(value: object) -> bool:
-    """True for what `unknown_value` returns."""
+    """Return True for what `unknown_value` returns."""
     return isinstance(value, str) and value.startswith(UNKNOWN_PREFIX)
 
 
@@ -47,7 +47,7 @@ def content_value(digest: str) -> str:
 
 
 def is_content(value: object) -> bool:
-    """True for what `content_value` returns."""
+    """Return True for what `content_value` returns."""
     return isinstance(value, str) and value.startswith(CONTENT_PREFIX)
 
 

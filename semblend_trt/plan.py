@@ -305,7 +305,7 @@ class SemanticKvPlan:
 
 
 def are_counts(values: Sequence[int]) -> bool:
-    """Whether all are integers, of at least 0."""
+    """Return whether all are integers, of at least 0."""
     return set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 

@@ -512,7 +512,7 @@ def writers_of(path: Path) -> str | None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether it is the user's own group, of the same name and without others; Debian makes one for each user."""
+    """Return whether it is the user's own group, of the same name and without others, as Debian makes them."""
     with suppress(KeyError):
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
         return user.pw_uid != 0 and (user.pw_gid, user.pw_name) == (group, found.gr_name) and not found.gr_mem

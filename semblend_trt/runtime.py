@@ -69,7 +69,7 @@ class ActivePlans:
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
     def withholds(self, request_id: int) -> bool:
-        """True if some of the request's KV may not be published; for managers that publish all of it or nothing."""
+        """Return whether some of the request's KV stays unpublished; for managers that publish all of it or nothing."""
         return request_id in self._exact_tokens
 
     def withhold(self, plan: SemanticKvPlan) -> None:
@@ -166,7 +166,7 @@ class Weights:
         return list(chain.from_iterable(map(_values, self._held)))
 
     def _shown(self) -> tuple[list[int], list[int]]:
-        """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
+        """Return addresses, and write counts of all but inference tensors. In C alone: this runs at every step."""
         tensors = self._tensors()
         addresses = list(map(methodcaller("data_ptr"), compress(tensors, self._addressed)))
         return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
@@ -203,7 +203,9 @@ def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> to
 
 
 def _held_weakly(name: str) -> Any:
-    """An attribute kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the runtime."""
+    """Return an attribute kept in `name` as a weak reference, since its object holds `llm_args`.
+
+    The end of `llm_args` must end the runtime."""
 
     def get(runtime: Runtime) -> Any:
         reference = getattr(runtime, name)

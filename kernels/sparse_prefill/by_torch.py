@@ -97,7 +97,7 @@ def _attend_masked(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`q`: [rows, heads, head_dim]; `positions`, on the host, are places in `keys`. Returns q's shape."""
+    """Return what `q`, [rows, heads, head_dim], gets, in its shape. `positions`, on the host, are places in `keys`."""
     attended, start, rows = [], 0, CHUNK_ROWS
     if sinks is not None or lse is not None:
         rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
@@ -130,7 +130,7 @@ def _attend_chunk(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`q`: [rows, heads, head_dim]; `mask`: bool [rows, tokens]; returns q's shape."""
+    """Return what `q`, [rows, heads, head_dim], gets, in its shape. `mask`: bool [rows, tokens]."""
     if sinks is None and lse is None:
         attended = scaled_dot_product_attention(
             q.transpose(0, 1)[None],

@@ -93,8 +93,7 @@ class SpotChecks:
 
     def check(self, body: dict[str, Any]) -> None:
         """Send a request, and once more without reuse. Raises SemBlendError when the server is out of reach."""
-        from semblend_trt.answer_kl import likelihood_fields
-        from semblend_trt.cold_runs import cold_body, compared, said_in
+        from semblend_trt.cold_runs import cold_body, compared, likelihood_fields, said_in
 
         self.counts["sampled"] += 1
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
@@ -145,7 +144,7 @@ class SpotChecks:
 
     def _judge(self, receipt: dict[str, Any], first: bytes, cold: bytes) -> None:
         """Add an answer to the test of its bound; tell the workers where that finds the promise broken."""
-        from semblend_trt.answer_kl import least_kl, likelihoods_in
+        from semblend_trt.cold_runs import least_kl, likelihoods_in
         from semblend_trt.drift import BoundedAnswer
 
         with suppress(ValueError):  # no bound covers the answer, or the server tells no likelihoods

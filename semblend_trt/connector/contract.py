@@ -107,7 +107,7 @@ class _SchedulerBase(ABC):
         return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
-        """Called once after the caches are registered."""
+        """Learn that the caches are registered: TensorRT-LLM calls it once, after the caches are registered."""
 
 
 class _WorkerBase(ABC):
@@ -128,7 +128,7 @@ class _WorkerBase(ABC):
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
+        """Take the place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
         tensor = layout.as_single_pool_tensor()
         if tensor is None:
             raise NotImplementedError(

@@ -54,9 +54,9 @@ def engine_refusal(engine: EngineSpec) -> str | None:
 
 
 def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
-    """True if the engine may drop KV outside of one of `windows`, in tokens: one shorter than its longest sequence.
+    """Return whether the engine may drop KV outside of one of `windows`, in tokens.
 
-    Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it. They have a
+    That is one shorter than its longest sequence. Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it. They have a
     pool, or a layer group, for each window shorter than `max_seq_len`."""
     longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
@@ -107,8 +107,8 @@ def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
 
 
 def rotates_otherwise(facts: ModelFacts) -> bool:
-    """True if TensorRT-LLM rotates by other frequencies: create_sinusoidal_positions_yarn always truncates. There KV of
-    such a model is reused at its own place alone (`functional.py`)."""
+    """Return whether TensorRT-LLM rotates by other frequencies. Its create_sinusoidal_positions_yarn always truncates
+    (`functional.py`), so KV of such a model is reused at its own place alone."""
     return facts.rope_parameters.get("truncate", True) is not True
 
 

@@ -109,7 +109,7 @@ def _asked_quantization(asked: Any) -> AskedQuantization | None:
 
 
 def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
-    """`layout`: that of FLASHINFER, if the engine says it."""
+    """Return whether a block holds [heads, tokens, channels]. `layout`: that of FLASHINFER, if the engine says it."""
     return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")
 
 

@@ -192,7 +192,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """The flat form for the V2 cache manager. The worker has refused a cache of several groups."""
+        """Return the flat form for the V2 cache manager. The worker has refused a cache of several groups."""
         self.update_state_after_alloc(request, _flat(block_ids))
 
     @never_raises(lambda: False)
@@ -226,7 +226,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._lookup.forget_donors()
 
     def _follow_weights(self) -> None:
-        """If the weights have changed, drop all donors and saves, and take another namespace."""
+        """Drop all donors and saves, and take another namespace, if the weights have changed."""
         if (changes := self._runtime.weights_changes) == self._weights_changes:
             return
         self._weights_changes = changes
@@ -284,7 +284,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._runtime.pool is not None and self._runtime.pool.exchanges_blocks
 
     def _standing_refusal(self) -> str | None:
-        """Why this engine's requests are all served cold; None if reuse is possible."""
+        """Return why this engine's requests are all served cold; None if reuse is possible."""
         if not self._settings.enabled:
             return "disabled"
         registered = None if self._runtime.pool is not None else "caches_not_registered"
@@ -418,7 +418,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
 
 def _flat(by_group: Sequence[Sequence[int]]) -> Any:
-    """The ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
+    """Return the ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
     try:
         return list(by_group[0]) if len(by_group) == 1 else []
     except TypeError:

@@ -141,7 +141,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
 
 
 def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
-    """What the policy means for every request."""
+    """Yield what the policy means for every request."""
     try:
         terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
     except ConfigurationError as error:
@@ -202,7 +202,7 @@ def _own_dtype(name: str) -> torch.dtype | None:
 
 
 def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> list[str]:
-    """Why the profile holds for no engine of the model; what depends on the engine is left open."""
+    """Return why the profile holds for no engine of the model; what depends on the engine is left open."""
     made_for: dict[str, Any] = held.namespace
     # An engine can have a name and "+" with a digest of scales, which is known once the model is loaded.
     cache_dtype = "+".join(str(made_for["cache_dtype"]).split("+")[:2])

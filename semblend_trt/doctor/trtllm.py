@@ -121,7 +121,7 @@ def kv_dtype_of(llm_args: Any) -> str:
 
 
 def _installed() -> Iterator[Finding]:
-    """The contract, and whether TensorRT-LLM can make our classes: they need its base classes' abstract methods."""
+    """Yield the contract, and whether TensorRT-LLM can make our classes: they need its bases' abstract methods."""
     from semblend_trt import connector
     from semblend_trt.connector import contract
 
