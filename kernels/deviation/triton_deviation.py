@@ -132,7 +132,8 @@ def deviation_kernel(
 ):
     """Compare in program (tile, kind): kind 0 is K, which rotates unless its shift is 0.
 
-    Each kind has its own target record. With KINDS, the number of kinds, it stores the sums of squares; with 0, the deviation."""
+    Each kind has its own target record. With KINDS, the number of kinds, store the sums of squares; with 0, the
+    deviation."""
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
     record = table + 16 * kind

@@ -56,8 +56,8 @@ def engine_refusal(engine: EngineSpec) -> str | None:
 def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
     """Return whether the engine may drop KV outside of one of `windows`, in tokens.
 
-    That is one shorter than its longest sequence. Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it. They have a
-    pool, or a layer group, for each window shorter than `max_seq_len`."""
+    That is one shorter than its longest sequence. Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a
+    block once a window has passed it. Each window shorter than `max_seq_len` has a pool, or a layer group."""
     longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
 

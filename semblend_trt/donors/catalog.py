@@ -478,7 +478,7 @@ class _RoomSearch:
     """Search once for one donor's room. Nothing moves until its result is applied."""
 
     def __init__(self, catalog: DonorCatalog, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
-        """Read each tier's room. `is_held`: the donor has a place. `leaving`: a donor that leaves memory in any case."""
+        """Read each tier's room. `is_held`: the donor has a place. `leaving`: one that leaves memory in any case."""
         self._limits, self._entries, self._tokens = catalog.capacities, catalog._entries, tokens
         self._leaving = [leaving] if leaving else []
         self._places = 1 if is_held else self._limits.max_donors - len(self._entries)

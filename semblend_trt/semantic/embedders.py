@@ -159,7 +159,7 @@ def _sketch(hashes: _Hashes, vector: _Vector) -> None:
 def _words_of(text: str) -> tuple[_Hashes, npt.NDArray[np.int64]]:
     """Return the different words of `text`: ascending hashes, and how often each occurs, int64 [words].
 
-    A word is a run of letters and digits in lower case. Scripts without spaces (from U+2E80) give neighbouring pairs."""
+    A word is a run of letters and digits in lower case. Scripts without spaces (from U+2E80) give pairs."""
     characters = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     hashes, counts = np.unique(_word_hashes(characters), return_counts=True)
     return hashes, counts
