@@ -85,7 +85,7 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
 
 
 def _end(work: SequenceWork, num_layers: int, room: int) -> int:
-    """How many of the first rows of `work` fit into `room` rows; 0 if none can be split off."""
+    """Return how many of the first rows of `work` fit into `room` rows; 0 if none can be split off."""
     if len(work.positions) <= room:
         return len(work.positions)
     together = work.together(num_layers)
@@ -201,7 +201,7 @@ def with_lowest_layers_run(
 
 
 def _layer_of(work: SequenceWork) -> int:
-    """The layer in which rows are compared, else the last one before rows leave."""
+    """Return the layer in which rows are compared, else the last one before rows leave."""
     return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
 
 

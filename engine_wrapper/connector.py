@@ -35,7 +35,7 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """As the stock scheduler's."""
+        """Do as the stock scheduler's."""
         tracked = self._requests.get(int(request.request_id))
         if tracked is not None and tracked.plan is not None and tracked.intent is not None:
             is_part = not tracked.plan.is_exact and not tracked.intent.generation
@@ -55,7 +55,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         self._expected: list[int] = []  # requests of the plans that the next forward takes
 
     def _kv_scales(self) -> str | None:
-        """As the stock worker's, from the attention of the executor that registers its caches; 1 if embedded."""
+        """Do as the stock worker's, from the attention of the executor that registers its caches; 1 if embedded."""
         if self._runtime.engine is not None and self.facts is not None:
             return digest_of((1.0,) * self.facts.num_layers)
         parts = find_executor(self)
@@ -85,8 +85,10 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        """As the stock worker's, but raises nothing into TensorRT-LLM, which catches nothing here: if plans cannot be
-        loaded, the wrapper computes all that they promise, and the requests of others fail after the forward."""
+        """Load as the stock worker, but raise nothing into TensorRT-LLM, which catches nothing here.
+
+        If plans cannot be loaded, the wrapper computes all that they promise. Requests of others fail after the
+        forward."""
         bound = self.get_connector_meta()
         plans = getattr(bound, "plans", ())
         try:

@@ -185,7 +185,7 @@ class DeviationCheck:
         return relative(ranks.total(sums)).amax(0)
 
     def _sampled(self, pool: Pool, geometry: KvGeometry) -> tuple[torch.Tensor, PagedKv, torch.Tensor]:
-        """The sampled rows' places, the blocks of all works, one after another, and the rows' positions in these."""
+        """Return the sampled rows' places, the blocks of all works in a row, and the rows' positions in these."""
         places, positions, first_row, first_block = [], [], 0, 0
         for work in self.works:
             active = work.active(self.layer)
@@ -199,7 +199,7 @@ class DeviationCheck:
         return rows, PagedKv(pool, torch.cat([work.block_ids for work in self.works]), geometry), held
 
     def _moves(self, pool: Pool, geometry: KvGeometry) -> list[Move]:
-        """The checked spans of all works, from their positions in the pool to the rows' places."""
+        """Return the checked spans of all works, from their positions in the pool to the rows' places."""
         found, first_row = [], 0
         for work in self.works:
             active = work.active(self.layer)
@@ -229,7 +229,7 @@ class DeviationCheck:
 
 
 def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_scales: torch.Tensor) -> torch.Tensor:
-    """As `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
+    """Do as `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
     found, no_turn = [], still(fresh.k.shape[-1])  # as in `deviations`
     for head, scales in enumerate(head_scales.unbind(1)):
         part, own = slice(head, head + 1), []
@@ -271,7 +271,7 @@ def _schedule(
     before: list[npt.NDArray[np.bool_]],
     token_ids: torch.Tensor,
 ) -> LayerSchedule:
-    """The schedule from `first_layer` on. `before`: the rows of each work that were active up to there."""
+    """Return the schedule from `first_layer` on. `before`: the rows of each work that were active up to there."""
     checks = [work.pending.check.layer for work in works if work.pending is not None]
     end = min(checks, default=num_layers - 1)
     drops = {layer for work in works for layer in np.bincount(work.drops_at).nonzero()[0].tolist()}

@@ -48,7 +48,7 @@ def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Un
 
 @contextmanager
 def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """`replace_method` for a while."""
+    """Do as `replace_method` until the block ends."""
     undo = replace_method(owner, name, replacement)
     try:
         yield
@@ -57,7 +57,7 @@ def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> I
 
 
 def watch_method(owner: Any, name: str, after: Callable[..., None]) -> Undo:
-    """Have `after(result, *arguments)` called when a method of `owner` has ended; the result is None if it raised,
+    """Have `after(result, *arguments)` called when a method of `owner` has ended, with None as the result if it raised,
     since it may have written in part."""
     stock = getattr(owner, name)
 

@@ -82,7 +82,7 @@ def differences(
 def sample_difference(
     token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, kv_dtype: torch.dtype, run: Run
 ) -> str | None:
-    """As `differences`, by a plan whose whole span is a check's sample, in all layers."""
+    """Do as `differences`, by a plan whose whole span is a check's sample, in all layers."""
     plan = _check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
     return _after_span("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
 

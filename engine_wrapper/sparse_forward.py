@@ -234,7 +234,7 @@ class PagedDecoder:
             self._before(layer)
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
-        # Within chunks positions count anew, and mass is of the whole request.
+        # Within chunks positions count from the chunk's start, and mass is of the whole request.
         paged = PagedAttention(self._pool, self._geometry, sequences, watch, None if has_chunks else self._mass)
         held = paged if self._geometry.kv_factor == 1 else self._places
         run = self._decoder.layers[layer]

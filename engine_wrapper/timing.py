@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the prompts that are timed, and of those that are if none took so many seconds.
+# Tokens of the prompts that are timed. The longer ones are timed while none took more than so long.
 _LENGTHS, _LONGER, _LONG_SECONDS = (32, 96, 256), (1024, 4096), 0.05
 # Computes a prompt's tokens from a position on, in these blocks, with a plan for those before it.
 RunPrompt = Callable[[list[int], int, list[int], "SemanticKvPlan | None"], object]
@@ -81,7 +81,7 @@ def _again(some: Sequence[int], count: int) -> list[int]:
 
 
 def _plans(prompt: list[int], kv: PagedKv, samples: bool) -> list[SemanticKvPlan]:
-    """Plans that compute a few rows and half of them, unchecked, and checked in a low layer, whole and by a sample."""
+    """Return plans that compute a few rows, or half of them: unchecked, and checked whole and by a sample."""
     size, layer = len(prompt), min(2, kv.geometry.num_layers - 1)
     checks = [SpanCheck(layer, KEEP_ALL), SpanCheck(layer, KEEP_ALL, sample_every=16, sample_threshold=KEEP_ALL)]
     few = [plan_over(prompt, kv.geometry, 0, size - 16, check) for check in (None, *checks[: 1 + samples])]

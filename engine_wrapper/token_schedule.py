@@ -194,7 +194,7 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
 
 
 def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys_per_row: int) -> SequenceWork:
-    """The rows that the plan promised and that some layer computes, then `own`."""
+    """Return the rows that the plan promised and that some layer computes, then `own`."""
     begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
     drops_at = np.full(end - begin, num_layers, dtype=np.int64)
     for span in plan.spans:
@@ -222,7 +222,7 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
 
 
 def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> PendingCheck | None:
-    """The plan's check with the rows that it compares. `entering`: bool [promised tokens], those that have a row."""
+    """Return the plan's check with the rows that it compares. `entering`: bool [promised tokens], with a row."""
     if not plan.is_checked:
         return None
     begin, head = plan.num_computed_tokens, plan.execution.head_tokens

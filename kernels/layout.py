@@ -183,7 +183,7 @@ Kv = PagedKv | ContiguousKv
 class FreshRows:
     """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
 
-    `k`, `v`: [tokens, kv_heads, head_dim], any strides. `v` is None with kv_factor 1 (MLA)."""
+    `k`, `v`: [tokens, kv_heads, head_dim], any strides. With kv_factor 1 (MLA) there is no `v`."""
 
     k: torch.Tensor
     v: torch.Tensor | None

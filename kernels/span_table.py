@@ -61,7 +61,7 @@ class Memory:
     planes: npt.NDArray[np.int64] | None = None
 
     def is_aligned(self) -> bool:
-        """Whether every row begins at a multiple of 16 bytes."""
+        """Return whether every row begins at a multiple of 16 bytes."""
         aligned = math.gcd(self.address, *self.strides) % _VECTOR_BYTES == 0
         return aligned and (self.planes is None or not (self.planes % _VECTOR_BYTES).any())
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.outcome import Neighbour, ReuseReport
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.reuse_profile import ProfileMatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,32 +34,29 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Events of one rank, written in order by a thread of their own; without a path nothing is kept. All lines that
-    wait go out in one append: ranks that share a file on a local file system never mix within a line.
+    """Write the events of one rank in order, on a thread of its own.
+
+    All lines that wait go out in one append: ranks that share a file on a local file system never mix within a line.
     `max_waiting_bytes` bound what waits for a slow disk. `dropped` counts the lost events by DROP_REASONS."""
 
-    def __init__(self, path: str | Path | None, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
+    def __init__(self, path: str | Path, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
         self._rank = rank
-        self.dropped: Counter[str] = Counter() if path is None else Counter(dict.fromkeys(DROP_REASONS, 0))
-        self._file = None if path is None else _AppendFile(Path(path), max_waiting_bytes, self.dropped)
-        if self._file is not None:
-            weakref.finalize(self, self._file.close)
+        self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
+        self._file = _AppendFile(Path(path), max_waiting_bytes, self.dropped)
+        weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event; fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
-        if self._file is not None:
-            heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
-            self._file.add(_line(fields | heading))
+        heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
+        self._file.add(_line(fields | heading))
 
     def flush(self) -> None:
         """Wait until everything recorded so far has been handed to the operating system, or was lost."""
-        if self._file is not None:
-            self._file.flush()
+        self._file.flush()
 
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close the file; drop later events. May be called twice."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class _AppendFile:
@@ -166,8 +162,8 @@ class AuditEvents(AuditLog):
     def started(self, settings: Settings, refusal: str | None) -> None:
         self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
 
-    def profile(self, match: ProfileMatch, namespace: CacheNamespace, geometry: KvGeometry) -> None:
-        """Log what was compared: a calibration in another process learns the engine's identity from it."""
+    def profile(self, match: Any, namespace: CacheNamespace, geometry: KvGeometry) -> None:
+        """Log a ProfileMatch (connector/lookup.py): a calibration elsewhere learns the engine's identity from it."""
         self.event(
             "profile_compared",
             namespace=namespace.to_dict(),

@@ -88,7 +88,7 @@ class _Tool(BaseModel):
     defer_loading: None = None
 
     def seen(self) -> dict[str, Any]:
-        """What a template sees: a description that is missing is null there, and `strict` is not."""
+        """Return what a template sees: a description that is missing is null there, and `strict` is not."""
         unseen = {"defer_loading"} if self.function.strict is not None else {"defer_loading", "strict"}
         return self.model_dump(exclude={"defer_loading": True, "function": unseen})
 
@@ -222,7 +222,7 @@ def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
 
 @lru_cache(maxsize=32)
 def _takes_parts(template: str) -> bool:
-    """True if a template iterates over the parts of a content: vLLM then gives it parts, and text to all others."""
+    """Return whether a template iterates over the parts of a content. vLLM gives parts to such a template alone."""
     try:
         compiled = imported("_compile_jinja_template", "transformers.utils.chat_template_utils")(template)
         return _iterates_over_content(compiled.environment.parse(template))
@@ -258,7 +258,7 @@ def _given_contents(tree: nodes.Template, macro: nodes.Macro, messages: set[str]
 
 
 def _is(node: Any, name: str, key: str | None = None) -> bool:
-    """True if a node reads the variable `name`, or its item `key`, through any filter, test or slice."""
+    """Return True if a node reads the variable `name`, or its item `key`, through any filter, test or slice."""
     while isinstance(node, (nodes.Filter, nodes.Test)) or isinstance(getattr(node, "arg", None), nodes.Slice):
         node = node.node
     if key is not None:

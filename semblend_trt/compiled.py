@@ -18,12 +18,12 @@ getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 
 def inner(function: Function) -> Function:
-    """Compiles a function that only compiled functions of its own file call; it becomes part of each of them."""
+    """Compile a function that only compiled functions of its own file call; it becomes part of each of them."""
     return cast("Function", numba.njit(nogil=True)(function))
 
 
 def entry(function: Function) -> Function:
-    """Compiles a function that Python calls. The result is kept on disk, or in memory where no folder is writable.
+    """Compile a function that Python calls. The result is kept on disk, or in memory where no folder is writable.
 
     Kept code is compiled again only when the function's own file changes. So the function may use nothing of another
     file: no compiled function, and no constant that could change.

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import threading
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -25,15 +24,11 @@ from semblend_trt.policy import MaxKl, ReusePolicy, parse_max_kl, parse_policy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pydantic import JsonValue
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
 
-MASK = "********"
-# Servers that are named without a user or a password: nothing of it is secret.
-_PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
 # Addresses as nats-py reads them; the user and the password may be any text.
 _SERVER = re.compile(
     r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
@@ -222,8 +217,8 @@ class DonorSettings(SettingsGroup):
     disk_path: Path | None = None
     """Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can be recovered."""
     disk_key_path: Path | None = None
-    """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made where
-    there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
+    """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made if it
+    is missing. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
     are not read."""
     eviction: Annotated[Eviction, BeforeValidator(_parse_eviction)] = Eviction.LRU
     """Which donors go first when a tier is full: the least recently used; the least often used; large ones before
@@ -323,7 +318,7 @@ class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """Reads the settings; `overrides` win over the environment.
+    """Read the settings; `overrides` win over the environment.
 
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
@@ -365,54 +360,18 @@ def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
 
 
 def variables_of(name: str) -> tuple[str, ...]:
-    """The variables of a setting, the deciding one first."""
+    """Return the variables of a setting, the deciding one first."""
     current = tuple(prefix + _NAMES.get(name, name.upper()) for prefix in PREFIXES)
     return (*current, _OLD_NAMES[name]) if name in _OLD_NAMES else current
 
 
 def variable_in_use(name: str) -> str | None:
-    """The variable that decides a setting now; None when none is set."""
+    """Return the variable that decides a setting now; None when none is set."""
     return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class SettingInUse:
-    """One setting as it decides now. Secret values are masked.
-
-    `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
-    default; `ignored` are further variables of the setting that are set and not read.
-    """
-
-    name: str
-    variable: str
-    value: JsonValue
-    source: str | None
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The value in the words of its variable."""
-        return shown(self.value)
-
-
-def settings_in_use(settings: Settings) -> list[SettingInUse]:
-    """Every setting, in the order of its fields; `settings` have been read from this process's environment."""
-    values, rows = settings.model_dump(mode="json"), []
-    for name in Settings.model_fields:
-        held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
-        ignored = tuple(other for other in names if other != source and os.environ.get(other, "").strip())
-        value = masked(held.get_secret_value()) if isinstance(held, SecretStr) else values[name]
-        rows.append(SettingInUse(name, names[1], value, source, ignored))
-    return rows
-
-
-def masked(secret: str) -> str:
-    """What may be shown of a secret: addresses of servers that hold no user and no password, of others nothing."""
-    return secret if all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(",")) else MASK
-
-
 def allowed_by(field: FieldInfo) -> str:
-    """The values that a field takes, in words."""
+    """Return the values that a field takes, in words."""
     if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
         return ", ".join(each.value for each in field.annotation)
     if field.annotation is bool:
@@ -430,23 +389,13 @@ def allowed_by(field: FieldInfo) -> str:
     return f"a text of 1..{bounds['max_length']} characters" if "max_length" in bounds else "a path"
 
 
-def shown(value: object) -> str:
-    """A setting's value in the words of its variable."""
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(value.value) if isinstance(value, Enum) else str(value)
-
-
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
-    """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
-    where one is."""
+    """Return those of `names` with one of our prefixes that belong to no setting, each with the name most like it."""
     known = [variable for name in Settings.model_fields for variable in variables_of(name)]
     unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
 
 
 def why_ignored(name: str) -> str | None:
-    """Returns why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
+    """Return why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
     return _RETIRED.get(name.upper().removeprefix("TRTLLM_").removeprefix("SEMBLEND_"))

@@ -4,14 +4,12 @@ Opening never waits for the other end of a pipe. Files that only this user owns 
 from __future__ import annotations
 
 import errno
-import grp
 import io
 import os
-import pwd
 import select
 import stat
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,30 +129,6 @@ def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
         raise PermissionError(
             f"{path} has mode {stat.S_IMODE(about.st_mode):03o}, open to others; make it anew for its owner alone"
         )
-
-
-def writers_of(path: Path) -> str | None:
-    """Return who but this user and root can write the file that `path` leads to, or put another in its place. Folders
-    above the file and above `path` count by their modes, unless they are mounted read-only."""
-    user, real, named = os.geteuid(), Path(os.path.realpath(path)), Path(os.path.abspath(path))
-    for each in (real, *real.parents, named, *named.parents):
-        about = each.lstat()
-        mode, rights = about.st_mode, stat.S_IWOTH if _is_private(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
-        # A folder's owner can put a file of his own there, which is refused.
-        if about.st_uid not in (0, user) and not stat.S_ISDIR(mode):
-            return f"user {about.st_uid} owns {each}; give it to user {user}, who runs this process, or to root"
-        is_kept = stat.S_ISDIR(mode) and (mode & stat.S_ISVTX or os.statvfs(each).f_flag & os.ST_RDONLY)
-        if mode & rights and not is_kept and not stat.S_ISLNK(mode):
-            return f"others can write {each}, whose mode is {stat.S_IMODE(mode):03o}; take that from them: chmod go-w"
-    return None
-
-
-def _is_private(group: int) -> bool:
-    """Whether it is the user's own group, of the same name and without others; Debian makes one for each user."""
-    with suppress(KeyError):
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-        return user.pw_uid != 0 and (user.pw_gid, user.pw_name) == (group, found.gr_name) and not found.gr_mem
-    return False
 
 
 def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import FAULTS, Outcome, counted_as
+from semblend_trt.outcome import FAULTS, TOKEN_KINDS, Outcome, counted_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 # What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
 TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
-TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -277,11 +276,10 @@ _lock = threading.Lock()
 _series: weakref.WeakKeyDictionary[Any, Series | None] = weakref.WeakKeyDictionary()
 
 
-def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Metrics:
-    """Return an engine's metrics, in Prometheus' default registry unless another is given. Never raises. They count
-    nothing when not `enabled`, without prometheus_client, or when the names are taken."""
-    if not enabled:
-        return Metrics(None)
+def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
+    """Return an engine's metrics, by default in Prometheus' default registry. Never raise.
+
+    They count nothing without prometheus_client, or when the names are taken."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:

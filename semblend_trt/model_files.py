@@ -172,7 +172,7 @@ class DigestCache:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The folder's descriptor. Raises OSError; PermissionError if others could have written there."""
+        """Return the folder's descriptor. Raises OSError; PermissionError if others could have written there."""
         with open_folder(self._folder) as folder:
             refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
             yield folder
@@ -202,7 +202,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_local(model: str | Path) -> bool:
-    """True for a directory, False for a hub id. Raises ConfigurationError for what can be neither."""
+    """Return True for a directory, False for a hub id. Raises ConfigurationError for what can be neither."""
     if str(model) and Path(model).is_dir():
         return True
     if isinstance(model, str) and not Path(model).exists() and _HUB_ID.fullmatch(model):
@@ -282,7 +282,7 @@ def adapter_files(place: Path) -> dict[str, Path]:
 
 
 def _files_in(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    """The files by name, sorted. A link to nothing is among them: reading it must fail."""
+    """Return the files by name, sorted. A link to nothing is among them: reading it must fail."""
     with os.scandir(directory) as entries:
         # The name comes first: `is_dir` follows links, and one with another name may lead nowhere or in a circle.
         fitting = [

@@ -49,7 +49,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
-    """Whether `tokenizer` reads text otherwise than the tokenizer.json of `name` says. Transformers builds some
+    """Return whether `tokenizer` reads text otherwise than the tokenizer.json of `name` says. Transformers builds some
     (Qwen2's) from the model's type, and takes only the vocabulary from the file. The model would then read tokens that
     it was not trained with."""
     from tokenizers import Tokenizer

@@ -9,8 +9,7 @@ import hashlib
 import json
 import math
 import uuid
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -30,8 +29,6 @@ MAX_REMEMBERED = 64
 REVISION_OF = {"model": "model_revision", "tokenizer": "tokenizer_revision"}
 PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
 PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
-# Fields that may differ between requests of one engine.
-_OF_REQUESTS = ("extra.cache_salt", "extra.tenant_key", "adapter")
 
 
 def unknown_value() -> str:
@@ -40,7 +37,7 @@ def unknown_value() -> str:
 
 
 def is_unknown(value: object) -> bool:
-    """True for what `unknown_value` returns."""
+    """Return True for what `unknown_value` returns."""
     return isinstance(value, str) and value.startswith(UNKNOWN_PREFIX)
 
 
@@ -50,7 +47,7 @@ def content_value(digest: str) -> str:
 
 
 def is_content(value: object) -> bool:
-    """True for what `content_value` returns."""
+    """Return True for what `content_value` returns."""
     return isinstance(value, str) and value.startswith(CONTENT_PREFIX)
 
 
@@ -266,33 +263,3 @@ def _thawed(value: Any) -> Any:
 
 def _canonical_json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
-
-
-def fields_apart(namespaces: Mapping[str, Collection[CacheNamespace]]) -> list[str]:
-    """Return a sentence for each field that keeps the donors of these workers apart, by name, whatever salts and
-    adapters requests have."""
-    workers_by_value: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for worker, of_worker in namespaces.items():
-        for namespace in of_worker:
-            for name, value in _flat(namespace).items():
-                shown = "not determined" if is_unknown(value) else repr(value)
-                workers_by_value[name][shown].add(worker)
-    sentences = []
-    for name, by_value in sorted(workers_by_value.items()):
-        if len(by_value) > 1 or (len(namespaces) > 1 and "not determined" in by_value):
-            parts = (f"{value[:80]} on {', '.join(sorted(names))}" for value, names in sorted(by_value.items()))
-            sentences.append(f"namespaces do not meet in {name}: {'; '.join(parts)}")
-    return sentences
-
-
-def _flat(namespace: CacheNamespace) -> dict[str, Any]:
-    """Return the fields that decide reuse between workers, nested ones by a name with a dot."""
-    values = namespace.to_dict()
-    for name, revision in REVISION_OF.items():
-        if is_content(values[revision]):
-            del values[name]
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{name}.{key}".rstrip("."): each for key, each in nested.items() if key not in PARALLEL_RANKS}
-    return {name: value for name, value in flat.items() if name not in _OF_REQUESTS}

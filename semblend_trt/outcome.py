@@ -18,6 +18,8 @@ from semblend_trt.errors import SemBlendError
 MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
+# What becomes of prompt tokens: fields of a report, less "_tokens".
+TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _RECEIPT = (
     *("outcome", "reason", "policy", "profile", "namespace", "max_kl", "risk", "generation", "exact_prefix_tokens"),
     *("offered_tokens", "sampled_tokens", "sampled_deviation", "checked_tokens", "reused_tokens"),
@@ -54,7 +56,7 @@ class ReuseReport:
     among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex,
     and `namespace` the key of the request's namespace; `max_kl` (nats) and `risk` are of the profile's bound, None
     without one. While a check's result is not known, what it decides
-    is None, and only what needs no check counts as reused."""
+    has no value (None), and only what needs no check counts as reused."""
 
     outcome: str
     reason: str | None
@@ -193,7 +195,7 @@ _MODEL = {
 _REQUEST = {
     "id_in_use": "An earlier request with this id is still being saved; send a new id.",
     "dummy_request": "The engine's own warm-up or padding request means nothing.",
-    "generation_only": "The prefill ran elsewhere, so there is none to save.",
+    "generation_only": "The prefill ran elsewhere; no KV of it is here to save.",
     "beam_search": "Ask with one beam; the connector sees the first one only.",
     "context_logits": "Ask without context logits; tokens that are not computed have none.",
     "salt_unknown": "Use an engine that tells the cache salt; it says who may share KV.",

@@ -205,7 +205,7 @@ class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 
     `prompt_token_ids`: int32 [n], never changed. `num_computed_tokens` leading tokens are the engine's exact prefix and
-    are never written; the executor was promised `matched_tokens` beyond them. `target_block_ids` is None until the
+    are never written; the executor was promised `matched_tokens` beyond them. It has no `target_block_ids` until the
     engine has allocated blocks."""
 
     request_id: int
@@ -305,7 +305,7 @@ class SemanticKvPlan:
 
 
 def are_counts(values: Sequence[int]) -> bool:
-    """Whether all are integers, of at least 0."""
+    """Return whether all are integers, of at least 0."""
     return set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 

@@ -53,5 +53,5 @@ def geometry_of(pool: Any, sizes: KvGeometry) -> KvGeometry | None:
 
 
 def needs_scales(pool: Any) -> bool:
-    """True for one tensor in fp8, whose scales its engine must name; the arguments of a LayeredPool do."""
+    """Return True for one tensor in fp8, whose scales its engine must name; the arguments of a LayeredPool do."""
     return isinstance(pool, torch.Tensor) and pool.dtype == torch.float8_e4m3fn

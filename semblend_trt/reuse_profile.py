@@ -7,13 +7,15 @@ identifies their content. A field that either side does not know counts as a dif
 from __future__ import annotations
 
 import datetime
+import grp
 import hashlib
 import json
 import logging
+import os
+import pwd
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,9 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
-from semblend_trt.files import open_input, write_bytes, writers_of
+from semblend_trt.files import open_input, write_bytes
 from semblend_trt.namespace import (
-    MAX_REMEMBERED,
     MAX_TEXT,
     PARALLEL_SIZES,
     REVISION_OF,
@@ -33,18 +34,16 @@ from semblend_trt.namespace import (
     is_content,
     is_unknown,
 )
-from semblend_trt.plan import WINDOW_TOKENS, BudgetLevel, EngineMode, ReuseTerms, SpanCheck
+from semblend_trt.plan import WINDOW_TOKENS, BudgetLevel, ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.layout import KvGeometry
-    from semblend_trt.config import Settings
     from semblend_trt.policy import MaxKl
 
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)  # a calibration opens an engine for each candidate
 
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
@@ -55,7 +54,7 @@ _MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
 # Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
 _OF_WITNESSES = ("witness_every", "witness_bounds")
-_MAKE_AGAIN = "make it again with `python -m validation calibrate`"
+MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 # A profile that leaves text unchecked must have shown each of these within the margin.
 EVIDENCE_FAMILIES = (
     *("reordered", "system_prompt", "prose", "header_trap", "far_header_trap", "mid_sentence_trap", "alias_trap"),
@@ -316,9 +315,9 @@ class ReuseProfile(_Part):
             found = _digest_of(values)
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
-            raise ProfileError(f"reuse profile {path}: {told}; {_MAKE_AGAIN}") from error
+            raise ProfileError(f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
-            raise ProfileError(f"reuse profile {path} was edited after it was made; {_MAKE_AGAIN}", "profile_evidence")
+            raise ProfileError(f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}", "profile_evidence")
         if profile.check is not None and "witness_bounds" in values["check"]:
             logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()
@@ -360,7 +359,7 @@ class ReuseProfile(_Part):
             return None
         return (
             f"The profile's check layer {self.check.layer} has no layer with full attention below it; {lowest} is the "
-            f"lowest of this model that has; {_MAKE_AGAIN}."
+            f"lowest of this model that has; {MAKE_AGAIN}."
         )
 
     def evidence_refusal(self, max_kl: MaxKl = "rounding", risk: float = 0.05) -> str | None:
@@ -390,7 +389,7 @@ class ReuseProfile(_Part):
             found[f"a rule with a margin of at most {EVIDENCE_MARGIN:g}"] = 0.0 < margin <= EVIDENCE_MARGIN
             found |= {family: family in shown for family in EVIDENCE_FAMILIES}
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
-        return f"The profile's evidence for its terms ({name}) lacks {lacking}; {_MAKE_AGAIN}." if lacking else None
+        return f"The profile's evidence for its terms ({name}) lacks {lacking}; {MAKE_AGAIN}." if lacking else None
 
     def _bound_refusal(self, bound: ProfileBound | None, figures: Sequence[_Figure]) -> str | None:
         lacking = [] if self.digest is not None else ["a digest"]
@@ -399,7 +398,7 @@ class ReuseProfile(_Part):
             own = [each for each in own if (each.max_kl, each.risk) == (bound.max_kl, bound.risk)]
             if not own or any(each.refutes(bound) for each in own):
                 lacking.append(f"a confirmation of its bound, {bound.max_kl:.4g} nats at a risk of {bound.risk:.4g}")
-        return f"The profile's evidence lacks {' and '.join(lacking)}; {_MAKE_AGAIN}." if lacking else None
+        return f"The profile's evidence lacks {' and '.join(lacking)}; {MAKE_AGAIN}." if lacking else None
 
     def bound_for(self, max_kl: MaxKl, risk: float) -> ProfileBound | None:
         """Return the loosest bound within `max_kl` nats and `risk`; None where none is, or no bound is asked for."""
@@ -492,8 +491,32 @@ def _content(path: Path) -> bytes:
     with open_input(path) as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {_MAKE_AGAIN}")
+        raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {MAKE_AGAIN}")
     return content
+
+
+def writers_of(path: Path) -> str | None:
+    """Return who but this user and root can write the file that `path` leads to, or put another in its place. Folders
+    above the file and above `path` count by their modes, unless they are mounted read-only."""
+    user, real, named = os.geteuid(), Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    for each in (real, *real.parents, named, *named.parents):
+        about = each.lstat()
+        mode, rights = about.st_mode, stat.S_IWOTH if _is_private(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        # A folder's owner can put a file of his own there, which is refused.
+        if about.st_uid not in (0, user) and not stat.S_ISDIR(mode):
+            return f"user {about.st_uid} owns {each}; give it to user {user}, who runs this process, or to root"
+        is_kept = stat.S_ISDIR(mode) and (mode & stat.S_ISVTX or os.statvfs(each).f_flag & os.ST_RDONLY)
+        if mode & rights and not is_kept and not stat.S_ISLNK(mode):
+            return f"others can write {each}, whose mode is {stat.S_IMODE(mode):03o}; take that from them: chmod go-w"
+    return None
+
+
+def _is_private(group: int) -> bool:
+    """Return whether it is the user's own group, of the same name and without others, as Debian makes them."""
+    with suppress(KeyError):
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        return user.pw_uid != 0 and (user.pw_gid, user.pw_name) == (group, found.gr_name) and not found.gr_mem
+    return False
 
 
 def _sentence(error: ValidationError) -> str:
@@ -504,91 +527,3 @@ def _sentence(error: ValidationError) -> str:
         return f"{where}: {message}" if where else message
     value = "" if first["type"] in ("missing", "json_invalid") else f" is {first['input']!r:.80}"
     return f"{where or 'the file'}{value}: {first['msg']}"
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileMatch:
-    """The `profile` that holds for a namespace, or why it does not: `refusal`, and the sentences for the log.
-    `bound`: the profile's for the settings, if any."""
-
-    profile: ReuseProfile | None
-    refusal: str = "no_profile"
-    differences: tuple[str, ...] = ()
-    digest: str | None = None
-    bound: ProfileBound | None = None
-
-
-class ProfileMatcher:
-    """Compares the profile of policy verified with namespaces. The constructor reads it once, and raises nothing."""
-
-    def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
-        self._lowest, self._path = lowest_check_layer, settings.profile_path
-        self._profile: ReuseProfile | None = None
-        self._digest: str | None = None
-        self._asked = settings.max_kl, settings.risk
-        self._without = ProfileMatch(None)
-        self._matches: dict[str | None, ProfileMatch] = {}
-        self._logged: dict[str | None, EngineMode] = {}
-        self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
-        if self._path is None:
-            return
-        if not self._is_used:
-            logger.warning("SEMBLEND_PROFILE is set, but policy %s uses no profile", settings.policy.value)
-            return
-        try:
-            profile, self._digest = ReuseProfile.read_with_digest(self._path)
-            if settings.profile_trial:
-                _warn_once("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
-            elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
-                raise ProfileError(lacking, "profile_evidence")
-            elif profile.terms is not None and not profile.bounds:
-                logger.warning("reuse profile %s states no bound for answers; %s", self._path, _MAKE_AGAIN)
-            self._profile = profile
-        except ProfileError as error:
-            self._without = ProfileMatch(None, error.reason, (str(error),))
-
-    def forget_matches(self) -> None:
-        """Compare and log again: the engine's own namespace has changed."""
-        self._matches.clear()
-        self._logged.clear()
-
-    def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
-        """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
-        match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
-        # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
-        if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:
-            self._matches[namespace.adapter] = match
-            if self._is_used and self._logged.get(namespace.adapter) is not mode:
-                self._logged[namespace.adapter] = mode
-                self._log(match, mode)
-        return match
-
-    def _compare(self, namespace: CacheNamespace, geometry: KvGeometry) -> ProfileMatch:
-        if self._profile is None:
-            return self._without
-        differences = self._profile.differences(namespace, geometry)
-        if differences:
-            return ProfileMatch(None, "profile_mismatch", tuple(differences))
-        if (too_low := self._profile.check_refusal(self._lowest)) is not None:
-            return ProfileMatch(None, "profile_check_layer", (too_low,))
-        return ProfileMatch(self._profile, digest=self._digest, bound=self._profile.bound_for(*self._asked))
-
-    def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
-        if mode is EngineMode.STOCK:
-            logger.warning(
-                "only identical text from position 0 is reused until plans are executed on this engine: any other text "
-                "has to be checked"
-            )
-        elif match.profile is not None:
-            logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)
-        elif match.differences:
-            logger.error(
-                "only identical text from position 0 is reused, reuse profile %s does not hold: %s",
-                self._path,
-                " ".join(match.differences),
-            )
-        else:
-            logger.warning(
-                "only identical text from position 0 is reused: no reuse profile is set; make one with "
-                "`python -m validation calibrate --model ...` and name it in SEMBLEND_PROFILE"
-            )

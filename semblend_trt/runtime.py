@@ -69,7 +69,7 @@ class ActivePlans:
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
     def withholds(self, request_id: int) -> bool:
-        """True if some of the request's KV may not be published; for managers that publish all of it or nothing."""
+        """Return whether some of the request's KV stays unpublished; for managers that publish all of it or nothing."""
         return request_id in self._exact_tokens
 
     def withhold(self, plan: SemanticKvPlan) -> None:
@@ -166,7 +166,7 @@ class Weights:
         return list(chain.from_iterable(map(_values, self._held)))
 
     def _shown(self) -> tuple[list[int], list[int]]:
-        """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
+        """Return addresses, and write counts of all but inference tensors. In C alone: this runs at every step."""
         tensors = self._tensors()
         # vLLM's parameters override torch's functions in Python, which takes fifteen times as long.
         with torch._C.DisableTorchFunctionSubclass():
@@ -212,7 +212,9 @@ class AdapterWeights(NamedTuple):
 
 
 def _held_weakly(name: str) -> Any:
-    """An attribute kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the runtime."""
+    """Return an attribute kept in `name` as a weak reference, since its object holds `llm_args`.
+
+    The end of `llm_args` must end the runtime."""
 
     def get(runtime: Runtime) -> Any:
         reference = getattr(runtime, name)
@@ -228,14 +230,18 @@ def _held_weakly(name: str) -> Any:
 class Runtime:
     """Shared state of one engine; `engine` is the embedded one, and `scheduler` rank 0's half of the connector.
 
-    The wrapper sets `mode` and `publication_guard` when it attaches. The worker sets `pool`; if it refuses the caches,
-    `refusal` says why. The newest MAX_EVENTS of `saved`, `failed_loads`, `evidence` and `offload_events` wait for the
-    scheduler. `ended_saves` are requests whose end the engine does not know yet. `disk` is None while the disk tier is
-    closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails. Every
-    plan leaves the last `tokens_left` tokens of its prompt to the engine. `failed` requests have holes in their KV, and
-    the worker has to fail them. `engine_facts`: what the engine shows of itself, for the audit log. `weights` is None
-    if the worker does not know the model; `weights_changes` counts their changes. `costs` are what plans take, once the
-    engine has measured it. `adapters` are the loaded ones by the engine's id, if the worker knows their weights."""
+    - `mode`, `publication_guard`: set by the wrapper when it attaches.
+    - `tokens_left`: last tokens of a prompt that every plan leaves to the engine.
+    - `failed`: requests with holes in their KV, which the worker has to fail.
+    - `engine_facts`: what the engine shows of itself, for the audit log.
+    - `ended_saves`: requests whose end the engine does not know yet.
+    - `saved` to `offload_events`: the newest MAX_EVENTS of each wait for the scheduler.
+    - `disk`: there while the disk tier is open.
+    - `pool`: set by the worker; if it refuses the caches, `refusal` says why.
+    - `is_forward_open`: stays set if a forward fails.
+    - `faults`: failed calls of the engine, by name.
+    - `weights`: there if the worker knows the model; `weights_changes` counts their changes.
+    - `costs`: what plans take, once the engine has measured it."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)

@@ -5,7 +5,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.dynamo.counters import PROBLEMS, RESULTS, counter
+from semblend_trt.fleet.dynamo.workers import PROBLEMS, RESULTS, counter
 from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.metrics import Series

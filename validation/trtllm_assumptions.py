@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import version_of
+from semblend_trt.connector.llm_args import version_of
 from validation.engines import AuditFile, ended_requests
 from validation.trtllm_engine import STOCK_CONNECTOR, open_llm, trtllm_api
 

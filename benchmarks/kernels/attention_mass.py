@@ -15,9 +15,9 @@ from torch import nn
 
 from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms
 from benchmarks.kernels.sparse_prefill import HEADS, LAYER, SCALE, Case, make_case
-from kernels.attention_mass import attention_mass_by_torch, triton_mass
+from kernels.attention_mass import triton_mass
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import sparse_prefill_by_torch
+from kernels.sparse_prefill import by_torch as in_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def measure(results: Results) -> None:
     into = torch.zeros(QWEN_7B.kv_heads, TOKENS, device="cuda")
     attend = partial(sparse_prefill, case.q, kv, own, SCALE, lse=lse)
     mass = partial(triton_mass.attention_mass, case.q, kv, own, SCALE, lse, None)
-    by_torch = partial(attention_mass_by_torch, case.q, kv, own, SCALE, plain, None)
+    by_torch = partial(in_torch.attention_mass, case.q, kv, own, SCALE, plain, None)
     case.check(attend())
-    sparse_prefill_by_torch(case.q, kv, own, SCALE, lse=plain)
+    in_torch.sparse_prefill(case.q, kv, own, SCALE, lse=plain)
     error = check_close("lse", lse, plain, MAX_ERROR)
     error = max(error, check_close("attention_mass", mass(into.clone()), by_torch(into.clone()), MAX_ERROR))
     of_mass, of_torch = (time_ms(partial(run, into)) for run in (mass, by_torch))

@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileCheck, ProfileMatcher, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.calibration.observer import trial_of
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model

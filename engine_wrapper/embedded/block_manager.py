@@ -100,7 +100,7 @@ class KvCacheLayout:
     groups: tuple[LayerGroup, ...]
 
     def as_single_pool_tensor(self) -> torch.Tensor | None:
-        """The pool as V1 registers it; None for several groups."""
+        """Return the pool as V1 registers it; None for several groups."""
         return self.pool if len(self.groups) == 1 else None
 
 
@@ -163,7 +163,7 @@ class RadixTree:
         self._num_nodes = 0
 
     def __len__(self) -> int:
-        """Blocks owned by the tree."""
+        """Return the number of blocks owned by the tree."""
         return self._num_nodes
 
     @property

@@ -115,7 +115,9 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 
 
 class Transfers:
-    """Requests that a connector loads or saves (`what`), alike on all `ranks`. The worker has yet to see `begun`."""
+    """Hold the requests that a connector loads or saves (`what`), alike on all `ranks`.
+
+    Those in `begun` are still to be named to the worker."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}

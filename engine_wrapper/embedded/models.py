@@ -48,7 +48,7 @@ class SharedLinear(nn.Linear):
         self.ranks = ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input`: [..., this rank's inputs]; returns [..., outputs] of all ranks."""
+        """Return [..., outputs] of all ranks. `input`: [..., this rank's inputs]."""
         return self.ranks.add_up(super().forward(input))
 
 
@@ -136,7 +136,7 @@ def _place(name: str, revision: str | None = None) -> Path | str:
 
 
 def _states(model: str, revision: str | None) -> dict[str, FileState] | None:
-    """The states of the model's files, None when there are none or they cannot be read."""
+    """Return the states of the model's files, None when there are none or they cannot be read."""
     try:
         folder = snapshot(model, revision)
         return None if folder is None else file_states(folder)

@@ -228,7 +228,7 @@ class LlmRequest:
         self._tokens.append(token)
 
     def is_generation_only_request(self) -> bool:
-        """False: a method, as in upstream's Python subclass."""
+        """Return False: a method, as in upstream's Python subclass."""
         return False
 
     @property

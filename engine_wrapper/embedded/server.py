@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import logging
+import os
+import signal
+import socket
 import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,20 +26,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded import http
-from engine_wrapper.embedded.http import RequestRefusedError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
-from semblend_trt.errors import CapacityError, ConfigurationError
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.prompts import PromptReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from aiohttp.typedefs import Handler
 
     from engine_wrapper.embedded.request import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 2 << 20
+# Seconds that requests may take to end after the process got a signal to stop.
+GRACE_SECONDS = 5.0
 
 _SAMPLING = {"max_tokens", "ignore_eos", "stop_token_ids"}
 # `Body` checks none of these. The first change no answer; PromptReader makes the prompt of the others.
@@ -41,6 +53,49 @@ _PASSED_OVER = ["metadata", "request_id", "return_token_ids", "seed", "top_p", "
 _COMPLETION = [*_PASSED_OVER, "prompt", "add_special_tokens"]
 _CHAT = [*_PASSED_OVER, "messages", "documents", "add_generation_prompt", "continue_final_message"]
 _CHAT += ["add_special_tokens", "chat_template_kwargs", "reasoning_effort"]
+
+
+class RequestRefusedError(SemBlendError):
+    """A request that is not served: `status` is the HTTP status, `reason` the code in the answer."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+@web.middleware
+async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer refusals, aiohttp's among them, as the OpenAI API's error objects; log other exceptions of a handler."""
+    try:
+        return await handler(request)
+    except RequestRefusedError as error:
+        refused = error.with_traceback(None)  # else it and this frame hold each other
+    except web.HTTPException as error:
+        refused = RequestRefusedError(error.status, "http_error", error.reason)
+    except Exception:
+        logger.exception("a request to %s failed", request.path)
+        refused = RequestRefusedError(500, "internal_error", "the request failed here; the log says why")
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    told = {"message": str(refused), "type": kind, "code": refused.reason}
+    return web.json_response({"error": told}, status=refused.status)
+
+
+async def json_object(request: web.Request) -> dict[str, Any]:
+    """Return the body of a request, a JSON object. Raise RequestRefusedError for another body or a longer one."""
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body has more than {MAX_BODY_BYTES} bytes; send less"
+        raise RequestRefusedError(413, "body_too_large", message) from None
+    except web.RequestPayloadError:
+        message = "the body is not encoded as its header says; send plain JSON"
+        raise RequestRefusedError(400, "bad_encoding", message) from None
+    except (ValueError, RecursionError):
+        raise RequestRefusedError(400, "bad_json", "the body is not JSON; send a JSON object") from None
+    if not isinstance(body, dict):
+        raise RequestRefusedError(400, "bad_json", f"the body is a JSON {type(body).__name__}; send a JSON object")
+    return body
 
 
 class Body(BaseModel):
@@ -87,7 +142,7 @@ class Worker:
         self._thread.shutdown()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[http.refusing], client_max_size=http.MAX_BODY_BYTES)
+        app = web.Application(middlewares=[refusing], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", partial(self._serve, is_chat=False))
         app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
         app.router.add_get("/v1/models", self._models)
@@ -96,7 +151,9 @@ class Worker:
         return app
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return http.metrics_page()
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.name, "max_model_len": self._llm.executor.max_seq_len}]})
@@ -107,7 +164,7 @@ class Worker:
         return web.json_response({"status": "ok", "running": self._running})
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.Response:
-        body = await http.json_object(request)
+        body = await json_object(request)
         fields = read_body(body, is_chat=is_chat)
         if fields.model not in (None, self.name):
             raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
@@ -173,6 +230,38 @@ class Worker:
             time.sleep(IDLE_PAUSE)
 
 
+async def serve(app: web.Application, host: str, port: int, what: str) -> None:
+    """Serve until SIGINT or SIGTERM; write the address to standard error. Port 0 takes a free port.
+    Raise ConfigurationError when it cannot listen there."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with listening(app, host, port) as address:
+        sys.stderr.write(f"{what} on {address}\n")
+        sys.stderr.flush()
+        await ended.wait()
+
+
+@asynccontextmanager
+async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve an application until the block ends; yield its address. A client that leaves cancels its request's handler.
+    Raise ConfigurationError when it cannot listen there."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_SECONDS)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            raise ConfigurationError(
+                f"{host}:{port} cannot be listened on ({reason}); choose another address"
+            ) from None
+        shown_host, shown_port = runner.addresses[0][:2]
+        yield f"http://{shown_host}:{shown_port}"
+    finally:
+        await runner.cleanup()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted. Return 0, or the status of `command_line.ended`."""
     parser = argparse.ArgumentParser("python -m engine_wrapper.embedded.server", description=__doc__)
@@ -187,7 +276,7 @@ def _run(model: str, port: int, dtype: str) -> int:
     llm = LLM(model, dtype=dtype, kv_connector_config=KvCacheConnectorConfig.ours())
     worker = Worker(llm, Path(model).resolve().name)
     try:
-        asyncio.run(http.serve(worker.app(), "127.0.0.1", port, f"serving {printable(worker.name)}"))
+        asyncio.run(serve(worker.app(), "127.0.0.1", port, f"serving {printable(worker.name)}"))
     finally:
         worker.close()
     return 0

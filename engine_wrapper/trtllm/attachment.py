@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
-from engine_wrapper.trtllm.block_table import table_for
 from engine_wrapper.trtllm.hooks import can_fail_requests, find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
-from engine_wrapper.trtllm.planned_forward import PlannedForward
+from engine_wrapper.trtllm.planned_forward import PlannedForward, table_for
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.errors import LayoutError
 from semblend_trt.outcome import Scope, advice
@@ -132,7 +131,7 @@ def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
 
 
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
-    """What `build` makes, installed on every rank, or the first rank's reason why on none: ranks that publish or
+    """Return what `build` makes, installed on every rank, or the first rank's reason why on none: ranks that publish or
     compute different things must not run together. `build` may return this rank's reason."""
     change, reason = None, None
     try:

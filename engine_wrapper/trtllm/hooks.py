@@ -92,7 +92,7 @@ def hook_decoder(decoder: Any, forward: Callable[..., Any]) -> Undo:
 
 @contextmanager
 def hooked_layers(decoder: Any, begin: Callable[..., Any], attend: Callable[..., Any]) -> Iterator[None]:
-    """For a while, call `begin` before each layer and replace each attention backend's `forward`; all or none.
+    """Call `begin` before each layer for a while, and replace each attention backend's `forward`; all or none.
 
     `begin` gets the layer's index first; `attend` the attention module, the index and the stock method. No forward of
     the engine's own, recorded or not, meets them."""

@@ -42,7 +42,7 @@ _V2_SILENT = ("update_context_resources", "update_resources", "free_resources")
 
 
 def _names_in(owner: Any, method: str) -> frozenset[str]:
-    """Attributes and globals that `method` of the owner's class uses; none if it has no such method in Python."""
+    """Return attributes and globals that `method` of the owner's class uses; none if Python has no such method."""
     function = inspect.unwrap(getattr(type(owner), method, None))  # type: ignore[arg-type]
     code = getattr(function, "__code__", None)
     return frozenset() if code is None else frozenset(code.co_names)
@@ -135,7 +135,7 @@ class V1Guard(ManagerGuard):
         return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
 
     def unpin_blocks_by_id(self, kv_cache_block_id: Any) -> Any:
-        # A flagged request's is None, and was never pinned.
+        # A flagged request has None here, and was never pinned.
         return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
 
 

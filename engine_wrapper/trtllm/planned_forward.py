@@ -3,12 +3,19 @@
 The self-check computes a cold prompt of the engine again by our rows, over memory of their own. Hidden rows and KV have
 to agree (`engine_wrapper.self_check`).
 
+The blocks of a forward's requests are read from the cache manager at every plan, as rows of the pool. V1's
+`get_batch_cache_indices` gives rows. V2's gives a row times the number of layers, so V2 is asked by layer group. V2
+exchanges a request's block for an equal one as it commits it. Rows that it gave before may then be another request's.
+
 Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
-`_torch/attention/backends/interface.py` (main): sequences are in one row of tokens, those in context first."""
+`_torch/attention/backends/interface.py` (main): sequences are in one row of tokens, those in context first;
+`_torch/pyexecutor/resource_manager.py` (V1) and `kv_cache/kv_cache_manager_v2.py` (V2, main):
+`get_page_indices_by_layer_group` reads the request's id alone, and gives -1 for a block without a page."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +31,10 @@ from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.patches import Undo
-    from engine_wrapper.trtllm.block_table import BlockTable
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
@@ -39,6 +45,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
+# Returns the rows of each of these requests, by position.
+BlockTable = Callable[[Sequence[int]], list[list[int]]]
+
+
+def table_for(manager: Any) -> BlockTable | None:
+    """Return the table of a cache manager; None for one that is neither V1 nor V2, or lacks the method."""
+    found = _TABLES.get(type(manager).__name__)
+    if found is None or not callable(getattr(manager, found[0], None)):
+        return None
+    return found[1](manager)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """All that V2 reads of a request."""
+
+    py_request_id: int
+
+
+def _v1(manager: Any) -> BlockTable:
+    return lambda request_ids: [list(map(int, ids)) for ids in manager.get_batch_cache_indices(list(request_ids))]
+
+
+def _v2(manager: Any) -> BlockTable:
+    def rows(request_id: int) -> list[int]:
+        groups = manager.get_page_indices_by_layer_group(_Named(request_id))
+        if len(groups) != 1:
+            raise LayoutError("layer_groups", f"request {request_id} has blocks of {len(groups)} layer groups, not one")
+        return list(map(int, groups[0]))
+
+    return lambda request_ids: list(map(rows, request_ids))
+
+
+_TABLES = {
+    "KVCacheManager": ("get_batch_cache_indices", _v1),
+    "KVCacheManagerV2": ("get_page_indices_by_layer_group", _v2),
+}
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
@@ -141,7 +184,7 @@ class PlannedDecoder:
         raise_difference([next(rows), *kv(), *rows], self.ranks)
 
     def _kv(self, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
-        """K and V, [2, kv_heads, tokens, head_dim]."""
+        """Return K and V, [2, kv_heads, tokens, head_dim]."""
         chosen = pool_view(self.pool, self.geometry)[block_ids, layer]
         return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
@@ -158,7 +201,7 @@ class PlannedForward:
         self, decoder: Any, table: BlockTable, runtime: Runtime, pool: torch.Tensor, facts: ModelFacts,
         max_rows: int | None,
     ) -> None:  # fmt: skip
-        """`decoder` is the engine's, `table` gives its requests' blocks; `max_rows`: the most tokens of one forward."""
+        """Hook nothing yet. `table` gives the blocks of the engine's requests; `max_rows`: most tokens of a forward."""
         assert runtime.pool is not None
         self._table, self._runtime, self._max_rows = table, runtime, max_rows
         self._hooked, self._stock = decoder, decoder.forward
@@ -243,7 +286,7 @@ class PlannedForward:
         self._runtime.failed_loads.append(plan.request_id)
 
     def _prove(self, options: Options, hidden: torch.Tensor) -> None:
-        """Runs the self-check on the first batch that allows it. Never raises."""
+        """Run the self-check on the first batch that allows it. Never raises."""
         try:
             batch = batch_of_call(options)
             if not batch.contexts or batch.begins[0] != 0 or batch.lengths[0] < MIN_TOKENS:

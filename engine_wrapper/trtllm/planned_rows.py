@@ -101,7 +101,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """After the last layer, return the scheduled rows of `hidden`, [active rows, ...], in the engine's order."""
+        """Return, after the last layer, the scheduled rows of `hidden`, [active rows, ...], in the engine's order."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()

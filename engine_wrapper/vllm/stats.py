@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from semblend_trt.metrics import TOKEN_KINDS
-from semblend_trt.outcome import Outcome, counted_as
+from semblend_trt.outcome import TOKEN_KINDS, Outcome, counted_as
 
 if TYPE_CHECKING:
     from semblend_trt.outcome import ReuseReport

@@ -24,7 +24,7 @@ def attention_mass(
     lse: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `kernels.attention_mass.attention_mass`."""
+    """Do as `kernels.attention_mass.attention_mass`."""
     (pool, layer, geometry), group, begin = kv, q.shape[1] // kv.geometry.kv_heads, 0
     mass = torch.zeros(geometry.kv_heads, seen_tokens(sequences))
     for sequence in sequences:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """As `kernels.deviation.deviation`."""
+    """Do as `kernels.deviation.deviation`."""
     if not spans:
         return torch.empty(2, 0)
     check_spans(spans, fresh, layer, rotation)

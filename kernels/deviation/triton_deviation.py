@@ -87,7 +87,7 @@ def prepared(
 
 
 def _memory_of_rows(rows: torch.Tensor) -> Memory:
-    """[tokens, kv_heads, head_dim] has neither layers nor kinds: their strides are 0."""
+    """Describe rows: [tokens, kv_heads, head_dim] has neither layers nor kinds: their strides are 0."""
     token, head, _ = rows.stride()
     return memory_at(rows, (0, 0, 0, head, token), max(1, rows.shape[0]), np.zeros(1, np.int64))
 
@@ -130,9 +130,10 @@ def deviation_kernel(
     HEADS: tl.constexpr,
     KINDS: tl.constexpr,
 ):
-    """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record.
+    """Compare in program (tile, kind): kind 0 is K, which rotates unless its shift is 0.
 
-    With KINDS, the number of kinds, it stores the sums of squares; with 0, the deviation."""
+    Each kind has its own target record. With KINDS, the number of kinds, store the sums of squares; with 0, the
+    deviation."""
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
     record = table + 16 * kind

@@ -157,7 +157,7 @@ def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
 
 
 def _scatter(target: Kv, start: int, kind: int, rows: torch.Tensor) -> None:
-    """`rows`: [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1)."""
+    """Write `rows`, [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1)."""
     length = rows.shape[2]
     if isinstance(target, ContiguousKv):
         target.tensor[:, kind, :, start : start + length] = rows

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-    """As `kernels.kv_move.kv_move`."""
+    """Do as `kernels.kv_move.kv_move`."""
     if not moves:
         return
     check_moves(moves, target, rotation)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
-    """As `kernels.sparse_prefill.write_rows`."""
+    """Do as `kernels.sparse_prefill.write_rows`."""
     pool, layer, geometry = kv
     check_written(k, v, kv, sequences)
     for sequence in sequences:
@@ -38,7 +38,7 @@ def sparse_prefill(
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `kernels.sparse_prefill.sparse_prefill`."""
+    """Do as `kernels.sparse_prefill.sparse_prefill`."""
     (pool, layer, geometry), heads = kv, q.shape[1]
     check_rows({"q": q}, heads, kv, sequences)
     output = torch.full_like(q, float("nan"))

@@ -212,7 +212,7 @@ def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileCo
         return TileConfig(16, 64, 4, 3, resident=3) if head_dim <= 128 else TileConfig(16, 32, 4, 3, resident=2)
     if packed_rows <= 64:
         return TileConfig(64, 64, 4, 3, resident=2) if head_dim <= 128 else TileConfig(64, 32, 4, 3)
-    # Fastest measured on an H200: two resident programs hide each other's softmax behind matrix work.
+    # Fastest measured on an H200: two resident programs hide each other's softmax under matrix work.
     if head_dim <= 128:
         return TileConfig(128, 64, 8, 3 if head_dim <= 64 else 2, resident=2, max_registers=128)
     return TileConfig(128, 64, 8, 2)

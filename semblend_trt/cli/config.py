@@ -9,8 +9,10 @@ import ast
 import inspect
 import json
 import os
+import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from semblend_trt.command_line import printable
@@ -18,6 +20,13 @@ from semblend_trt.command_line import printable
 if TYPE_CHECKING:
     import argparse
 
+    from pydantic import JsonValue
+
+    from semblend_trt.config import Settings
+
+MASK = "********"
+# Servers that are named without a user or a password: nothing of it is secret.
+_PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
 SUMMARY = "print every setting, its value and where it came from"
 _LONGEST_COLUMN = 40
 _COLUMNS = "| variable | default | allowed | meaning |\n|---|---|---|---|\n"
@@ -47,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings. Raises ConfigurationError when one cannot be used."""
-    from semblend_trt.config import load_settings, settings_in_use, unknown_variables
+    from semblend_trt.config import load_settings, unknown_variables
 
     if arguments.markdown:
         sys.stdout.write(settings_page())
@@ -66,9 +75,57 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class SettingInUse:
+    """One setting as it decides now. Secret values are masked.
+
+    `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
+    default; `ignored` are further variables of the setting that are set and not read."""
+
+    name: str
+    variable: str
+    value: JsonValue
+    source: str | None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The value in the words of its variable."""
+        return shown(self.value)
+
+
+def settings_in_use(settings: Settings) -> list[SettingInUse]:
+    """Return every setting, in the order of its fields; `settings` were read from this process's environment."""
+    from pydantic import SecretStr
+
+    from semblend_trt.config import variable_in_use, variables_of
+
+    values, rows = settings.model_dump(mode="json"), []
+    for name in type(settings).model_fields:
+        held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
+        ignored = tuple(other for other in names if other != source and os.environ.get(other, "").strip())
+        value = masked(held.get_secret_value()) if isinstance(held, SecretStr) else values[name]
+        rows.append(SettingInUse(name, names[1], value, source, ignored))
+    return rows
+
+
+def masked(secret: str) -> str:
+    """Return what may be shown of a secret: addresses of servers without user and password, of others nothing."""
+    return secret if all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(",")) else MASK
+
+
+def shown(value: object) -> str:
+    """Return a setting's value in the words of its variable."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
 def settings_page() -> str:
     """Return docs/configuration.md, made from the settings' fields: a section for each group."""
-    from semblend_trt.config import Settings, SettingsGroup, allowed_by, shown, variables_of
+    from semblend_trt.config import Settings, SettingsGroup, allowed_by, variables_of
 
     page = _HEAD
     # pydantic takes the fields of the last base first.

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Other engines by name: called with model and options, each yields findings and returns its EngineSpec or None."""
+    """Return other engines by name. Each, called with model and options, yields findings and returns its EngineSpec."""
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
 
 
@@ -133,7 +133,7 @@ def software(settings: Settings | None) -> Iterator[Finding]:
 
 
 def _is_of(need: Requirement, extra: str) -> bool:
-    """Whether the extra brings the package, or without an extra we ourselves do."""
+    """Return whether the extra brings the package, or without an extra we ourselves do."""
     if need.marker is None or need.marker.evaluate({"extra": ""}):
         return not extra
     return need.marker.evaluate({"extra": extra})
@@ -178,7 +178,7 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
 
 
 def _host_memory() -> int:
-    """Bytes of memory: the machine's, or less where the container's limit is lower."""
+    """Return the bytes of memory: the machine's, or less where the container's limit is lower."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in _LIMITS:
         with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for no limit
@@ -188,7 +188,8 @@ def _host_memory() -> int:
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
     """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
-    from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
+    from semblend_trt.cli.config import settings_in_use
+    from semblend_trt.config import unknown_variables, why_ignored
     from semblend_trt.outcome import advice
 
     for name, close in unknown_variables(os.environ).items():

@@ -85,7 +85,7 @@ async def listen_to(
     asks: bool,
 ) -> None:
     """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.config import masked
+    from semblend_trt.cli.config import masked
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
 
     ended, is_lost, left = asyncio.Event(), False, limit or sys.maxsize

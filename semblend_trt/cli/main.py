@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 import semblend_trt
 from semblend_trt import cli
 from semblend_trt.command_line import ended
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+# Subcommands that are gone, and what replaced them.
+_GONE = {
+    "router": "the router is gone: gateways place requests now, LiteLLM by the callback "
+    "semblend_trt.fleet.litellm.placement, NVIDIA Dynamo by `python -m semblend_trt.fleet.dynamo` and others by the "
+    "library semblend_trt.fleet.placement; docs/fleet.md shows how"
+}
 
 
 def subcommands() -> list[str]:
@@ -29,12 +38,8 @@ def subcommands() -> list[str]:
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
-    """The subcommands of the floors above, which this one cannot import."""
+    """Return the subcommands of the floors above, which this one cannot import."""
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.cli")}
-
-
-def _module_of(name: str) -> Any:
-    return import_module(f"{cli.__name__}.{name.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:
+        if words and words[0] in _GONE:
+            raise ConfigurationError(_GONE[words[0]])
         arguments = _parser(words).parse_args(words)
         return int(arguments.run(arguments))
 
@@ -49,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser. It imports only the subcommand that `words` begin with, or all where they name none."""
+    """Return the parser. It imports only the subcommand that `words` begin with, or all where they name none."""
     parser = argparse.ArgumentParser(prog="semblend-trt", description=semblend_trt.__doc__)
     parsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    known, plugged = subcommands(), _plugged()
+    known, plugged, own = subcommands(), _plugged(), f"{cli.__name__}.{{}}"
     for name in [words[0]] if words and words[0] in known else known:
-        module: Any = plugged[name].load() if name in plugged else _module_of(name)
+        module: Any = plugged[name].load() if name in plugged else import_module(own.format(name.replace("-", "_")))
         subparser = parsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         module.configure(subparser)
         subparser.set_defaults(run=module.run)

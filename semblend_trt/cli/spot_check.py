@@ -3,7 +3,7 @@
 A FILE is JSONL, also a pipe: a line is the body of a request to /v1/completions or /v1/chat/completions, or has it
 under "body". Each sampled request is sent as it is, and where KV was reused for it once more, without; run it while the
 server has little else to do. Greedy answers under a bound also test the promise of the reuse profile, as
-docs/receipts.md says. Workers of the NATS server in SEMBLEND_NATS_URL are told of a promise that is broken, and reuse
+docs/receipts.md says. Workers of the NATS server in SEMBLEND_NATS_URL hear of a promise that is broken, and reuse
 only exact text there. It prints a report in JSON, and exits with 1 when a promise is broken and with 2 when nothing
 could be compared.
 """
@@ -93,8 +93,7 @@ class SpotChecks:
 
     def check(self, body: dict[str, Any]) -> None:
         """Send a request, and once more without reuse. Raises SemBlendError when the server is out of reach."""
-        from semblend_trt.answer_kl import likelihood_fields
-        from semblend_trt.cold_runs import cold_body, compared, said_in
+        from semblend_trt.cold_runs import cold_body, compared, likelihood_fields, said_in
 
         self.counts["sampled"] += 1
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
@@ -145,7 +144,7 @@ class SpotChecks:
 
     def _judge(self, receipt: dict[str, Any], first: bytes, cold: bytes) -> None:
         """Add an answer to the test of its bound; tell the workers where that finds the promise broken."""
-        from semblend_trt.answer_kl import least_kl, likelihoods_in
+        from semblend_trt.cold_runs import least_kl, likelihoods_in
         from semblend_trt.drift import BoundedAnswer
 
         with suppress(ValueError):  # no bound covers the answer, or the server tells no likelihoods
@@ -160,7 +159,7 @@ class SpotChecks:
             return False
         try:
             asyncio.run(tell_broken(self._options, bounded.profile, bounded.namespace))
-        except Exception as error:  # nats-py raises many types; the report says that nobody was told
+        except Exception as error:  # nats-py raises many types; the report says that no worker heard of it
             sys.stderr.write(f"NATS is out of reach, no worker was told: {type(error).__name__}\n")
             return False
         return True

@@ -82,12 +82,6 @@ def match_of(module: ModuleType) -> str:
     return V12 if hasattr(worker, "register_forward_pass_callable") else V11
 
 
-_FLASHINFER_PATHS = (
-    "tensorrt_llm._torch.attention.backends.flashinfer",
-    "tensorrt_llm._torch.attention_backend.flashinfer",
-)
-
-
 class _SchedulerBase(ABC):
     """Rank 0 only. `request` arguments have the attributes of TensorRT-LLM's LlmRequest."""
 
@@ -115,7 +109,7 @@ class _SchedulerBase(ABC):
         return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
-        """Called once after the caches are registered."""
+        """Learn that the caches are registered: TensorRT-LLM calls it once, after the caches are registered."""
 
 
 class _WorkerBase(ABC):
@@ -136,7 +130,7 @@ class _WorkerBase(ABC):
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
+        """Take the place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
         tensor = layout.as_single_pool_tensor()
         if tensor is None:
             raise NotImplementedError(
@@ -176,37 +170,17 @@ def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) ->
     return block_ids_by_layer_group[0]
 
 
-def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
+def first_of(paths: tuple[str, ...]) -> ModuleType | None:
+    """Return the first of these modules that can be imported; None without one."""
     for path in paths:
         with suppress(ImportError):
             return importlib.import_module(path)
     return None
 
 
-_upstream = _first_of(MODULE_PATHS)
-KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstream else _SchedulerBase
-KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
-
-
-def version_of(name: str | None) -> str:
-    """Return the version of this name, else TensorRT-LLM's here; without one the oldest, which promises least."""
-    if name in (V11, V12, V13, V14):
-        return name
-    return V11 if _upstream is None else match_of(_upstream)
-
-
-def takes_v2(asked: Any) -> bool:
-    """Return whether TensorRT-LLM may take the V2 cache manager beside a connector, by its `use_kv_cache_manager_v2`.
-
-    Before 1.4 a connector makes it take V1. 1.4 takes V2 if nothing is asked for; an engine that is not here may."""
-    return asked is not False and (_upstream is None or match_of(_upstream) == V14)
-
-
-def flashinfer_layout() -> str | None:
-    """Return how TensorRT-LLM's backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
-    metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
-    layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
-    return None if layout is None else str(layout.default)
+upstream = first_of(MODULE_PATHS)
+KvCacheConnectorScheduler: Any = upstream.KvCacheConnectorScheduler if upstream else _SchedulerBase
+KvCacheConnectorWorker: Any = upstream.KvCacheConnectorWorker if upstream else _WorkerBase
 
 
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:

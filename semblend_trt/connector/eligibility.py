@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.contract import V11
+from semblend_trt.connector.engine_spec import EngineSpec
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.outcome import Scope, advice
@@ -20,13 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
 # Policies under which an engine that executes no plans reuses text at its own place alone.
 _AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
+
+
+def spec_of(llm_args: Any) -> EngineSpec:
+    """Return the description of an engine by what it gives its connector. Raises as `from_llm_args`."""
+    if isinstance(llm_args, EngineSpec):
+        return llm_args
+    from semblend_trt.connector.llm_args import from_llm_args  # of TensorRT-LLM's own engines
+
+    return from_llm_args(llm_args)
 
 
 def engine_refusal(engine: EngineSpec) -> str | None:
@@ -45,10 +54,10 @@ def engine_refusal(engine: EngineSpec) -> str | None:
 
 
 def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
-    """True if the engine may drop KV outside of one of `windows`, in tokens: one shorter than its longest sequence.
+    """Return whether the engine may drop KV outside of one of `windows`, in tokens.
 
-    Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it. They have a
-    pool, or a layer group, for each window shorter than `max_seq_len`."""
+    That is one shorter than its longest sequence. Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a
+    block once a window has passed it. Each window shorter than `max_seq_len` has a pool, or a layer group."""
     longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
 
@@ -98,8 +107,8 @@ def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
 
 
 def rotates_otherwise(facts: ModelFacts) -> bool:
-    """True if TensorRT-LLM rotates by other frequencies: create_sinusoidal_positions_yarn always truncates. There KV of
-    such a model is reused at its own place alone (`functional.py`)."""
+    """Return whether TensorRT-LLM rotates by other frequencies. Its create_sinusoidal_positions_yarn always truncates
+    (`functional.py`), so KV of such a model is reused at its own place alone."""
     return facts.rope_parameters.get("truncate", True) is not True
 
 

@@ -79,7 +79,7 @@ def namespace_for(
 
 
 def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
-    """A digest of what layers attend to and rotate by; empty if all attend to everything and rotate alike."""
+    """Return a digest of what layers attend to and rotate by; empty if all attend to everything and rotate alike."""
     if len(groups) == 1 and groups[0].window is None:
         return {}
     described = json.dumps([asdict(group) for group in groups], sort_keys=True)
@@ -87,7 +87,7 @@ def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
 
 
 def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """The checkpoint's quantisation and the one that the engine was asked for."""
+    """Return the checkpoint's quantisation and the one that the engine was asked for."""
     asked = engine.quantization
     if asked is None or asked.algorithm is None:
         return facts.quantization
@@ -95,7 +95,7 @@ def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
 
 
 def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
-    """A digest of the model's configuration, and of the quantisation and adapters that the engine was started with."""
+    """Return a digest of the model's configuration, and of quantisation and adapters at the engine's start."""
     asked = "none" if engine.quantization is None else _known(engine.quantization.options)
     parts = [facts.configuration, asked, *sorted(adapters.identities)]
     if any(map(is_unknown, parts)):

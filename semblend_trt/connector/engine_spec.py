@@ -1,7 +1,7 @@
 """EngineSpec: what the connector knows of an engine, whichever it is.
 
-Only a constructor reads an engine's own objects: `from_llm_args` those of TensorRT-LLM and of the embedded engine.
-Facts: NVIDIA/TensorRT-LLM, `llmapi/llm_args.py`."""
+Only a constructor reads an engine's own objects: `from_llm_args` reads those of TensorRT-LLM and of the embedded
+engine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import flashinfer_layout, version_of
-from semblend_trt.errors import ConfigurationError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 # The module of the connector that also attaches to its engine.
 WRAPPER_MODULE = "engine_wrapper.connector"
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,96 +95,6 @@ class EngineSpec:
     @property
     def ranks(self) -> int:
         return self.tensor_parallel_size or 1
-
-
-def from_llm_args(llm_args: Any) -> EngineSpec:
-    """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names; keep an EngineSpec as it is.
-
-    Raises ConfigurationError for a size of parallelism that is no number."""
-    if isinstance(llm_args, EngineSpec):
-        return llm_args
-
-    def given(name: str, default: Any = None) -> Any:
-        return getattr(llm_args, name, default)
-
-    cache, model = given("kv_cache_config"), given("model", "")
-    engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
-    layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
-    caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
-    has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
-    is_dummy = "dummy" in str(given("load_format", "")).lower()
-    return EngineSpec(
-        name=engine,
-        model=model,
-        revision=given("revision"),
-        tokenizer=tokenizer_source(given("tokenizer"), model),
-        tokenizer_revision=given("tokenizer_revision"),
-        dtype=text_of(given("dtype")),
-        read_caches=lambda: caches,
-        quantization=_asked_quantization(given("quant_config")),
-        # A loader of the user's own may read other files.
-        reads_own_weights=not is_dummy and given("checkpoint_loader") is None,
-        has_model_overrides=bool(given("model_kwargs")),
-        tensor_parallel_size=_size("tensor_parallel_size", given("tensor_parallel_size")),
-        pipeline_parallel_size=_size("pipeline_parallel_size", given("pipeline_parallel_size")),
-        context_parallel_size=_size("context_parallel_size", given("context_parallel_size")),
-        max_num_tokens=given("max_num_tokens"),
-        orders_blocks_by_head=_orders_blocks_by_head(str(backend or "TRTLLM").upper(), given("flashinfer_layout")),
-        contract=None if given("follows_transformers", False) else version_of(given("contract")),
-        # The wrapper reads TensorRT-LLM's after the caches are registered.
-        tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
-        # In TensorRT-LLM only the V2 cache manager does, which its layout shows; the embedded engine says it.
-        holds_saved_blocks=bool(given("holds_saved_blocks", False)),
-        max_seq_len=given("max_seq_len"),
-        attention_windows=tuple(getattr(cache, "max_attention_window", None) or ()),
-        attention_dp=bool(given("enable_attention_dp")),
-        offloads_to_host=bool(getattr(cache, "host_cache_size", None)),
-        is_disaggregated=given("cache_transceiver_config") is not None,
-        attn_backend=None if backend is None else str(backend).upper(),
-        # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
-        tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
-        settings=given("settings", {}),
-        **_features(llm_args),
-    )
-
-
-def _features(llm_args: Any) -> dict[str, Any]:
-    """Return the fields of features that change how a step is computed; None for one that the engine does not name."""
-
-    def is_on(name: str) -> bool | None:
-        option = getattr(llm_args, name, _MISSING)
-        return None if option is _MISSING else option is not None
-
-    lora, prefill = (getattr(llm_args, name, None) for name in ("lora_config", "prefill_cuda_graph_backend"))
-    return {
-        "speculates": is_on("speculative_config"),
-        "compiles_prefill": is_on("torch_compile_config"),
-        # Older versions have none but those of compiled prefill.
-        "prefill_graphs": str(getattr(prefill, "value", prefill)).lower() not in ("none", "disabled"),
-        "lora": True if getattr(llm_args, "enable_lora", None) else is_on("lora_config"),
-        "sparse_attention": bool(is_on("sparse_attention_config")),  # older versions have none
-        "lora_dirs": tuple(map(str, getattr(lora, "lora_dir", None) or ())),
-    }
-
-
-def _size(name: str, value: Any) -> int | None:
-    try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{name} is {value!r}; give a whole number from 1 on") from None
-
-
-def _asked_quantization(asked: Any) -> AskedQuantization | None:
-    # An engine that quantises nothing may have a quantisation that names no algorithm.
-    algorithm, of_cache = (getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo"))
-    if algorithm is None and of_cache is None:
-        return None
-    return AskedQuantization(text_of(algorithm), options_text(asked))
-
-
-def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
-    """`layout`: that of FLASHINFER, if the engine says it."""
-    return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")
 
 
 def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:

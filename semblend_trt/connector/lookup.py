@@ -5,32 +5,35 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.requests import IneligibleRequest, TrackedRequest, cache_salt_of, check_eligible, tokens_of
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.donors.catalog import Lease, Tier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.errors import DonorUnavailableError, NamespaceError
+from semblend_trt.errors import DonorUnavailableError, NamespaceError, ProfileError
 from semblend_trt.namespace import MAX_REMEMBERED, unknown_value
-from semblend_trt.plan import gaps
+from semblend_trt.plan import EngineMode, gaps
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import Adapters
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.pool_facts import PoolFacts
-    from semblend_trt.reuse_profile import ProfileMatcher
+    from semblend_trt.reuse_profile import ProfileBound, ReuseProfile
     from semblend_trt.runtime import Runtime
     from semblend_trt.semantic.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)  # a calibration opens an engine for each candidate
 
 # Most tokens of a request's answer that its donor holds.
 MAX_ANSWER_TOKENS = 1024
@@ -122,6 +125,96 @@ class DonorPlanner:
         for lease in leases if missing else ():
             lease.release()
         return [] if missing else leases, frozenset(missing)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileMatch:
+    """The `profile` that holds for a namespace, or why it does not: `refusal`, and the sentences for the log.
+    `bound`: the profile's for the settings, if any."""
+
+    profile: ReuseProfile | None
+    refusal: str = "no_profile"
+    differences: tuple[str, ...] = ()
+    digest: str | None = None
+    bound: ProfileBound | None = None
+
+
+class ProfileMatcher:
+    """Compares the profile of policy verified with namespaces. The constructor reads it once, and raises nothing."""
+
+    def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
+        self._lowest, self._path = lowest_check_layer, settings.profile_path
+        self._profile: ReuseProfile | None = None
+        self._digest: str | None = None
+        self._asked = settings.max_kl, settings.risk
+        self._without = ProfileMatch(None)
+        self._matches: dict[str | None, ProfileMatch] = {}
+        self._logged: dict[str | None, EngineMode] = {}
+        self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
+        if self._path is None:
+            return
+        if not self._is_used:
+            logger.warning("SEMBLEND_PROFILE is set, but policy %s uses no profile", settings.policy.value)
+            return
+        from semblend_trt.reuse_profile import MAKE_AGAIN, ReuseProfile  # not without a profile
+
+        try:
+            profile, self._digest = ReuseProfile.read_with_digest(self._path)
+            if settings.profile_trial:
+                _warn_once("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
+            elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
+                raise ProfileError(lacking, "profile_evidence")
+            elif profile.terms is not None and not profile.bounds:
+                logger.warning("reuse profile %s states no bound for answers; %s", self._path, MAKE_AGAIN)
+            self._profile = profile
+        except ProfileError as error:
+            self._without = ProfileMatch(None, error.reason, (str(error),))
+
+    def forget_matches(self) -> None:
+        """Compare and log again: the engine's own namespace has changed."""
+        self._matches.clear()
+        self._logged.clear()
+
+    def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
+        """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
+        match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
+        # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
+        if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:
+            self._matches[namespace.adapter] = match
+            if self._is_used and self._logged.get(namespace.adapter) is not mode:
+                self._logged[namespace.adapter] = mode
+                self._log(match, mode)
+        return match
+
+    def _compare(self, namespace: CacheNamespace, geometry: KvGeometry) -> ProfileMatch:
+        if self._profile is None:
+            return self._without
+        differences = self._profile.differences(namespace, geometry)
+        if differences:
+            return ProfileMatch(None, "profile_mismatch", tuple(differences))
+        if (too_low := self._profile.check_refusal(self._lowest)) is not None:
+            return ProfileMatch(None, "profile_check_layer", (too_low,))
+        return ProfileMatch(self._profile, digest=self._digest, bound=self._profile.bound_for(*self._asked))
+
+    def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
+        if mode is EngineMode.STOCK:
+            logger.warning(
+                "only identical text from position 0 is reused until plans are executed on this engine: any other text "
+                "has to be checked"
+            )
+        elif match.profile is not None:
+            logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)
+        elif match.differences:
+            logger.error(
+                "only identical text from position 0 is reused, reuse profile %s does not hold: %s",
+                self._path,
+                " ".join(match.differences),
+            )
+        else:
+            logger.warning(
+                "only identical text from position 0 is reused: no reuse profile is set; make one with "
+                "`python -m validation calibrate --model ...` and name it in SEMBLEND_PROFILE"
+            )
 
 
 class Lookup:

@@ -271,7 +271,7 @@ def _refuse_architecture(raw: dict[str, Any], expected: str) -> None:
 
 
 def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
-    """RoPE's parameters by attention type, full attention first; under one name if all layers have the same."""
+    """Return RoPE's parameters by attention type, full attention first; under one name if all layers have the same."""
     model_type = raw["model_type"]
     if model_type in _ROPE_BY_ATTENTION:
         kinds = sorted(set(config.layer_types))

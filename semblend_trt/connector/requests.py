@@ -50,6 +50,7 @@ _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 _UNCHECKED: dict[str, Any] = dict.fromkeys(
     ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
 )
+_OF_CHECKS = ("reused_tokens", *_UNCHECKED)
 _MISSING = object()
 # An engine holds far fewer; requests may name any number.
 _MAX_ADAPTERS = 4096
@@ -154,7 +155,7 @@ def _states(path: str) -> tuple[FileState, ...]:
 
 
 def _identity_of(path: str, cache: DigestCache | None) -> tuple[str, tuple[FileState, ...]]:
-    """An adapter's identity, and the states of its files when it was read."""
+    """Return an adapter's identity, and the states of its files when it was read."""
     try:
         states = _states(path)
         return content_value(digest_of_files(adapter_files(Path(path)), cache)), states
@@ -343,7 +344,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         return self._give_up(each for each in holders if each not in (None, by) and self.get(each.request_id) is each)
 
     def is_running(self, request: TrackedRequest) -> bool:
-        """True if the request is part of the iteration that began last."""
+        """Return True if the request is part of the iteration that began last."""
         return request.is_scheduled and request.last_heard == self._iteration
 
     def _give_up(self, requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
@@ -507,6 +508,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
 def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport:
     """Return the report of a request under the engine's `policy`, as far as its reuse is known by now."""
     outcome, reason = outcome_of(tracked)
+    plan, bound = tracked.plan, tracked.bound
     report = ReuseReport(
         outcome=outcome.value,
         reason=reason,
@@ -514,14 +516,13 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         policy=policy,
         profile=tracked.profile,
         namespace=tracked.namespace_key,
-        max_kl=None if tracked.bound is None else tracked.bound.max_kl,
-        risk=None if tracked.bound is None else tracked.bound.risk,
+        max_kl=None if bound is None else bound.max_kl,
+        risk=None if bound is None else bound.risk,
     )
-    plan = tracked.plan
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
         return report
     if not tracked.load_failed:
-        report = _with_reuse(report, plan, tracked.evidence)
+        report = replace(report, **_reuse_of(plan, tracked.evidence))
     return replace(
         report,
         computed_holes=plan.matched_tokens - report.reused_tokens,
@@ -529,27 +530,17 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
     )
 
 
-def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEvidence | None) -> ReuseReport:
-    offered, exact = plan.reused_tokens, plan.exact_tokens
-    report = replace(report, offered_tokens=offered)
-    if not plan.is_checked:
-        # Every layer computes the head tokens.
-        head = plan.execution.head_tokens
-        reused = sum(span.length if span.exact else max(0, span.length - head) for span in plan.spans)
-        report = replace(report, reused_tokens=reused, recomputed_tokens=offered - reused)
-    elif evidence is None:
-        report = replace(report, reused_tokens=exact, **_UNCHECKED)
+def _reuse_of(plan: SemanticKvPlan, evidence: CheckEvidence | None) -> dict[str, Any]:
+    """Return what became of a plan's tokens, as fields of a report."""
+    offered, exact, head = plan.reused_tokens, plan.exact_tokens, plan.execution.head_tokens
+    found: dict[str, Any] = {"offered_tokens": offered, "reused_tokens": exact}
+    if plan.is_checked:
+        found |= _UNCHECKED if evidence is None else {each: getattr(evidence, each) for each in _OF_CHECKS}
     else:
-        report = replace(
-            report,
-            reused_tokens=evidence.reused_tokens,
-            recomputed_tokens=evidence.recomputed_tokens,
-            checked_tokens=evidence.checked_tokens,
-            sampled_tokens=evidence.sampled_tokens,
-            largest_kept=evidence.largest_kept,
-            sampled_deviation=evidence.sampled_deviation,
-        )
+        # Every layer computes the head tokens.
+        reused = sum(span.length if span.exact else max(0, span.length - head) for span in plan.spans)
+        found |= {"reused_tokens": reused, "recomputed_tokens": offered - reused}
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
-        report = replace(report, reused_tokens=exact, recomputed_tokens=offered - exact)
-    return report
+        found |= {"reused_tokens": exact, "recomputed_tokens": offered - exact}
+    return found

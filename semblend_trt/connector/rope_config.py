@@ -121,7 +121,7 @@ def _number(parameters: dict[str, Any], name: str, default: float | None = None)
 
 
 def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    """theta^(2i/rotary_dim), float32 [rotary_dim / 2]."""
+    """Return theta^(2i/rotary_dim), float32 [rotary_dim / 2]."""
     theta = _number(parameters, "rope_theta")
     return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
 
@@ -149,7 +149,7 @@ def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 
 def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    """Peng et al. 2023, YaRN; its scaling of cos and sin does not change how a key moves."""
+    """Return the frequencies of YaRN (Peng et al. 2023); its scaling of cos and sin does not change how a key moves."""
     truncate = parameters.get("truncate", True)
     if not isinstance(truncate, bool):
         raise UnsupportedModelError("rope_unknown", f"truncate of RoPE is {truncate!r}; it must be true or false")

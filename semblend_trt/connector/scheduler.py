@@ -9,15 +9,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from semblend_trt.audit import AuditEvents
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
-from semblend_trt.connector.eligibility import facts_or_refusal
+from semblend_trt.connector.eligibility import facts_or_refusal, spec_of
 from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
-from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
-from semblend_trt.connector.lookup import Lookup
+from semblend_trt.connector.lookup import Lookup, ProfileMatcher
 from semblend_trt.connector.requests import (
     Adapters,
     Iteration,
@@ -32,19 +30,30 @@ from semblend_trt.connector.requests import (
 )
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadCommands
-from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
-from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from semblend_trt.audit import AuditEvents
+    from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.semantic.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
+
+
+class _Silent:
+    """Take every call, and answer None: the audit log and the metrics of an engine that has none."""
+
+    def __getattr__(self, name: str) -> _Silent:
+        return self
+
+    def __call__(self, *arguments: Any, **fields: Any) -> None:
+        """Do nothing."""
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -54,29 +63,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**self._engine.settings)
-        self._audit = AuditEvents(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(self._engine, self._settings)
         lowest = 1 if self._facts is None else self._facts.lowest_check_layer
         self._profiles = ProfileMatcher(self._settings, lowest)
         self._runtime.scheduler = self
-        self._metrics = metrics_for(self._settings.metrics)
-        self._metrics.watch_faults(self._runtime.faults)
-        self._metrics.watch_audit(self._audit.dropped)
-        announcer = None
-        if self._settings.nats_url is not None:
-            # Imported here, so that an engine without a fleet runs none of this code.
-            from semblend_trt.fleet.announcer import announcer_for
-
-            announcer = announcer_for(self._settings)
-        self.worker: str | None = None if announcer is None else announcer.worker
-        self._neighbours: Neighbours | None = None
-        if self._settings.embedder is not EmbedderKind.OFF and self._settings.enabled and self._refusal is None:
-            # Imported here, so that an engine without an embedder runs none of this code.
-            from semblend_trt.semantic.neighbours import neighbours_for
-
-            folder = partial(tokenizer_folder, self._engine)
-            self._neighbours = neighbours_for(self._settings, folder, self._audit, self._metrics, announcer)
-        self._observers = [each for each in (announcer, self._neighbours) if each is not None]
+        self._observe()
         self._requests = RequestTable()
         self._forgotten: list[int] = []
         self._tells_parts = self._engine.tells_whole_prefix
@@ -85,9 +76,36 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
 
+    def _observe(self) -> None:
+        """Open what hears of requests and donors. An engine runs no code of what its settings leave off."""
+        settings, announcer = self._settings, None
+        self._audit, self._metrics = cast("AuditEvents", _Silent()), cast("Metrics", _Silent())
+        self._neighbours: Neighbours | None = None
+        if settings.metrics:
+            from semblend_trt.metrics import metrics_for
+
+            self._metrics = metrics_for()
+            self._metrics.watch_faults(self._runtime.faults)
+        if settings.audit_path is not None:
+            from semblend_trt.audit import AuditEvents
+
+            self._audit = AuditEvents(settings.audit_path)
+            self._metrics.watch_audit(self._audit.dropped)
+        if settings.nats_url is not None:
+            from semblend_trt.fleet.announcer import announcer_for
+
+            announcer = announcer_for(settings)
+        if settings.embedder is not EmbedderKind.OFF and settings.enabled and self._refusal is None:
+            from semblend_trt.semantic.neighbours import neighbours_for
+
+            folder = partial(tokenizer_folder, self._engine)
+            self._neighbours = neighbours_for(settings, folder, self._audit, self._metrics, announcer)
+        self.worker: str | None = None if announcer is None else announcer.worker
+        self._observers = [each for each in (announcer, self._neighbours) if each is not None]
+
     @property
     def _engine(self) -> EngineSpec:
-        return from_llm_args(self._llm_args)
+        return spec_of(self._llm_args)
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
@@ -174,7 +192,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """The flat form for the V2 cache manager. The worker has refused a cache of several groups."""
+        """Return the flat form for the V2 cache manager. The worker has refused a cache of several groups."""
         self.update_state_after_alloc(request, _flat(block_ids))
 
     @never_raises(lambda: False)
@@ -214,7 +232,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._lookup.forget_donors()
 
     def _follow_weights(self) -> None:
-        """If the weights have changed, drop all donors and saves, and take another namespace."""
+        """Drop all donors and saves, and take another namespace, if the weights have changed."""
         if (changes := self._runtime.weights_changes) == self._weights_changes:
             return
         self._weights_changes = changes
@@ -272,7 +290,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._runtime.pool is not None and self._runtime.pool.exchanges_blocks
 
     def _standing_refusal(self) -> str | None:
-        """Why this engine's requests are all served cold; None if reuse is possible."""
+        """Return why this engine's requests are all served cold; None if reuse is possible."""
         if not self._settings.enabled:
             return "disabled"
         registered = None if self._runtime.pool is not None else "caches_not_registered"
@@ -406,7 +424,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
 
 def _flat(by_group: Sequence[Sequence[int]]) -> Any:
-    """The ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
+    """Return the ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
     try:
         return list(by_group[0]) if len(by_group) == 1 else []
     except TypeError:

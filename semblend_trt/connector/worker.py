@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import served_facts
-from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
+from semblend_trt.connector.eligibility import served_facts, spec_of
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
@@ -82,7 +82,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     @property
     def _engine(self) -> EngineSpec:
-        return from_llm_args(self._llm_args)
+        return spec_of(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
@@ -118,7 +118,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             scheduler.wait_for_initialization()
 
     def _attach(self, pool: torch.Tensor) -> None:
-        """For a wrapper that executes plans: attach it to the engine of these caches."""
+        """Attach a wrapper that executes plans to the engine of these caches; the stock worker has none."""
 
     def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
         runtime, holds = self._runtime, self._holds_saved_blocks
@@ -144,7 +144,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         return None
 
     def register_forward_pass_callable(self) -> None:
-        """None: nothing has to run after a forward, because saves wait for their own event."""
+        """Return None: nothing has to run after a forward, because saves wait for their own event."""
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
         """Apply the bound metadata: drop and offload donors, follow blocks, and place plans' spans on `stream`.
@@ -174,10 +174,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._await_launch(metadata.commands)  # also when the loads have failed
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
-        """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
+        """Wait for nothing: `start_load_kv` or the engine wrapper orders every layer before the forward."""
 
     def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
-        """Nothing to do: KV is saved when its request has finished."""
+        """Do nothing: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """End the loads and note a completed forward: engines call this only after one. Waits for no save."""

@@ -53,7 +53,7 @@ def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
 
 
 def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, is_first: bool) -> str | None:
-    """Return why this pool is not taken; `geometry` is None for one that does not fit the model."""
+    """Return why this pool is not taken; one that does not fit the model has no `geometry`."""
     if geometry is None or not is_first:
         described = f"a pool of type {type(pool).__name__}"
         if isinstance(pool, torch.Tensor):

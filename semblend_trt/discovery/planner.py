@@ -47,14 +47,14 @@ class Deadline:
     before each piece; `has_cut` says that one was refused."""
 
     def __init__(self, milliseconds: float, tokens: int, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock` returns seconds."""
+        """Begin now; `clock` returns seconds."""
         self._clock = clock
         self._begin = clock()
         self._seconds = milliseconds / 1000 * max(tokens, DEADLINE_TOKENS) / DEADLINE_TOKENS
         self.has_cut = False
 
     def is_over(self, share: float = 1.0) -> bool:
-        """Whether this share of the time has gone by."""
+        """Return whether this share of the time has gone by."""
         is_over = self._clock() > self._begin + share * self._seconds
         self.has_cut |= is_over
         return is_over
@@ -134,15 +134,7 @@ class Planner:
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
     prompt, changes KV, so runs are cut there. `begins_alike` bounds how many first tokens are an exact donor's.
 
-    Reasons for no plan: disabled, policy_off, short_prompt, invalid_tokens, no_donor_match, low_reuse;
-    prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
-    lookup_bound (bounds hide possible runs, and the others are too few); chunk_edge (each run is cut into pieces
-    shorter than a span); hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no
-    hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands);
-    does_not_pay (moved runs would save too little time). Where only runs that are not exact were found: not_exact
-    (policy exact, a profile that justifies no more, or a request for exact KV); the refusal of `ProfileMatch`; no_bound
-    (no bound of the profile is within the settings, or it lets nothing be reused); no_publication_guard (approximate KV
-    could be published); check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine)."""
+    Reasons for no plan are among those of requests in `semblend_trt.outcome`."""
 
     def __init__(
         self,
@@ -215,7 +207,7 @@ class Planner:
             raise _Refusal("prefix_covers_prompt")
 
     def _may_pay(self, request: LookupRequest, terms: ReuseTerms | None) -> bool:
-        """Whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
+        """Return whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
         begin, end = request.num_computed_tokens, request.last_usable
         best = [PlanSpan("", begin, begin, end - begin)]
         if not request.costs or terms is None or self._pays(request, self._build(request, [], best, terms)):
@@ -248,7 +240,7 @@ class Planner:
         return pieces
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
-        """How runs that are not exact are executed; None and a reason where none may be placed."""
+        """Return how runs that are not exact are executed; None and a reason where none may be placed."""
         if request.exact_only:
             return None, "not_exact"
         terms = self._terms
@@ -366,7 +358,7 @@ class Planner:
 
 
 def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str | None:
-    """Why reusable runs may be missing, or None."""
+    """Return why reusable runs may be missing, or None."""
     if deadline.has_cut:
         return "lookup_timeout"
     is_hidden = scan is not None and scan.hidden_end > request.num_computed_tokens

@@ -10,9 +10,9 @@ import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.contract import V14
-from semblend_trt.connector.eligibility import facts_in_engine, trtllm_refusal
+from semblend_trt.connector.eligibility import facts_in_engine, spec_of, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
@@ -47,7 +47,7 @@ class KnownModel:
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """Return the namespace of an engine with these `arguments`; the others count as unknown."""
-        engine = self.arguments or from_llm_args(SimpleNamespace(model=self.name, **arguments))
+        engine = self.arguments or spec_of(SimpleNamespace(model=self.name, **arguments))
         return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
@@ -71,7 +71,7 @@ def known_model(
     """Read the model, or return a finding for what an engine would refuse. With `kv_dtype` "auto" the dtype is that of
     `arguments`, another engine's, or the model's own. `llm_args` are TensorRT-LLM's."""
     is_scaled = arguments is not None and arguments.tells_kv_scales
-    is_scaled = is_scaled or (llm_args is not None and from_llm_args(llm_args).tells_kv_scales)
+    is_scaled = is_scaled or (llm_args is not None and spec_of(llm_args).tells_kv_scales)
     if kv_dtype == AUTO and arguments is not None and arguments.kv_dtype is not None:
         kv_dtype = arguments.kv_dtype
     if kv_dtype == "fp8" and not is_scaled:
@@ -141,7 +141,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
 
 
 def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
-    """What the policy means for every request."""
+    """Yield what the policy means for every request."""
     try:
         terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
     except ConfigurationError as error:
@@ -202,7 +202,7 @@ def _own_dtype(name: str) -> torch.dtype | None:
 
 
 def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> list[str]:
-    """Why the profile holds for no engine of the model; what depends on the engine is left open."""
+    """Return why the profile holds for no engine of the model; what depends on the engine is left open."""
     made_for: dict[str, Any] = held.namespace
     # An engine can have a name and "+" with a digest of scales, which is known once the model is loaded.
     cache_dtype = "+".join(str(made_for["cache_dtype"]).split("+")[:2])

@@ -72,8 +72,8 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any) -> Iterator[Finding]:
     """Yield options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal
-    from semblend_trt.connector.engine_spec import WRAPPER_MODULE, from_llm_args
+    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
+    from semblend_trt.connector.engine_spec import WRAPPER_MODULE
 
     config, cache = (getattr(llm_args, name, None) for name in ("kv_connector_config", "kv_cache_config"))
     module, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
@@ -81,7 +81,7 @@ def options(llm_args: Any) -> Iterator[Finding]:
         yield _options.ok(f"the connector is {module}")
     else:
         yield _options.failed(f"connector_module of kv_connector_config is {module!r}; ours are {' and '.join(ours)}")
-    if (refusal := engine_refusal(from_llm_args(llm_args))) is not None:
+    if (refusal := engine_refusal(spec_of(llm_args))) is not None:
         yield _options.refused(refusal, advice(refusal, Scope.ENGINE))
     elif module == WRAPPER_MODULE and (reason := decoder_refusal(_with_defaults(llm_args))) is not None:
         text = "no plan can be executed, and only what the engine can skip from the left is reused."
@@ -92,14 +92,14 @@ def options(llm_args: Any) -> Iterator[Finding]:
 
 
 def _with_defaults(llm_args: Any) -> EngineSpec:
-    from semblend_trt.connector.engine_spec import from_llm_args
+    from semblend_trt.connector.eligibility import spec_of
 
-    return from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+    return spec_of(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
 
 
 def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
     """Yield what keeps an engine with a connector from its start, by the cache manager that the options may give it."""
-    from semblend_trt.connector.contract import takes_v2
+    from semblend_trt.connector.llm_args import takes_v2
 
     asked, size = (getattr(cache, name, None) for name in ("use_kv_cache_manager_v2", "host_cache_size"))
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
@@ -121,7 +121,7 @@ def kv_dtype_of(llm_args: Any) -> str:
 
 
 def _installed() -> Iterator[Finding]:
-    """The contract, and whether TensorRT-LLM can make our classes: they need its base classes' abstract methods."""
+    """Yield the contract, and whether TensorRT-LLM can make our classes: they need its bases' abstract methods."""
     from semblend_trt import connector
     from semblend_trt.connector import contract
 

@@ -226,7 +226,7 @@ class DonorCatalog:
                 self._count_use(donor_id, entry)
 
     def begin_writing(self) -> None:
-        """From now on donors that come into host memory get a file where there is room."""
+        """Give a file, where there is room, to donors that come into host memory from now on."""
         self._writes_files = self.capacities.disk_bytes > 0
 
     def adopt(self, donor_id: str, tokens: int, generation: int = 0) -> tuple[str, ...] | None:
@@ -334,7 +334,7 @@ class DonorCatalog:
         return None if entry is None else entry.tier
 
     def is_writing(self, donor_id: str) -> bool:
-        """Whether the donor's file is still to be written."""
+        """Return whether the donor's file is still to be written."""
         entry = self._entries.get(donor_id)
         return entry is not None and entry.file == "writing"
 
@@ -478,7 +478,7 @@ class _RoomSearch:
     """Search once for one donor's room. Nothing moves until its result is applied."""
 
     def __init__(self, catalog: DonorCatalog, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
-        """`is_held`: the donor has a place already. `leaving`: a donor that leaves memory in any case."""
+        """Read each tier's room. `is_held`: the donor has a place. `leaving`: one that leaves memory in any case."""
         self._limits, self._entries, self._tokens = catalog.capacities, catalog._entries, tokens
         self._leaving = [leaving] if leaving else []
         self._places = 1 if is_held else self._limits.max_donors - len(self._entries)

@@ -133,7 +133,7 @@ class DonorTexts(DonorObserver):
         return iter(self._places)
 
     def _is_little(self, tokens: int, length: int) -> bool:
-        """Whether `tokens` that no other donor holds are too few to keep a text of `length` tokens."""
+        """Return whether `tokens` that no other donor holds are too few to keep a text of `length` tokens."""
         return tokens < min(self._settings.min_span_tokens, self._settings.min_donor_tokens, 1 + length // LITTLE_SHARE)
 
     def _remove(self, donor_id: str) -> None:
@@ -187,7 +187,7 @@ class DonorIndex:
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
     ) -> None:
-        """`observers` hear of held donors, `count` of every tier event. `disk` is None without a disk tier."""
+        """Hold no donor yet. `observers` hear of held donors, `count` of every tier event; `disk` needs a disk tier."""
         self._settings, self._observers = settings, observers
         geometry = pool.geometry
         capacities = Capacities(
@@ -229,7 +229,7 @@ class DonorIndex:
     ) -> bool:
         """Take room for the donor's whole text, `tokens` (int32 [n]), and have the workers save it.
 
-        Returns False when the text is too short, held already or without room, or `generation` is None."""
+        Returns False when the text is too short, held already or without room, or has no `generation`."""
         donor_id, text = intent.donor_id, DonorText(namespace_key, tokens, generation or 0)
         intent = replace(intent, max_tokens=len(tokens), generation=text.generation)
         near = list(self.texts.near(namespace_key, tokens))
@@ -251,14 +251,14 @@ class DonorIndex:
         return True
 
     def is_kept(self, intent: SaveIntent, near: Iterable[Near], most: int) -> bool:
-        """Whether another donor makes this one needless; that counts as a use of the other."""
+        """Return whether another donor makes this one needless; that counts as a use of the other."""
         keeper = self.texts.keeper(intent, near, most)
         if keeper is not None:
             self.catalog.touch(keeper)
         return keeper is not None
 
     def is_saving(self, request_id: int) -> bool:
-        """Whether the blocks of this ended request are held until its donor is saved."""
+        """Return whether the blocks of this ended request are held until its donor is saved."""
         return any(saving.intent.request_id == request_id for saving in self._saving.values())
 
     def copied_into(self, block_id: int) -> None:

@@ -59,7 +59,7 @@ class EvictionPolicy(Generic[HistoryT_contra]):
     history is up to date when the policy hears of it."""
 
     def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
-        """`rank` is taken when a donor is added or used."""
+        """Order donors by `rank`, which is taken when a donor is added or used."""
         self._rank = rank
         self._histories: dict[str, HistoryT_contra] = {}
         self._ranking = Ranking()

@@ -112,26 +112,26 @@ class DonorObserver:
     Token arrays are int32 [n] and never change."""
 
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        """A donor of this namespace, bound to `salt`, may be held soon."""
+        """Note that a donor of this namespace, bound to `salt`, may be held soon."""
 
     def held(self, donor_id: str, tokens: TokenArray, tier: str) -> None:
-        """The donor with these tokens is held in `tier`."""
+        """Note that the donor with these tokens is held in `tier`."""
 
     def found(self, donor_id: str, namespace_key: str, tokens: TokenArray, tier: str) -> None:
-        """A donor that an earlier process saved is held in `tier`."""
+        """Note that a donor that an earlier process saved is held in `tier`."""
 
     def moved(self, donor_id: str, tier: str) -> None:
-        """The donor is held in `tier` now."""
+        """Note that the donor is held in `tier` now."""
 
     def gone(self, donor_id: str) -> None:
-        """The donor is no longer held, or its save failed."""
+        """Note that the donor is no longer held, or its save failed."""
 
     def is_broken(self, profile: str, namespace_key: str) -> bool:  # noqa: ARG002
         """Return whether spot checks found a profile's promise broken in a namespace."""
         return False
 
     def close(self) -> None:
-        """The engine ends, and all its donors with it."""
+        """Note that the engine ends, and all its donors with it."""
 
 
 class OffloadQueue:

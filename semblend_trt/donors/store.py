@@ -131,7 +131,7 @@ class HostMemory:
 
 @dataclass(slots=True)
 class _Slot:
-    """One donor's room. `kv` is None during its copy; `readers` threads queue work on it."""
+    """One donor's room. During its copy there is no `kv`; `readers` threads queue work on it."""
 
     size: int
     ranges: list[Range]

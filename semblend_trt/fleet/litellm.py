@@ -56,10 +56,10 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request on its way through the proxy. `is_chat` is None for a body that the replica gets in another form.
+    """A request on its way through the proxy. A body that the replica gets in another form has no `is_chat`.
 
     `tried`: the deployments that it was given. `read`: its token ids and the tokenizer's digest, by the latter's
-    folder; each is None where it is not known."""
+    folder; None for what is not known."""
 
     body: dict[str, Any]
     is_chat: bool | None
@@ -129,7 +129,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         self,
         model: str,  # noqa: ARG002
         healthy_deployments: list[dict[str, Any]],
-        messages: Any,  # noqa: ARG002 - of a completion they are a chat that nobody sent
+        messages: Any,  # noqa: ARG002 - of a completion they are a chat that no client sent
         request_kwargs: Any = None,  # noqa: ARG002
         parent_otel_span: Any = None,  # noqa: ARG002
     ) -> list[dict[str, Any]]:

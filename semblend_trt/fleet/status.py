@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.fleet.directory import worker_name
-from semblend_trt.namespace import fields_apart
+from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, is_content, is_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
 # Heartbeat intervals after which a worker's events are old.
 _OLD = 1.5
+# Fields that may differ between requests of one engine.
+_OF_REQUESTS = ("extra.cache_salt", "extra.tenant_key", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,33 @@ class FleetStatus:
             found["apart"] = apart
         status.problems = dict(found)
         return status
+
+
+def fields_apart(namespaces: Mapping[str, Collection[CacheNamespace]]) -> list[str]:
+    """Return a sentence for each field that keeps the donors of these workers apart, by name, whatever salts and
+    adapters requests have."""
+    workers_by_value: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for worker, of_worker in namespaces.items():
+        for namespace in of_worker:
+            for name, value in _flat(namespace).items():
+                shown = "not determined" if is_unknown(value) else repr(value)
+                workers_by_value[name][shown].add(worker)
+    sentences = []
+    for name, by_value in sorted(workers_by_value.items()):
+        if len(by_value) > 1 or (len(namespaces) > 1 and "not determined" in by_value):
+            parts = (f"{value[:80]} on {', '.join(sorted(names))}" for value, names in sorted(by_value.items()))
+            sentences.append(f"namespaces do not meet in {name}: {'; '.join(parts)}")
+    return sentences
+
+
+def _flat(namespace: CacheNamespace) -> dict[str, Any]:
+    """Return the fields that decide reuse between workers, nested ones by a name with a dot."""
+    values = namespace.to_dict()
+    for name, revision in REVISION_OF.items():
+        if is_content(values[revision]):
+            del values[name]
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name}.{key}".rstrip("."): each for key, each in nested.items() if key not in PARALLEL_RANKS}
+    return {name: value for name, value in flat.items() if name not in _OF_REQUESTS}

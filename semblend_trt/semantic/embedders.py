@@ -55,7 +55,7 @@ class Embedder:
         return vectors
 
     def _write(self, text: str, vector: _Vector) -> None:
-        """Writes the text's vector over zeros."""
+        """Write the text's vector over zeros."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedde
 # -- words ------------------------------------------------------------------------------------------------------------
 @inner
 def _mixed(value: np.uint64) -> np.uint64:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -123,7 +123,7 @@ def _word_hashes(characters: npt.NDArray[np.uint32]) -> _Hashes:
 
 @entry
 def _project(hashes: _Hashes, counts: npt.NDArray[np.int64], vector: _Vector) -> None:
-    """Writes the projected word weights into `vector` (zeros before), with unit length."""
+    """Write the projected word weights into `vector` (zeros before), with unit length."""
     dim = np.uint64(len(vector))
     sums = np.zeros(len(vector), dtype=np.float64)
     for word in range(len(hashes)):
@@ -143,7 +143,7 @@ def _project(hashes: _Hashes, counts: npt.NDArray[np.int64], vector: _Vector) ->
 
 @entry
 def _sketch(hashes: _Hashes, vector: _Vector) -> None:
-    """Writes one sign per hash function, `len(vector)` of them: that of the function's least value over `hashes`."""
+    """Write one sign per hash function, `len(vector)` of them: that of the function's least value over `hashes`."""
     if not len(hashes):
         return
     size = 1.0 / np.sqrt(float(len(vector)))
@@ -157,8 +157,9 @@ def _sketch(hashes: _Hashes, vector: _Vector) -> None:
 
 
 def _words_of(text: str) -> tuple[_Hashes, npt.NDArray[np.int64]]:
-    """The different words of `text`: ascending hashes, and how often each occurs, int64 [words]. A word is a run of
-    letters and digits in lower case. Scripts without spaces (from U+2E80) give neighbouring pairs."""
+    """Return the different words of `text`: ascending hashes, and how often each occurs, int64 [words].
+
+    A word is a run of letters and digits in lower case. Scripts without spaces (from U+2E80) give pairs."""
     characters = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     hashes, counts = np.unique(_word_hashes(characters), return_counts=True)
     return hashes, counts
@@ -287,7 +288,7 @@ def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 def _word_start(words: list[int | None], at: int, least: int) -> int:
-    """The first token of the word that holds token `at`; `at` itself where the word begins before `least`."""
+    """Return the first token of the word that holds token `at`; `at` itself where the word begins before `least`."""
     start = at
     while words[start] is not None and words[start] == words[start - 1]:
         start -= 1

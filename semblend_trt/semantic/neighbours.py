@@ -68,7 +68,7 @@ class SemanticIndex:
         self._next += 1
 
     def remove(self, entry_id: str) -> bool:
-        """Remove an entry; return False when there is none."""
+        """Remove an entry; return False for an unknown one."""
         if entry_id not in self._numbers:
             return False
         namespace_key, number = self._numbers.pop(entry_id)

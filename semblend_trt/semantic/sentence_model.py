@@ -139,7 +139,7 @@ class _PooledEncoder(torch.nn.Module):
         self.eval()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Ids and mask int64 [batch, tokens] to unit vectors float32 [batch, dim]."""
+        """Return unit vectors float32 [batch, dim] of ids and mask int64 [batch, tokens]."""
         states = self._model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(states.dtype)
         mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)

@@ -76,7 +76,7 @@ class LayerReadiness:
             self._ask()
 
     def abandon(self, stream: Stream | None) -> None:
-        """After a failed forward: queue no further transfer, and have `stream` wait for those queued."""
+        """Queue no further transfer after a failed forward, and have `stream` wait for those queued."""
         if self._groups is not None:
             self._groups.close()
             self._groups = None

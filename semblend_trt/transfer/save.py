@@ -76,7 +76,7 @@ class DonorSaver:
         at_once: int = 0,
         snapshots: DeviceTier | None = None,
     ) -> None:
-        """`pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone.
+        """Take the parts of a rank: `pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone.
 
         `events` hears of promotions, `transfers` gets donors bound for disk. `ranks` save the same donors, each its own
         heads. `start` queues up to `at_once` chunks of a host copy. Without `snapshots` the engine holds the KV."""

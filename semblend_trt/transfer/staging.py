@@ -173,7 +173,7 @@ class HostWriter:
                 kv_move(_staged(batch, ContiguousKv(staged)), part, self._rotation)
 
     def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
-        """As `chunks`, for `tokens` positions from `first_token` on, to the start of `held`."""
+        """Do as `chunks`, for `tokens` positions from `first_token` on, to the start of `held`."""
         if self._staging is None:
             kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
             yield

@@ -2,52 +2,33 @@
 
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import PlanSpan
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.embedded_llm import geometry_of
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
+from tests.semblend_trt.plans import plan_of
 from validation.models import shipped_model
 
 
 @pytest.fixture(scope="session")
 def make_plan():
     def build(
-        tokens,
-        spans,
-        *,
-        num_layers=3,
-        block_size=8,
-        request_id=1,
-        boundary=0,
-        num_computed=0,
-        prefix_end=None,
-        kind=PlanKind.REQUEST_LOCAL,
-        shift=0,
-        exact=(),
-        check=None,
-        head=0,
+        tokens, spans, *, num_layers=3, boundary=0, num_computed=0, prefix_end=None, shift=0, exact=(), head=0, **more
     ):
         """`spans` are (start, end) in the prompt; `exact` holds the indices of exact ones."""
-        end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
-        return SemanticKvPlan(
-            request_id=request_id,
-            kind=kind,
-            spans=tuple(
-                PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
-                for index, (start, stop) in enumerate(spans)
-            ),
-            prompt_token_ids=np.array(tokens, dtype=np.int32),
-            num_computed_tokens=num_computed,
-            matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - num_computed,
-            block_size=block_size,
-            execution=EngineExecution(EngineMode.WRAPPER, num_layers, boundary, check, head),
-        )
+        own = [
+            PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
+            for index, (start, stop) in enumerate(spans)
+        ]
+        matched = None if prefix_end is None else prefix_end - num_computed
+        numbers = {"computed": num_computed, "matched": matched, "layers": num_layers}
+        layers = {"recompute_boundary_layer": boundary, "head_tokens": head}
+        return plan_of(*own, prompt=tokens, **numbers, **layers, **more)
 
     return build
 

@@ -71,7 +71,7 @@ def test_layers_that_lie_apart_in_any_layout(device, layout):
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 def test_chunks_of_rows_join(device, monkeypatch):
-    monkeypatch.setattr("kernels.attention_mass.CHUNK_ROWS", 7)
+    monkeypatch.setattr("kernels.sparse_prefill.by_torch.MASS_ROWS", 7)
     assert_matches_naive(device, Batch([[3, 40], list(range(30))]))
 
 

@@ -137,14 +137,15 @@ def uses_of_it(layout, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeypatch):
     served_by_torch = []
-    by_torch = ["kv_move.kv_move", "deviation.squares", "sparse_prefill.write_rows", "sparse_prefill.sparse_prefill"]
+    by_torch = ["kv_move.kv_move_by_torch", "deviation.squares_by_torch"]
+    by_torch += ["sparse_prefill.by_torch.write_rows", "sparse_prefill.by_torch.sparse_prefill"]
     for name in by_torch:
 
         def noted(*_, name=name):
             served_by_torch.append(name)
             return torch.empty(2, 2, 0)
 
-        monkeypatch.setattr(f"kernels.{name}_by_torch", noted)
+        monkeypatch.setattr(f"kernels.{name}", noted)
     for use in uses_of_it(layout, triton_device):
         use()
     served = [by_torch[0]] * 4 + [by_torch[1]] * 2 + by_torch[2:]

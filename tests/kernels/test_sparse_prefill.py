@@ -93,7 +93,7 @@ def test_sinks_far_from_all_scores(device, sink):
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("scores", [1, 4 * 31 * 7])
 def test_chunks_with_sinks_join(device, scores, monkeypatch):
-    monkeypatch.setattr("kernels.sparse_prefill.SINK_SCORES", scores)
+    monkeypatch.setattr("kernels.sparse_prefill.by_torch.SINK_SCORES", scores)
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 

@@ -18,7 +18,7 @@ def plan_of(
     layers=3,
     **execution,
 ):
-    """A plan over a prompt of 0, 1, 2 ...; it promises everything up to the last span's end, or `matched` tokens."""
+    """A plan over `prompt` (tokens, or how many of 0, 1, 2 ...) that promises `matched` tokens, or to the last span."""
     if matched is None:
         end = max((span.target_end for span in spans), default=computed)
         matched = 0 if kind is PlanKind.DISCOVERY_ONLY else end - computed
@@ -26,7 +26,7 @@ def plan_of(
         request_id=request_id,
         kind=kind,
         spans=spans,
-        prompt_token_ids=np.arange(prompt, dtype=np.int32),
+        prompt_token_ids=np.array(range(prompt) if isinstance(prompt, int) else prompt, dtype=np.int32),
         num_computed_tokens=computed,
         matched_tokens=matched,
         block_size=block_size,

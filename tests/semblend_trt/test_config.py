@@ -9,17 +9,14 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
-from semblend_trt.cli.config import meanings_of
+from semblend_trt.cli.config import MASK, masked, meanings_of, settings_in_use
 from semblend_trt.config import (
-    MASK,
     PREFIXES,
     EmbedderKind,
     EventFormat,
     Eviction,
     Settings,
     load_settings,
-    masked,
-    settings_in_use,
     variables_of,
 )
 from semblend_trt.errors import ConfigurationError

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.donors.donor_index import HeldDonors
-from semblend_trt.metrics import TOKEN_KINDS, metrics_for
-from semblend_trt.outcome import FAULTS, OTHER_REASON, Outcome, ReuseReport
+from semblend_trt.metrics import metrics_for
+from semblend_trt.outcome import FAULTS, OTHER_REASON, TOKEN_KINDS, Outcome, ReuseReport
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
 CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
@@ -42,11 +42,11 @@ from semblend_trt.fleet.placement_counters import PlacementCounters
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, ReuseReport
 
-metrics, events, placements = metrics_for(True), EventCounters(), PlacementCounters()
+metrics, events, placements = metrics_for(), EventCounters(), PlacementCounters()
 if fault == "gone":
     shutil.rmtree(folder)
 for reason in ("low_reuse", "deviation"):
-    metrics_for(True).request_ended(ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason, reused_tokens=4))
+    metrics_for().request_ended(ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason, reused_tokens=4))
     events.count("sent", "donor_registered")
     placements.placed("held", 0.1)
 if fault == "gone" and os.fork() == 0:
@@ -85,7 +85,7 @@ def tokens(registry):
 
 
 def test_every_outcome_kind_and_fault_is_there_from_the_start(registry):
-    metrics_for(True, registry)
+    metrics_for(registry)
     assert {value(registry, "requests_total", outcome=outcome.value) for outcome in Outcome} == {0.0}
     assert set(tokens(registry).values()) == {0.0}
     assert {value(registry, "faults_total", fault=fault) for fault in FAULTS} == {0.0}
@@ -102,7 +102,7 @@ def test_every_outcome_kind_and_fault_is_there_from_the_start(registry):
     ],
 )
 def test_tokens_of_a_request(registry, report, counts, deviations):
-    metrics_for(True, registry).request_ended(report)
+    metrics_for(registry).request_ended(report)
     assert value(registry, "requests_total", outcome=USED) == 1
     assert tokens(registry) == dict(zip(TOKEN_KINDS, counts, strict=True))
     assert value(registry, "kept_deviation_count") == deviations
@@ -110,7 +110,7 @@ def test_tokens_of_a_request(registry, report, counts, deviations):
 
 
 def test_refusals_and_lookups(registry):
-    metrics = metrics_for(True, registry)
+    metrics = metrics_for(registry)
     for reason in ("low_reuse", "low_reuse", "deviation", "a", "b", "\ud800"):
         metrics.request_ended(ReuseReport(DECLINED, reason))
     metrics.looked_up(0.002)
@@ -123,7 +123,7 @@ def test_refusals_and_lookups(registry):
 
 
 def test_engines_of_one_process_share_the_series_and_add_up(registry):
-    engines = [metrics_for(True, registry) for _ in range(3)]
+    engines = [metrics_for(registry) for _ in range(3)]
     indexes = [Index(2, 100, 10), Index(3, 1000, 0)]
     for metrics in engines:
         metrics.request_ended(CHECKED)
@@ -140,7 +140,7 @@ def test_engines_of_one_process_share_the_series_and_add_up(registry):
 
 
 def test_an_engine_that_is_gone_holds_no_donors(registry):
-    metrics = metrics_for(True, registry)
+    metrics = metrics_for(registry)
     index = Index(2, 100, 10)
     metrics.watch(index)
     del index
@@ -149,7 +149,7 @@ def test_an_engine_that_is_gone_holds_no_donors(registry):
 
 
 def test_faults_add_up_and_never_fall(registry):
-    engines, counted = [metrics_for(True, registry) for _ in range(2)], [Counts({"metadata": 2}) for _ in range(2)]
+    engines, counted = [metrics_for(registry) for _ in range(2)], [Counts({"metadata": 2}) for _ in range(2)]
     for metrics, faults in zip(engines, counted, strict=True):
         metrics.watch_faults(faults)
     counted[1]["request_data"] += 1
@@ -162,9 +162,9 @@ def test_faults_add_up_and_never_fall(registry):
 
 
 def test_lost_audit_events_are_shown_by_reason(registry, tmp_path):
-    """Up to the log's own end, and in the sum of all engines; an engine without a log shows nothing."""
-    engines = [metrics_for(True, registry) for _ in range(3)]
-    logs = [AuditLog(path) for path in (tmp_path / "a", tmp_path / "b", None)]
+    """Up to the log's own end, and in the sum of all engines."""
+    engines = [metrics_for(registry) for _ in range(2)]
+    logs = [AuditLog(tmp_path / name) for name in "ab"]
     for metrics, log in zip(engines, logs, strict=True):
         metrics.watch_audit(log.dropped)
     assert {value(registry, "audit_dropped_total", reason=reason) for reason in DROP_REASONS} == {0.0}
@@ -177,7 +177,7 @@ def test_lost_audit_events_are_shown_by_reason(registry, tmp_path):
     assert value(registry, "audit_dropped_total", reason="closed") == 1
 
 
-def test_switched_off_or_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
+def test_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
     imported = builtins.__import__
 
     def without(name, *arguments):
@@ -185,22 +185,21 @@ def test_switched_off_or_without_prometheus_client_nothing_is_counted(registry, 
             raise ImportError(name)
         return imported(name, *arguments)
 
-    use_all(metrics_for(False, registry))
     monkeypatch.setattr(builtins, "__import__", without)
-    use_all(metrics_for(True, registry))
+    use_all(metrics_for(registry))
     monkeypatch.undo()
     assert list(registry.collect()) == []
 
 
 def test_taken_names_cost_the_metrics_and_no_more(registry, caplog):
     Counter("semblend_requests", "Another package's.", registry=registry)
-    use_all(metrics_for(True, registry))
+    use_all(metrics_for(registry))
     assert "no metrics are kept" in caplog.text
 
 
 @pytest.mark.parametrize("report", [None, ReuseReport(USED, None, -1, 0, -5)])
 def test_a_wrong_report_raises_nothing_and_is_told_once(registry, report, caplog):
-    metrics = metrics_for(True, registry)
+    metrics = metrics_for(registry)
     metrics.request_ended(report)
     metrics.request_ended(report)
     metrics.looked_up("soon")
@@ -209,7 +208,7 @@ def test_a_wrong_report_raises_nothing_and_is_told_once(registry, report, caplog
 
 def test_racing_engines_lose_no_count(registry):
     def serve(_):
-        metrics = metrics_for(True, registry)
+        metrics = metrics_for(registry)
         metrics.request_ended(replace(CHECKED, exact_prefix_tokens=1))
         metrics.watch(Index(1, 1, 1))
         generate_latest(registry)

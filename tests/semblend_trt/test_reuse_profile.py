@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
-from semblend_trt import files, reuse_profile
 from semblend_trt.config import load_settings
+from semblend_trt.connector import lookup
+from semblend_trt.connector.lookup import ProfileMatch, ProfileMatcher
 from semblend_trt.errors import ConfigurationError, ProfileError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.plan import BudgetLevel, EngineMode, ReuseTerms
@@ -24,8 +25,6 @@ from semblend_trt.reuse_profile import (
     ProfileBound,
     ProfileCheck,
     ProfileLevel,
-    ProfileMatch,
-    ProfileMatcher,
     ReuseProfile,
 )
 from tests.semblend_trt import test_namespace
@@ -177,7 +176,7 @@ def test_an_engine_that_is_not_known_is_in_no_list(tmp_path, word):
 
 def test_another_version_differs(monkeypatch):
     made = profile()
-    monkeypatch.setattr(reuse_profile, "__version__", "9.9.9")
+    monkeypatch.setattr("semblend_trt.reuse_profile.__version__", "9.9.9")
     (sentence,) = made.differences(namespace(), GEOMETRY)
     assert "version" in sentence
     assert "runs 9.9.9" in sentence
@@ -579,7 +578,7 @@ def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp
 def test_a_file_that_others_can_write_or_replace_is_refused(
     tmp_path, path, file_mode, folder_mode, is_refused, is_linked, monkeypatch
 ):
-    monkeypatch.setattr(files, "_is_private", lambda _: False)
+    monkeypatch.setattr("semblend_trt.reuse_profile._is_private", lambda _: False)
     folder = tmp_path / "folder"
     folder.mkdir()
     held = path.rename(folder / "profile.json")
@@ -707,7 +706,7 @@ def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_re
 
 
 def test_a_trial_is_warned_about_once_however_many_engines_a_calibration_opens(path, caplog):
-    reuse_profile._warn_once.cache_clear()
+    lookup._warn_once.cache_clear()
     for _ in range(3):
         ProfileMatcher(load_settings(policy="verified", profile_path=path, profile_trial=True))
     assert caplog.text.count("SEMBLEND_PROFILE_TRIAL is on") == 1

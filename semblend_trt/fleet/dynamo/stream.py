@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-# Dynamo's workers put this in front of a client's salt, in the engine and so in the donors' namespaces.
+# Dynamo's workers put this before a client's salt, in the engine and so in the donors' namespaces.
 SALT_PREFIX = "dynamo-cache-salt:"
 
 

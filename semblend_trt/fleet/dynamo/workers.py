@@ -11,16 +11,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
+from semblend_trt.metrics import counter as series
 from semblend_trt.outcome import VLLM_RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+
+    from prometheus_client import CollectorRegistry
 
     from semblend_trt.fleet.directory import Worker
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute())
 
+# What became of requests; `continued`: by another worker, after the first broke off.
+RESULTS = ("answered", "continued", "unanswered")
+# What was wrong with an instance, once for each request that it was a candidate for, or answered.
+PROBLEMS = ("no_connector", "other_tokenizer", "same_worker_id")
 # The file of a worker's DYN_TOPOLOGY_MOUNT_PATH that holds its id: any engine's model card repeats it.
 TOPOLOGY_DOMAIN = "semblend-worker"
 # Seconds for which an instance that failed is asked only where no other is left.
@@ -132,3 +139,9 @@ def worker_of(name: str) -> Worker:
     if (found := _WORKER_NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!r} is no worker, such as 3 or 3.0")
     return int(found[1]), int(found[2] or 0)
+
+
+def counter(registry: CollectorRegistry, name: str, label: str, values: tuple[str, ...]) -> Callable[[str], None]:
+    """Return what counts one of `values`."""
+    made = series(registry, f"semblend_dynamo_{name}", f"The component's {name}, by {label}.", label, known=values)
+    return lambda value: made.labels(value).inc()

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from aiohttp import ClientSession
 
-from engine_wrapper.embedded.http import listening
-from engine_wrapper.embedded.server import Worker
+from engine_wrapper.embedded.server import Worker, listening
 from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import COLD
 from validation import models

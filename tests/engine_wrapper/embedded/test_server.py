@@ -6,9 +6,8 @@ import json
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from engine_wrapper.embedded.http import RequestRefusedError
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.server import Worker, main, read_body
+from engine_wrapper.embedded.server import RequestRefusedError, Worker, main, read_body
 from tests.engine_wrapper.embedded_llm import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4

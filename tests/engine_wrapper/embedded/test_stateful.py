@@ -12,7 +12,8 @@ from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditEvents
 from semblend_trt.connector import scheduler as scheduler_module
 from semblend_trt.errors import SemBlendError
-from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
+from semblend_trt.metrics import Metrics, Series
+from semblend_trt.outcome import TOKEN_KINDS
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.save import DonorSaver
 from tests.engine_wrapper.embedded import random_life as random_life_module

@@ -12,8 +12,7 @@ from engine_wrapper.self_check import MIN_TOKENS
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from engine_wrapper.trtllm import planned_forward
-from engine_wrapper.trtllm.block_table import table_for
-from engine_wrapper.trtllm.planned_forward import PlannedForward
+from engine_wrapper.trtllm.planned_forward import PlannedForward, table_for
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.plan import EngineMode, SpanCheck

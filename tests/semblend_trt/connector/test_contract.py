@@ -5,15 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker, contract
-from semblend_trt.connector.contract import V11, flashinfer_layout, version_of
+from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker, contract, llm_args
+from semblend_trt.connector.contract import V11
+from semblend_trt.connector.llm_args import flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
     assert version_of(release) == release
-    monkeypatch.setattr(contract, "_upstream", module_of(release))
+    monkeypatch.setattr("semblend_trt.connector.llm_args.upstream", module_of(release))
     assert version_of(None) == release
 
 
@@ -34,7 +35,7 @@ def test_our_methods_take_what_the_contract_hands_them(ours, base):
 def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layout):
     field = SimpleNamespace(default=layout)
     metadata = SimpleNamespace(__dataclass_fields__={"kv_layout": field})
-    found = {contract._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
+    found = {llm_args._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
 
     def import_module(path):
         if path not in found:

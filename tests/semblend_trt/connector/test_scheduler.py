@@ -120,6 +120,18 @@ def pair(tiny_qwen2_path, monkeypatch):
     worker.close()
 
 
+def test_what_the_settings_leave_off_is_not_run(tiny_qwen2_path, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_METRICS", "0")
+    monkeypatch.setattr("semblend_trt.metrics.metrics_for", lambda: 1 / 0)
+    monkeypatch.setattr("semblend_trt.audit.AuditLog.__init__", lambda *_: 1 / 0)
+    scheduler = SemBlendKvConnectorScheduler(LlmArgs(model=tiny_qwen2_path))
+    request = LlmRequest(1, [1, 2, 3], SamplingParams(), max_new_tokens=1)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert scheduler.request_finished(request, []) is False
+    scheduler.close()
+    assert not runtime_for(scheduler._llm_args).faults
+
+
 def test_the_donor_index_is_there_before_the_first_request(pair):
     scheduler, worker = pair
     scheduler.wait_for_initialization()  # some engines ask before there are caches

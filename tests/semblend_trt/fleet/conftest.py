@@ -1,6 +1,7 @@
 """Workers and servers that the fleet's tests share."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, Outbox
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter, EventWriter
@@ -106,6 +108,17 @@ class PublishingWorker:
                 self.move(str(rng.choice(sorted(self.held))))
             else:
                 self.add(f"donor-{step}-{rng.integers(1 << 40)}")
+
+
+@pytest.fixture
+def clock():
+    """A clock that tests turn, by its `now`."""
+    return SimpleNamespace(now=100.0)
+
+
+@pytest.fixture
+def directory(clock):
+    return Directory(clock=lambda: clock.now)
 
 
 @pytest.fixture

@@ -25,22 +25,11 @@ DOCUMENT = text(1, 1000)
 FOUND = (Holder(WORKER, 1000),)
 
 
-@pytest.fixture
-def clock():
-    """A clock that tests turn, by its `now`."""
-    return SimpleNamespace(now=100.0)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _now():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
         yield
-
-
-@pytest.fixture
-def directory(clock):
-    return Directory(clock=lambda: clock.now)
 
 
 def feed(directory, payloads):

@@ -2,31 +2,17 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
-
-import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.placement import Placement
-from semblend_trt.fleet.status import FleetStatus
-from semblend_trt.namespace import fields_apart, unknown_value
+from semblend_trt.fleet.status import FleetStatus, fields_apart
+from semblend_trt.namespace import unknown_value
 from tests.semblend_trt.fleet.conftest import Teller
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 from tests.server_process import wait_for
 
 DOCUMENT = text(1, 1000)
-
-
-@pytest.fixture
-def clock():
-    return SimpleNamespace(now=100.0)
-
-
-@pytest.fixture
-def directory(clock):
-    return Directory(clock=lambda: clock.now)
 
 
 def tells(directory, teller, heartbeat=True):

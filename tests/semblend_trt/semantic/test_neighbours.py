@@ -37,7 +37,7 @@ class Records:
 
     def __init__(self, path):
         self._path, self._registry, self.vectors = path, CollectorRegistry(), {}
-        self.audit, self.metrics = AuditEvents(path), metrics_for(True, self._registry)
+        self.audit, self.metrics = AuditEvents(path), metrics_for(self._registry)
         self.announcer = SimpleNamespace(embedded=self.vectors.__setitem__)
 
     def events(self):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.answer_kl import MAX_TOKENS, least_kl, likelihood_fields, likelihoods_in
+from semblend_trt.cold_runs import MAX_TOKENS, least_kl, likelihood_fields, likelihoods_in
 
 GREEDY = {"prompt": "a", "temperature": 0, "max_tokens": 8}
 
@@ -82,9 +82,8 @@ def test_what_tells_no_likelihoods_is_refused(answer):
     ("change", "is_judged"),
     [
         ({}, True),
-        ({"temperature": 1.0, "top_k": 1, "n": 1, "stream": False}, True),
+        ({"temperature": 1.0, "top_k": 1, "n": 1}, True),
         ({"temperature": 1.0, "seed": 0}, False),
-        ({"stream": True}, False),
         ({"n": 2}, False),
         ({"max_tokens": MAX_TOKENS + 1}, False),
         ({"max_tokens": None}, False),
