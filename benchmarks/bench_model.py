@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _SHARED: dict[str, Any] = {
     "rms_norm_eps": 1e-6,

@@ -13,9 +13,9 @@ from __future__ import annotations
 import gzip
 import statistics
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,13 @@ from tokenizers import Tokenizer
 
 from benchmarks.program import parser_of, seconds
 from semblend_trt.config import load_settings
+from semblend_trt.discovery.fingerprint import TokenArray
 from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from validation.models import shipped_model
 from validation.results import Results, say
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from semblend_trt.discovery.fingerprint import TokenArray
 
 SPACE = "benchmark"
 # Donors of the index that the full one is compared with; tokens of a prompt that many runs cover.

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from benchmarks.program import Count, run_counted
 from semblend_trt.runtime import Weights, weights_digest
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 LAYERS, STEPS, GOAL_MS = 28, 2000, 0.1
 # Of a layer of Qwen2, joined as in vLLM, and the scales of its attention.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
 from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
-from validation.cases import read_cases
+from validation.cases import Case, read_cases
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
@@ -18,9 +18,6 @@ from validation.log_cases import log_cases
 from validation.measurement import ServingSettings
 from validation.models import AUTO, KV_DTYPES, shipped_model
 from validation.prompts import FORM_NAMES
-
-if TYPE_CHECKING:
-    from validation.cases import Case
 
 PROGRAM = "python -m validation"
 # The highest seed that every generator of random numbers takes, together with the seeds that follow it.

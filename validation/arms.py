@@ -7,15 +7,12 @@ arXiv 2405.16444)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import CACHEBLEND_LAYER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"

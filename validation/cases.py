@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,12 +17,7 @@ from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from validation.engines import ServedModel
+from validation.engines import ServedModel
 
 
 class Expectation(str, Enum):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,11 +22,11 @@ from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, VLLM
-from validation.exactness import plain_difference, stock_difference
+from validation.engines import EMBEDDED, VLLM, Engines
+from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.judge import Judge, judged
-from validation.measurement import Measurement, ServingSettings
+from validation.measurement import Measured, Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import beside, complain, progress, say, write_json, write_text
 from validation.page import page
@@ -34,15 +35,7 @@ from validation.replay.command import parse_replay, run_replay
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 from validation.results import Measured as RunMeasured
 from validation.results import write_rows
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from validation.engines import Engines
-    from validation.exactness import Exactness
-    from validation.measurement import Measured
-    from validation.samples import Sample
+from validation.samples import Sample
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several

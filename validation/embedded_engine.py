@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,15 +12,8 @@ from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
-from validation.engines import connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from validation.arms import Arm
-    from validation.engines import EngineSettings
-
+from validation.arms import Arm
+from validation.engines import EngineSettings, connector_variables, environment, token_bytes
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 # Random weights have no revision; every engine of a run holds the same ones.

@@ -6,27 +6,24 @@ import json
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from unittest import mock
 
+import torch
+
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
+from semblend_trt.connector.model_facts import ModelFacts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.files import open_input
+from validation.arms import Arm
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import torch
-
-    from semblend_trt.connector.model_facts import ModelFacts
-    from validation.arms import Arm
-
-    # One for all prompts, or one for each.
-    AllParams = SamplingParams | Sequence[SamplingParams]
-    AllSalts = Sequence[str | None] | str | None
+# One for all prompts, or one for each.
+AllParams = SamplingParams | Sequence[SamplingParams]
+AllSalts = Sequence[str | None] | str | None
 
 EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
 

@@ -13,17 +13,13 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, is_reusing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from validation.cases import Case
-    from validation.samples import Sample
+from validation.cases import Case
+from validation.samples import Sample
 
 TIMEOUT_SECONDS = 120.0
 MAX_OUTPUT_BYTES = 1 << 16

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input
 from validation.cases import Case, Expectation
 from validation.estimate.prompts import Encoder, PromptLog, encoded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORKLOAD = "log"
 MOST_DONORS = 3

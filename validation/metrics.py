@@ -7,18 +7,14 @@ import re
 import string
 import warnings
 from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rouge_score import rouge_scorer
 from scipy.stats import DegenerateDataWarning, bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-
-    import numpy.typing as npt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from validation.arms import COLD, POSITION_FIX, VERIFIED
+from validation.cases import Case
 from validation.families.catalog import FAMILIES, Kind
 from validation.report import ARM_NAMES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from validation.cases import Case
-    from validation.samples import Sample
+from validation.samples import Sample
 
 _TOLD = {
     Kind.HARMLESS: "The documents stand elsewhere than in the request before, and mean the same there.",

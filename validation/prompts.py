@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.errors import ConfigurationError
 from validation.documents import SHIPPED_VOCABULARY, WORDS, Vocabulary, words
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 INSTRUCTION_MARK = "<|inst|>"
 DOCUMENT_MARK = "<|doc|>"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
@@ -27,13 +31,6 @@ from validation.page import page
 from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid
 from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
 
 FILE_STEM = "quality"
 # Of the columns that a terminal shows.

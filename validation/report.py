@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
 from validation.cases import Expectation
+from validation.engines import AuditCounts
+from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
 from validation.results import Better, Measured, Results, Row
+from validation.samples import Sample
 from validation.scoreboard import figure
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from validation.engines import AuditCounts
-    from validation.exactness import Exactness
-    from validation.samples import Sample
 
 EXACTNESS = "wrapper_exactness"
 MAX_LOGIT_DIFFERENCE = 1e-4

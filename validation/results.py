@@ -12,16 +12,14 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from semblend_trt.files import write_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Better = Literal["higher", "lower"]
 

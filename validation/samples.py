@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from validation import metrics
-from validation.cases import Expectation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
-
-    from validation.arms import Arm
-    from validation.cases import Case
-    from validation.metrics import NonInferiority
+from validation.arms import Arm
+from validation.cases import Case, Expectation
+from validation.metrics import NonInferiority
 
 
 @dataclass(frozen=True, slots=True)

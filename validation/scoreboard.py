@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import output
 from validation.results import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.connector.contract import version_of
 from validation.engines import AuditFile, ended_requests
 from validation.trtllm_engine import STOCK_CONNECTOR, open_llm, trtllm_api
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Events = tuple[dict[str, Any], ...]
 

@@ -19,9 +19,10 @@ import re
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.connector.model_facts import model_facts
@@ -33,9 +34,6 @@ from validation.engines import AuditFile, ended_requests
 from validation.prompts import PLAIN
 from validation.trtllm_assumptions import Finding, facts_of, judge_commits, judge_crowded, judge_engine
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 Answers = tuple[tuple[int, ...], ...]
 

@@ -5,23 +5,30 @@ It imports nothing that an environment with TensorRT-LLM and the connector lacks
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from engine_wrapper.embedded.request import RequestOutput, SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.request import RequestOutput, SamplingParams
-    from validation.arms import Arm
-    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+from validation.arms import Arm
+from validation.engines import (
+    AllParams,
+    AllSalts,
+    ArmEngine,
+    Asked,
+    EngineSettings,
+    answered,
+    asked_of,
+    connector_variables,
+    environment,
+    token_bytes,
+)
 
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
 # Saves end in another process. They count as ended when its audit log has not grown for this time.

@@ -5,25 +5,31 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import SamplingParams
+from engine_wrapper.embedded.request import RequestOutput, SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.request import RequestOutput
-    from validation.arms import Arm
-    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+from validation.arms import Arm
+from validation.engines import (
+    AllParams,
+    AllSalts,
+    ArmEngine,
+    Asked,
+    EngineSettings,
+    answered,
+    asked_of,
+    connector_variables,
+    environment,
+    token_bytes,
+)
 
 # Arguments of KVTransferConfig but for the connector's settings.
 TRANSFER = {

@@ -13,10 +13,11 @@ import math
 import re
 import time
 from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -35,14 +36,10 @@ from validation.calibration.calibration import FRESH, Calibration
 from validation.calibration.command import parse_calibrate, teller
 from validation.calibration.observer import Observer, trial_of
 from validation.calibration.prepared import Prepared
+from validation.cases import Case
 from validation.models import transformers_model
 from validation.results import Results, say
 from validation.samples import Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from validation.cases import Case
 
 NAME, POINTS, SUFFIX = "smollm2", "smollm2_frontier.jsonl", ".json.gz"
 # Positions that a prompt is moved by.

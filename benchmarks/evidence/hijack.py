@@ -9,12 +9,13 @@ searches plants in the same way, with other seeds.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.program import Count, run_counted
+from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
@@ -26,13 +27,8 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import exact_match
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.results import Results
-    from validation.samples import Answer
+from validation.results import Results
+from validation.samples import Answer
 
 # Families in which the donor's text before what is shared decides what the shared text says.
 _SAID_BEFORE = ("header", "far_header", "mid_sentence", "alias", "pronoun", "unit", "date")

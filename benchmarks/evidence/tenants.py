@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scipy.stats import ks_2samp
 
 from benchmarks.bench_model import Prompts, make_runner
 from benchmarks.program import Count, resident_mib, run_counted
+from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from engine_wrapper.embedded.request import RequestOutput
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine_wrapper.embedded.llm import LLM
-    from engine_wrapper.embedded.request import RequestOutput
-    from validation.results import Results
+from validation.results import Results
 
 SAMPLES, SALTS = 250, 3000
 WARM_UPS = 10

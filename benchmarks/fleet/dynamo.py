@@ -14,24 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
-from benchmarks.fleet.dynamo_fleet import MODEL_PATH, DynamoFleet, free_ports
+from benchmarks.fleet.dynamo_fleet import MODEL_PATH, Answer, DynamoFleet, free_ports
 from benchmarks.program import Count, run_counted
 from semblend_trt.model_tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from benchmarks.fleet.dynamo_fleet import Answer
-    from validation.results import Results
+from validation.results import Results
 
 INSTRUCTIONS = (
     "Summarise:",

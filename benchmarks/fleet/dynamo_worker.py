@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -26,9 +27,6 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.outcome import VLLM_RECEIPT
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 SECONDS_BELOW, DROPPED = 16, 17
 # Tokens of an answer lie above those that end one.

@@ -19,12 +19,13 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
@@ -34,13 +35,7 @@ from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from validation.results import Results
+from validation.results import Results
 
 START_SECONDS = 30.0
 ROUNDS, DONORS, HELD, TOKENS, EVENTS_PER_S, WARM_UP = 5, 2_000, 512, 2048, 2000.0, 600

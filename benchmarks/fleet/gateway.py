@@ -12,14 +12,11 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 from benchmarks.program import Count, run_counted
 from validation.documents import stock_list
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 INSTRUCTIONS = ("Answer briefly. ", "Look up what is asked for. ", "Use the lists. ", "Be exact. ", "Say where it is. ")
 CONCURRENCIES = (1, 4, 16)

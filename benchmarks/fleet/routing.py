@@ -13,24 +13,20 @@ import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
+from semblend_trt.fleet.directory import Worker
 from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
 from semblend_trt.fleet.wire import Emitter, EventWriter
+from validation.results import Results
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from semblend_trt.fleet.directory import Worker
-    from validation.results import Results
-
-    _Tokens = npt.NDArray[np.int32]
+_Tokens = npt.NDArray[np.int32]
 
 WORKERS, DOCUMENTS = 4, 64
 SHORTEST, LONGEST = 1024, 6144

@@ -8,7 +8,6 @@ layer's matrix products (hidden 3,584, inner 18,944) and its attention. Every re
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,9 +18,7 @@ from kernels.attention_mass import attention_mass_by_torch, triton_mass
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import sparse_prefill_by_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 ROWS, TOKENS = 64, 24576
 HIDDEN, INNER = 3584, 18944

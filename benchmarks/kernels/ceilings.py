@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +14,6 @@ from benchmarks.program import parser_of
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
 from kernels.rope import RopeRotation
 from validation.results import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COPY_BYTES = 2 << 30
 HOST_BYTES = 1 << 30

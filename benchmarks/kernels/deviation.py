@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from benchmarks.kernels.ceilings import (
@@ -24,11 +22,8 @@ from benchmarks.kernels.ceilings import (
     time_ms,
 )
 from kernels.deviation import FreshRows, Move, deviation, relative, squares_by_torch
-from validation.results import say
-
-if TYPE_CHECKING:
-    from kernels.layout import ContiguousKv, Fresh, PagedKv
-    from validation.results import Results
+from kernels.layout import ContiguousKv, Fresh, PagedKv
+from validation.results import Results, say
 
 LAYER = 2
 

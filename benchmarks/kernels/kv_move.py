@@ -6,8 +6,6 @@ tokens, dtype, source and layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from benchmarks.kernels.ceilings import (
@@ -31,13 +29,9 @@ from benchmarks.kernels.ceilings import (
     time_ms,
 )
 from kernels.kv_move import Move, kv_move, kv_move_by_torch
-from kernels.layout import ContiguousKv
-from validation.results import say
-
-if TYPE_CHECKING:
-    from kernels.layout import KvGeometry, PagedKv
-    from kernels.rope import Rotation
-    from validation.results import Results
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.rope import Rotation
+from validation.results import Results, say
 
 GOAL_TOKENS = 24576
 COPY_GOAL, MILLISECONDS_GOAL = 0.90, 0.75

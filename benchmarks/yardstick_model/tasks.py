@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
 from validation import documents, prompts
 
 from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tokenizers import Tokenizer
-
-    Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
+Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
 
 # Weights of predicted tokens in quarters, so that they fit into a byte.
 TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32

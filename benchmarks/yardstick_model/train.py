@@ -13,12 +13,14 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -37,12 +39,6 @@ from .tokenizer import (
     read_books,
     train_tokenizer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tokenizers import Tokenizer
-
 
 # What the shipped model was trained with.
 RATE = 1.6e-3

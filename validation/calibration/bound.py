@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import betaincinv
@@ -18,11 +18,7 @@ from scipy.special import betaincinv
 from semblend_trt.plan import BudgetLevel
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel
 from validation.metrics import CONFIDENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from validation.samples import Sample
+from validation.samples import Sample
 
 # The shares that are tried of a plan's checked tokens, and the bounds on KL beside twice the rounding floor, in nats.
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, ReuseProfile
-from validation.calibration.bound import LEAST, MAX_KLS, bounds_of, broken_of, correlation, missing_groups, what_if
-from validation.calibration.search import SAMPLE_EVERY, candidates
+from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileBound, ProfileCheck, ReuseProfile
+from validation.calibration.bound import (
+    LEAST,
+    MAX_KLS,
+    Broken,
+    Observation,
+    bounds_of,
+    broken_of,
+    correlation,
+    missing_groups,
+    what_if,
+)
+from validation.calibration.observer import Observer
+from validation.calibration.prepared import Prepared
+from validation.calibration.search import SAMPLE_EVERY, Candidate, candidates
+from validation.cases import Case
 from validation.families.catalog import Kind, family
 from validation.metrics import CONFIDENCE
 from validation.results import versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from semblend_trt.reuse_profile import ProfileBound
-    from validation.calibration.bound import Broken, Observation
-    from validation.calibration.observer import Observer
-    from validation.calibration.prepared import Prepared
-    from validation.calibration.search import Candidate
-    from validation.cases import Case
 
 # Added to a calibration's seed for the prompts that confirm.
 FRESH = 1_000

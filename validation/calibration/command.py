@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -19,10 +21,6 @@ from validation.families.catalog import FAMILIES
 from validation.metrics import CONFIDENCE
 from validation.output import say
 from validation.results import today
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
 
 _CALIBRATE = f"""
 Finds how much of a plan has to be computed, by the deviation of its sample, so that at most a share of the answers (the

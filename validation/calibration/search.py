@@ -6,20 +6,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, terms_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import numpy.typing as npt
-
-    from validation.calibration.deviations import PromptDeviations
+from validation.calibration.deviations import PromptDeviations
 
 # Where half of a span deviates, its meaning has changed, and none of it is kept.
 MAX_SPAN_SHARE = 0.5

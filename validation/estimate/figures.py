@@ -9,41 +9,35 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from semblend_trt.config import Settings
 from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, fingerprint
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, TokenArray, fingerprint
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from semblend_trt.plan import EngineMode, PlanKind
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.reuse_profile import ReuseProfile
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from semblend_trt.config import Settings
-    from semblend_trt.discovery.fingerprint import TokenArray
-    from semblend_trt.donors.catalog import CatalogStats
-    from semblend_trt.plan import PlanSpan
-    from semblend_trt.pool_facts import PoolFacts
-    from semblend_trt.reuse_profile import ReuseProfile
-
-    Floats = npt.NDArray[np.float64]
-    Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 def line_of(donor_id: str) -> int:

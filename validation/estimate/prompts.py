@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from semblend_trt.chats import ChatError, render_chat
-from semblend_trt.discovery.fingerprint import as_token_array
+from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
 from validation.replay.trace import Skipped, UnreadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import BinaryIO
-
-    from semblend_trt.discovery.fingerprint import TokenArray
 
 # Bytes of a log that decide its form.
 HEAD_BYTES = 1 << 20

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from validation import documents
-from validation.cases import Expectation, equal_start
+from validation.cases import Case, Expectation, equal_start
 from validation.documents import Document, Question, counted_list
-from validation.families.group import ask, turns_of
+from validation.families.group import Group, ask, turns_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from validation.cases import Case
-    from validation.families.group import Group
-
-    Places = Callable[[Group], Iterator[tuple[str, str]]]
+Places = Callable[[Group], Iterator[tuple[str, str]]]
 
 # Question, answer and marks of a turn beside its document.
 _TURN_TOKENS = 30

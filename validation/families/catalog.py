@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from validation.cases import Case
+from validation.engines import ServedModel
 from validation.families import built_in, datasets, english
 from validation.families.group import Group, grown, least_tokens
-from validation.prompts import form_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from validation.cases import Case
-    from validation.engines import ServedModel
-    from validation.prompts import PromptForm
+from validation.prompts import PromptForm, form_for
 
 
 class Kind(str, Enum):

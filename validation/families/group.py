@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
-from validation.documents import Document, counted_list
-from validation.prompts import Turn
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from validation.documents import Question
-    from validation.prompts import PromptForm
+from validation.documents import Document, Question, counted_list
+from validation.prompts import PromptForm, Turn
 
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40

@@ -5,13 +5,15 @@ The report has figures with intervals: as JSON, and as a Markdown page, which is
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -21,12 +23,6 @@ from validation.replay.fleet import Fleet, Served, serve_fleet
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
 from validation.results import Measured, Results
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 3

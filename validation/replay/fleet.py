@@ -5,24 +5,17 @@ any wait it pays where the bits a second are above 8 x bytes a token x prefilled
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
-from validation.replay.simulation import BlockCache
-from validation.replay.trace import NONE
+from validation.replay.simulation import BlockCache, ReuseRule
+from validation.replay.trace import NONE, Trace
 from validation.replay.trace_line import BlockKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from validation.replay.simulation import ReuseRule
-    from validation.replay.trace import Trace
 
 # In the middle fifth of the requests, one in three asks about one document instead.
 HOT_TOKENS, HOT_QUESTION_TOKENS, HOT_EVERY = 16_384, 512, 3

@@ -9,24 +9,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
-from validation.replay.trace import NONE
+from validation.replay.trace import NONE, Blocks, Trace
 from validation.replay.trace_line import BlockKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from validation.replay.trace import Blocks, Trace
 
 
 @dataclass(slots=True)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, open_input, too_long
-from validation.replay.trace_line import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
-    from pathlib import Path
-
-    from validation.replay.trace_line import BlockKind
-
+from validation.replay.trace_line import MAX_BLOCKS, BlockKind, Milliseconds, Tokens, TraceBlock, TraceLine
 
 NONE = -1
 
