@@ -9,8 +9,9 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         "source": str(options.trace),
         "facts": facts,
         "rules": list(map(asdict, rules)),
-        "lines": list(map(asdict, lines)),
+        "lines": lines,
         "unlimited_share": unlimited,
         "settings": arguments.settings_in_text(options),
         "measured": asdict(measured),
@@ -93,9 +94,9 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     write_json(document, {"schema": SCHEMA, **found, **asdict(measured)})
     parts = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()]
     for rule in rules:
-        told = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
-        own = [line for line in lines if line.rule == rule.name]
-        parts += [f"## {rule.name}", told, markdown_table(_HEADINGS, map(_cells, own))]
+        what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
+        own = [line for line in lines if line["rule"] == rule.name]
+        parts += [f"## {rule.name}", what, markdown_table(_HEADINGS, map(_cells, own))]
     text = "\n\n".join(parts) + "\n"
     write_text(page, text)
     for line in (*text.splitlines(), *paths):
@@ -163,55 +164,34 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate and its bounds at CONFIDENCE."""
-
-    estimate: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
-
-    rule: str
-    policy: str
-    capacity_tokens: int
-    hit_share: float
-    saved_tokens: int
-    evictions: int
-    regrets: int
-    hit_share_over_lru: Interval | None
-
-
 def _replayed(
     trace: Trace, rules: Sequence[ReuseRule], options: argparse.Namespace
-) -> tuple[list[Line], dict[str, float]]:
-    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache."""
-    prompts = np.array(trace.prompt_tokens(), dtype=np.int64)
-    distinct = sum(trace.spans.tokens)
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache.
+
+    Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
+    prompts = np.array([tokens for *_, tokens in trace.requests(as_prefixes=False)], dtype=np.int64)
+    distinct, total = sum(trace.spans.tokens), trace.tokens
     defaults = sorted({max(1, round(distinct * share)) for share in _DEFAULT_SHARES})
     capacities = list(dict.fromkeys(options.capacity_tokens or defaults))
     policies = list(dict.fromkeys((BASELINE, *options.policies, OPTIMUM)))
-    lines, unlimited = list[Line](), dict[str, float]()
+    lines, unlimited = list[dict[str, Any]](), dict[str, float]()
     with progress("Replaying", len(rules) * (len(capacities) * len(policies) + 1)) as on_step:
         for rule in rules:
             for capacity in capacities:
-                of_lru = np.zeros_like(prompts)
+                of_lru = prompts
                 for policy in policies:
-                    found, over_lru = simulate(trace, rule, policy, capacity), None
-                    if policy == BASELINE:
-                        of_lru = found.reused
-                    else:
-                        over_lru = ratio_interval(found.reused - of_lru, prompts, options.seed)
-                    saved = int(found.reused.sum())
-                    share, counted = saved / int(prompts.sum()), (found.evictions, found.regrets)
-                    lines.append(Line(rule.name, policy, capacity, share, saved, *counted, over_lru))
+                    reused, cache = simulate(trace, rule, policy, capacity)
+                    of_lru = reused if policy == BASELINE else of_lru
+                    interval = None if policy == BASELINE else ratio_interval(reused - of_lru, prompts, options.seed)
+                    saved = int(reused.sum())
+                    line = {"rule": rule.name, "policy": policy, "capacity_tokens": capacity}
+                    line |= {"hit_share": saved / total, "saved_tokens": saved}
+                    line |= {"evictions": cache.evictions, "regrets": cache.regrets, "hit_share_over_lru": interval}
+                    lines.append(line)
                     on_step(policy)
-            everything = simulate(trace, rule, BASELINE, max(1, sum(rule.blocks(trace).tokens)))
-            unlimited[rule.name] = float(everything.reused.sum() / prompts.sum())
+            everything, _ = simulate(trace, rule, BASELINE, max(1, sum(rule.blocks(trace).tokens)))
+            unlimited[rule.name] = float(everything.sum() / total)
             on_step("unlimited")
     return lines, unlimited
 
@@ -219,8 +199,8 @@ def _replayed(
 def _facts(trace: Trace) -> list[str]:
     held = trace.held_prefix_blocks
     facts = [
-        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
-        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
+        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {trace.tokens:,} tokens, "
+        f"{len(trace.spans.tokens):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
         f"Blocks of a prefix that an earlier request had: {held:,}, {held / trace.block_uses:.1%} of all blocks.",
     ]
     if trace.form is TraceFormat.MOONCAKE:
@@ -234,9 +214,9 @@ CONFIDENCE = 0.95
 RESAMPLES = 2_000
 
 
-def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
-    """Return the sum of `numerators` over that of `denominators`, [requests] in order, with bounds; None below 4
-    requests.
+def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> dict[str, float] | None:
+    """Return the sum of `numerators` over that of `denominators`, [requests] in order, as `estimate`, with its bounds
+    `low` and `high` at CONFIDENCE; None below 4 requests.
 
     A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive requests are resampled, since
     requests reuse the blocks of earlier ones. Equal seeds give equal bounds."""
@@ -248,7 +228,7 @@ def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed:
     drawn = np.random.default_rng(seed).integers(0, len(starts), (RESAMPLES, len(starts)))
     ratios = above[drawn].sum(axis=1) / np.maximum(below[drawn].sum(axis=1), 1e-300)
     low, high = np.quantile(ratios, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+    return {"estimate": float(above.sum() / below.sum()), "low": float(low), "high": float(high)}
 
 
 _HEADINGS = "policy | capacity | reused | saved tokens | evicted | regrets | reused - lru, points"
@@ -266,10 +246,18 @@ marks those that exclude 0.
 """
 
 
-def _cells(line: Line) -> tuple[str, ...]:
-    found, difference = line.hit_share_over_lru, "-"
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    found, difference = line["hit_share_over_lru"], "-"
     if found is not None:
-        estimate, low, high = (100 * value for value in (found.estimate, found.low, found.high))
+        estimate, low, high = (100 * value for value in found.values())
         difference = f"{estimate:+.1f} [{low:+.1f}, {high:+.1f}]{'*' * (low > 0.0 or high < 0.0)}"
-    saved, evicted, regrets = (f"{value:,}" for value in (line.saved_tokens, line.evictions, line.regrets))
-    return line.policy, f"{line.capacity_tokens:,}", f"{line.hit_share:.1%}", saved, evicted, regrets, difference
+    saved, evicted, regrets = (f"{line[name]:,}" for name in ("saved_tokens", "evictions", "regrets"))
+    return (
+        line["policy"],
+        f"{line['capacity_tokens']:,}",
+        f"{line['hit_share']:.1%}",
+        saved,
+        evicted,
+        regrets,
+        difference,
+    )

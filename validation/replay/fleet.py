@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,7 @@ import numpy.typing as npt
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
 from validation.replay.simulation import BlockCache, ReuseRule
-from validation.replay.trace import NONE, Trace
-from validation.replay.trace_line import BlockKind
+from validation.replay.trace import NONE, BlockKind, Trace
 
 # In the middle fifth of the requests, one in three asks about one document instead.
 HOT_TOKENS, HOT_QUESTION_TOKENS, HOT_EVERY = 16_384, 512, 3
@@ -35,8 +35,7 @@ class Fleet:
     token_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class Served(NamedTuple):
     """By request, int64 [requests]: the prompt's tokens, those that were not computed, and those that were fetched. And
     the seconds to the first token, float64 [requests]."""
 
@@ -55,8 +54,7 @@ class _Worker:
     link: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):
     """How a worker would serve a prompt: `fetched` tokens come from `source`, and the first token at `ttft`."""
 
     ttft: float
@@ -92,9 +90,7 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
 def _requests(trace: Trace, rule: ReuseRule, hot: int) -> Iterator[tuple[int, float, Sequence[int], int]]:
     """Yield number, seconds, blocks and tokens of each request."""
     count = len(trace)
-    for index, ((seconds, request), tokens) in enumerate(
-        zip(trace.requests(as_prefixes=rule.as_prefixes), trace.prompt_tokens(), strict=True)
-    ):
+    for index, (seconds, request, tokens) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
         if 2 * count <= 5 * index < 3 * count and index % HOT_EVERY == 0:
             yield index, seconds, (hot, NONE), HOT_TOKENS + HOT_QUESTION_TOKENS
         else:

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
-from validation.replay.trace import NONE, Blocks, Trace
-from validation.replay.trace_line import BlockKind
+from validation.replay.trace import NONE, BlockKind, Blocks, Trace
 
 
 @dataclass(slots=True)
@@ -169,7 +168,7 @@ def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:
 
 
 class ReplayPolicy(str, Enum):
-    """Names of the policies that a replay plays."""
+    """The policies that a replay plays, by name."""
 
     FIFO = "fifo"
     LRU = "lru"
@@ -341,33 +340,28 @@ class ReuseRule:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """`reused` int64 [requests]: tokens that each request did not compute, in the order of `Trace.requests`. `regrets`
-    counts the blocks that were asked for again after their eviction."""
+def simulate(
+    trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int
+) -> tuple[npt.NDArray[np.int64], BlockCache]:
+    """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM.
 
-    reused: npt.NDArray[np.int64]
-    evictions: int
-    regrets: int
-
-
-def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -> Outcome:
-    """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM."""
-    blocks, looks_ahead = rule.blocks(trace), policy == OPTIMUM
-    index, seconds = 0, 0.0
-    cache = BlockCache(
-        blocks,
-        Optimum((request for _, request in trace.requests(as_prefixes=rule.as_prefixes)), lambda: index)
-        if looks_ahead
-        else replay_policy(ReplayPolicy(policy), lambda: seconds),
-        capacity_tokens,
-        looks_ahead=looks_ahead,
+    Return the tokens that each request did not compute, int64 [requests], and the cache, which counts."""
+    requests, looks_ahead, index, seconds = (
+        list(trace.requests(as_prefixes=rule.as_prefixes)),
+        policy == OPTIMUM,
+        0,
+        0.0,
     )
-    prompt_tokens = trace.prompt_tokens()
-    reused = np.zeros(len(prompt_tokens), dtype=np.int64)
-    for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, prompt_tokens[index])
-    return Outcome(reused, cache.evictions, cache.regrets)
+    chosen = (
+        Optimum((blocks for _, blocks, _ in requests), lambda: index)
+        if looks_ahead
+        else replay_policy(ReplayPolicy(policy), lambda: seconds)
+    )
+    cache = BlockCache(rule.blocks(trace), chosen, capacity_tokens, looks_ahead=looks_ahead)
+    reused = np.zeros(len(requests), dtype=np.int64)
+    for index, (seconds, request, tokens) in enumerate(requests):
+        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, tokens)
+    return reused, cache
 
 
 def _spans(request: Sequence[int], hits: frozenset[int], cache: BlockCache) -> Iterator[int]:
