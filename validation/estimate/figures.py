@@ -10,7 +10,7 @@ import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
@@ -86,7 +86,10 @@ class Serving:
         self._block_size, self._profile = pool.geometry.block_size, profile
         self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
-        self._planner = DonorPlanner(settings, pool, self._donors)
+        # A pool that is known by a token's bytes alone has one layer.
+        layers = pool.geometry.num_layers if profile is None else profile.geometry.num_layers
+        layered = replace(pool, geometry=replace(pool.geometry, num_layers=layers))
+        self._planner = DonorPlanner(settings, layered, self._donors)
         self._served = 0
 
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
