@@ -220,20 +220,25 @@ class QualityReport:
         """Return a table of what the reusing arms do, with a row for each line."""
         headings = ["family", "arm", "KL", "floor", "95 % below", "changed", "right", "in cold", "reused", "computed"]
         colds, rows = {line.family: line.contains for line in self.lines if line.arm == COLD}, []
+        unknown = self.unknown()
         for line in self._moved:
             kls = (line.answer_kl, self.floor(line.family), line.answer_kl_q95)
             shares = (line.changed, line.contains, colds[line.family], line.reused_share, line.computed_share)
             bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
             said = "; ".join(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)
+            said = "decides nothing: the model does not answer it cold" if line.family in unknown else said
             arm = ARM_NAMES.get(line.arm, line.arm)
             percents = ("-" if each is None else f"{each:.0%}" for each in shares)
             rows.append([line.family, arm, *map(_short, kls), *percents, said])
         return [("Answers beside cold's", [*headings, "bounds"], rows)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON with every sample."""
+        """Return JSON with every sample. `non_inferior` is null where answers decide nothing: no score has a bound, or
+        the model does not know the family cold."""
+        unknown = self.unknown()
         lines, kind_lines = (
-            [{**asdict(line), "non_inferior": line.holds} for line in each] for each in (self.lines, self.kind_lines)
+            [{**asdict(x), "non_inferior": x.holds if x.bounds and x.family not in unknown else None} for x in each]
+            for each in (self.lines, self.kind_lines)
         )
         return {
             "schema": 1,
