@@ -14,8 +14,8 @@ import gzip
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 Hashes = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What one run measures. `checked` prompts have their recall checked; `long_lookups` are for each set of donors."""
 
     donors: int = 100_000
@@ -60,8 +59,7 @@ class Sizes:
 QUICK = Sizes(donors=2_000, prompts=20, rounds=3, checked=10, documents=16, changes=10, long_lookups=2)
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(NamedTuple):
     """int32: `common` tokens that donors are cut from, `documents` [n, DOCUMENT_TOKENS], `own` tokens of prompts."""
 
     source: str
@@ -116,13 +114,10 @@ def read_corpus(path: Path, num_documents: int) -> Corpus:
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
     tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
-    parts = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
-    encoded = (
-        np.asarray(each.ids, dtype=np.int32)
-        for at in range(0, len(parts), 64)
-        for each in tokenizer.encode_batch_fast(parts[at : at + 64], add_special_tokens=False)
+    parts = (text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL))
+    tokens = np.concatenate(
+        [np.asarray(tokenizer.encode(part, add_special_tokens=False).ids, np.int32) for part in parts]
     )
-    tokens = np.concatenate([*encoded])
     return Corpus.of(f"{path.name}, {len(tokens)} tokens", tokens, num_documents)
 
 

@@ -10,11 +10,10 @@ from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
 from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
-from validation.cases import Case, read_cases
+from validation.cases import Case, log_cases, read_cases
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
-from validation.log_cases import log_cases
 from validation.measurement import ServingSettings
 from validation.models import AUTO, KV_DTYPES, shipped_model
 from validation.prompts import FORM_NAMES

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,7 @@ COVERED = 0.9
 ANSWER_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """A prompt's token ids, the places in it of its documents by their number, and the right answer."""
 
     tokens: list[int]
@@ -52,8 +51,7 @@ class Query:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(NamedTuple):
     """`seen` and `reused` count a prompt's documents. `reused_tokens`: offered tokens that stayed after the check."""
 
     seen: int

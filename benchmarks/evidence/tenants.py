@@ -65,13 +65,9 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
 @contextmanager
 def engine() -> Iterator[tuple[LLM, Prompts]]:
     """Yield an engine after its warm-ups, and the prompts for it."""
-    variables = {
-        **RANDOM_WEIGHTS,
-        "POLICY": "position_fix",
-        "MAX_DONORS": str(MAX_DONORS),
-        "EMBEDDER": "off",
-        "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
-    }
+    # A busy machine may delay a look-up, which says nothing of a tenant.
+    variables = RANDOM_WEIGHTS | {"POLICY": "position_fix", "EMBEDDER": "off", "LOOKUP_DEADLINE_MS": "1000"}
+    variables["MAX_DONORS"] = str(MAX_DONORS)
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))

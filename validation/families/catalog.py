@@ -14,7 +14,7 @@ from semblend_trt.errors import ConfigurationError
 from validation.cases import Case
 from validation.engines import ServedModel
 from validation.families import built_in, datasets, english
-from validation.families.group import Group, grown, least_tokens
+from validation.families.group import Group, least_tokens
 from validation.prompts import PromptForm, form_for
 
 
@@ -118,7 +118,7 @@ def write_family(
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
     """`groups` groups of `questions` prompts of up to `tokens` tokens for each family, from group `first` on. Empty
-    `names`: all families for the form whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
+    `names`: all families for the form whose data is there. `form` None: the tokenizer's."""
 
     names: tuple[str, ...] = ()
     groups: int = 50
@@ -128,7 +128,6 @@ class FamilyRequest:
     eval_data: Path | None = None
     form: str | None = None
     first: int = 0
-    generations: int = 0
 
     def family_names(self, *, has_marks: bool = True) -> tuple[str, ...]:
         """Return the families by name, for a form with or without our marks. Raises ConfigurationError for an unknown
@@ -154,7 +153,7 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
         cases += write_family(
             name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data, asked.first
         )
-    return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
+    return cases
 
 
 # What a timed run without own cases serves: families, groups (full run, first look), questions, tokens. A first look

@@ -122,20 +122,6 @@ class Group:
         ]
 
 
-def grown(case: Case, form: PromptForm, generations: int) -> Case:
-    """Return the case with donors that reach `generations`, as far as it has documents: before its own donor come
-    others, each with the first documents of the next one, at least half of them, under another instruction."""
-    *others, last = case.donors
-    beginnings = [form.render_pages(each, []) for each in form.instructions]
-    free = [each for each in beginnings if not (last.startswith(each) or case.prompt.startswith(each))]
-    mark = form.render_pages("", [""]).removeprefix(form.render_pages("", []))
-    documents = last.split(mark)[1:]
-    first = -(-len(documents) // 2)
-    ends = sorted({first + (len(documents) - first) * part // generations for part in range(generations)})
-    growing = [begin + mark + mark.join(documents[:end]) for begin, end in zip(free, ends, strict=False)]
-    return replace(case, donors=(*others, *growing, last))
-
-
 @lru_cache(maxsize=1)  # every group asks
 def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
     """Return the tokens of the shortest prompts that a family can be written in."""
