@@ -98,7 +98,7 @@ class Prompts:
         return self.fresh(INSTRUCTION) + document + self.fresh(QUESTION)
 
     def in_runs(self, document: list[int], size: int, run: int) -> list[int]:
-        """Return a prompt of `size` tokens: as many runs of a document as it has room for beside INSTRUCTION new
+        """Return a prompt of `size` tokens: the runs of a document that it has room for beside INSTRUCTION new
         tokens, in random order."""
         order = self._random.permutation((size - INSTRUCTION) // run).tolist()
         runs = [token for index in order for token in document[index * run : (index + 1) * run]]

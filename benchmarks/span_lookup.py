@@ -166,7 +166,7 @@ def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray])
 
 
 def _window_hashes(tokens: TokenArray) -> Hashes:
-    """Hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
+    """Return hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
 
     def powers(base: int, length: int) -> Hashes:
         return np.cumprod(np.full(length, base, dtype=np.uint64), dtype=np.uint64)

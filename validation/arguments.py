@@ -101,11 +101,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.") + "\n")
 
 
-def add(group: argparse._ActionsContainer, *names: str, told_default: str = "", **changes: Any) -> None:
-    """Add options that several commands share, with `changes`; `told_default` is the default in words."""
+def add(group: argparse._ActionsContainer, *names: str, default_in_words: str = "", **changes: Any) -> None:
+    """Add options that several commands share, with `changes`; `default_in_words` is the default in words."""
     for name in names:
         action = group.add_argument(name, **{**_OPTIONS[name], **changes})
-        action.help = f"{action.help} (default: {told_default})" if told_default else action.help
+        action.help = f"{action.help} (default: {default_in_words})" if default_in_words else action.help
 
 
 def check_integers(options: argparse.Namespace, **lowest: int) -> None:

@@ -216,7 +216,7 @@ class Tokeniser:
     """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it or its template knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
-        """`max_tokens`: the longest answer; the model's context must hold prompt and answer."""
+        """Take the model's tokenizer, for answers of at most `max_tokens`; its context must hold prompt and answer."""
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens

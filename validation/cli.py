@@ -134,7 +134,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--model")
     arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=_ENGINE)
     arguments.add(what, "--prompts", "--log")
-    arguments.add(what, "--arms", told_default="those without a number")
+    arguments.add(what, "--arms", default_in_words="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
     what.add_argument("--policy", type=named, metavar="ARM", help=which)
     arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")

@@ -148,7 +148,7 @@ def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dic
     ended = [event for event in events if event["event"] == "request_settled"]
     if len(ended) < asked:
         raise SemBlendError(
-            f"The connector's audit log tells the end of {len(ended)} requests, but {asked} were served; without it "
+            f"The connector's audit log has the end of {len(ended)} requests, but {asked} were served; without it "
             "nothing shows what was reused. The engine's log says why, or the disk of the temporary folder was slow."
         )
     return sorted(ended, key=lambda event: int(event["request_id"]))
@@ -215,8 +215,8 @@ def answered(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. Unless they say
-    otherwise, reuse need save no time: what it does to answers is looked at."""
+    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. By
+    default reuse need save no time: what it does to answers is looked at."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
             del os.environ[name]

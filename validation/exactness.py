@@ -94,7 +94,7 @@ def stock_difference(
 
 
 def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
-    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
+    """Return logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
     forced = SamplingParams(

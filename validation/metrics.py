@@ -32,7 +32,7 @@ def exact_match(answer: str, reference: str) -> bool:
 
 
 def contains(answer: str, part: str) -> bool:
-    """Return whether the normalised words of `part`, at least one, stand together in those of `answer`."""
+    """Return whether the normalised words of `part`, at least one, follow each other in those of `answer`."""
     ours, theirs = (f" {' '.join(normalised_words(text))} " for text in (answer, part))
     return bool(theirs.strip()) and theirs in ours
 

@@ -170,7 +170,7 @@ class ChatForm(PromptForm):
     def render_conversation(
         self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
     ) -> str:
-        """As `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
+        """Do as `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
         said = [system]
         for turn in (*turns, Turn(question, "", tuple(documents))):
             context = [_CONTEXT, *turn.documents] if turn.documents else []
@@ -185,7 +185,7 @@ class ChatForm(PromptForm):
         return render_chat({"messages": messages}, self.tokenizer)[0]
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
-        """As `PromptForm` does; the user's turn stays open after the last page."""
+        """Do as `PromptForm` does; the user's turn stays open after the last page."""
         return self.render_conversation(instruction, (), "\n\n".join([_CONTEXT, *pages]) + _NEXT).partition(_NEXT)[0]
 
 

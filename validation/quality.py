@@ -49,7 +49,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser("quality", _DESCRIPTION)
     arguments.add(parser, *arguments.MODEL, "--profile")
     arms = f"position_fix, and {VERIFIED} where there is a reuse profile; cold, cold_again and cold_otherwise always"
-    arguments.add(parser, "--arms", told_default=arms)
+    arguments.add(parser, "--arms", default_in_words=arms)
     arguments.add(parser, "--boundary", "--prompts", "--log", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON; a page has its name and .html")
     arguments.add(parser, "--record", "--machine")
@@ -196,8 +196,8 @@ class QualityReport:
             fires = sum(sample.reused_tokens > 0 for sample in unrelated)
             found.append(("controls", f"{fires} of {len(unrelated)} unrelated prompts reused KV"))
         if unknown := self.unknown():
-            told = "decides nothing, as cold rarely answers word for word: "
-            found.append(("exact match", told + ", ".join(unknown)))
+            sentence = "decides nothing, as cold rarely answers word for word: "
+            found.append(("exact match", sentence + ", ".join(unknown)))
         for line in self.lines:
             if line.arm == COLD and line.exact_match == line.contains == 0.0:
                 cold = [each for each in self._cold.values() if each.workload == line.family][:3]
@@ -212,8 +212,8 @@ class QualityReport:
         [(_, headings, rows)] = self.grids()
         table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
         lines = [*textwrap.wrap(self.headline(), COLUMNS), *table]
-        for name, told in self.figures():
-            lines += textwrap.wrap(f"{name:<14}{told}", COLUMNS, subsequent_indent=" " * 14)
+        for name, sentence in self.figures():
+            lines += textwrap.wrap(f"{name:<14}{sentence}", COLUMNS, subsequent_indent=" " * 14)
         return lines
 
     def grids(self) -> list[Grid]:

@@ -397,9 +397,11 @@ def end_to_end_rows(
             speedup, cold_s = median(s.speedup for s in own), median(s.ttft_s for s in shifted if s.arm == COLD)
             prompt, computed = mean(s.prompt_tokens for s in own), mean(s.computed_tokens for s in own)
             if speedup is not None and cold_s is not None:
-                told = f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+                against = (
+                    f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+                )
                 bound = GateBounds().min_speedup
-                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", told, bound, "higher")
+                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", against, bound, "higher")
     for name, arm, workloads in (
         (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
         (f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP)),

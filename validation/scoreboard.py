@@ -34,7 +34,7 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
         for each in rows:
             other = owners.setdefault((path.parent.name, each.name), path)
             if other is not path:
-                raise ConfigurationError(f"The row {each.name} stands both in {other} and in {path}; keep one.")
+                raise ConfigurationError(f"The row {each.name} is both in {other} and in {path}; keep one.")
         found[path.relative_to(root).with_suffix("").as_posix()] = rows
     return found
 
@@ -83,7 +83,7 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
 
 
 def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
-    """A line for each name that the patterns' stars match; values that miss their goal are bold."""
+    """Return a line for each name that the patterns' stars match; values that miss their goal are bold."""
     cells: dict[str, dict[str, str]] = {}
     for heading, _, pattern in (column.partition("=") for column in columns):
         for line, each in _starred(pattern, rows).items():
@@ -95,7 +95,7 @@ def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
 
 
 def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
-    """The rows that match, by the text that the pattern's one `*` matches."""
+    """Return the rows that match, by the text that the pattern's one `*` matches."""
     before, star, after = pattern.partition("*")
     if not star or "*" in after:
         raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")

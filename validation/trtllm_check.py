@@ -170,7 +170,7 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
-    """The answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
+    """Return the answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
@@ -217,7 +217,7 @@ def _end(handle: Any) -> str:
 
 
 def _free_blocks(llm: Any) -> int | None:
-    """Blocks that no request holds, with those kept for reuse; None if the count does not become steady."""
+    """Count the blocks that no request holds, with those kept for reuse; None if the count does not become steady."""
     seen: list[int] = []
     for _ in range(20):
         llm.generate(["Hello."], greedy(1))  # statistics come with iterations only
@@ -283,7 +283,7 @@ def judge_crowd(crowded: Crowded) -> list[Finding]:
 
 
 def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
-    """The engines answer every prompt, and every connector sees every request."""
+    """Check that the engines answer every prompt, and every connector sees every request."""
     prompts = len(asked.prompts)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
     unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
@@ -294,7 +294,7 @@ def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
-    """The connector offers text from other places: the wrapper is attached, and its self-check has passed."""
+    """Check that the connector offers moved text: the wrapper is attached, and its self-check has passed."""
     offered, segmented = {}, {}
     for arm in (RECOMPUTED, REUSED):
         first, _ = asked.twice(ended_requests(served[arm].events))
@@ -306,7 +306,7 @@ def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
-    """A prompt that was served approximately finds only its exact part in the engine when it is asked again."""
+    """Check that a prompt with moved text finds only its exact part in the engine when it is asked again."""
     grown = []
     for arm in (RECOMPUTED, REUSED):
         plans = [event for event in served[arm].events if event["event"] == "plan_dispatched"]
@@ -427,7 +427,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
-    """One part after the other; a part whose engine does not start is one line that fails."""
+    """Yield one part after the other; a part whose engine does not start is one line that fails."""
     model, dtype = arguments.model, arguments.dtype
     asked = workload(arguments.groups, arguments.rows)
     boundary = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(layers)}

@@ -49,7 +49,7 @@ class VllmEngines:
     has_other_dtype = False
     notes: tuple[str, ...] = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
-        "shows as a difference between them (cold_again beside cold tells how much).",
+        "shows as a difference between them (cold_again beside cold shows how much).",
         "vLLM runs eager, without async scheduling and with its V1 model runner here, in every arm: logits are read "
         "between its steps.",
         "vLLM chooses its device itself; --device is not read.",
@@ -186,7 +186,7 @@ class VllmEngine:
         return [ended[name] for name in names]
 
     def _logits(self, *arguments: Any, **options: Any) -> Any:
-        """The model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""
+        """Return the model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""
         logits = self._compute(*arguments, **options)
         for row, name in enumerate(self._runner.input_batch.req_ids):
             # vLLM adds its own mark to our ids.

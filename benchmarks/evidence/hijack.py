@@ -67,7 +67,7 @@ class Attack(NamedTuple):
 
 
 def shipped() -> Target:
-    """The shipped model. Raises ConfigurationError where its profile is missing."""
+    """Return the shipped model. Raises ConfigurationError if its profile is missing."""
     profile = models.profile_of(None, None)
     if profile is None:
         raise ConfigurationError("The shipped model has no reuse profile; make one with `calibrate`.")

@@ -1,8 +1,8 @@
-"""Can a tenant tell that another tenant's donor holds its document, by times to the first token or by any count?
+"""Measure whether a tenant's times to the first token, or any count, show that another tenant's donor holds its text.
 
 `python -m benchmarks.evidence.tenants` serves prompts under one salt, in random order. Before a prompt, the other
-salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. As many
-prompts whose own salt holds the document show that the test would see a difference.
+salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. A third
+arm, whose own salt holds the document, shows that the test sees a difference.
 
 Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
 """

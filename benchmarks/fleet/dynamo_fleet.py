@@ -44,7 +44,7 @@ _HERE = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got: status, text, the error or None, usage, and what `engine_data` tells."""
+    """What a client got: status, text, the error or None, usage, and `engine_data`."""
 
     status: int
     text: str = ""

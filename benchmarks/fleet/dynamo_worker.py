@@ -2,7 +2,7 @@
 
 It answers by a rule of all tokens so far, so that an answer that another worker continued is the unbroken one, and
 announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
-drops what begins with DROPPED in the middle. The answer's end tells the salt and headers that came with the request.
+drops what begins with DROPPED in the middle. The answer's end has the salt and headers that came with the request.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class RuleEngine:
 
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
-    endpoint, told = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
-    told.context_length = arguments.context_length
+    endpoint, config = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
+    config.context_length = arguments.context_length
     model = (ModelInput.Tokens, ModelType.Completions, endpoint, arguments.model_path, arguments.model_name)
-    await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=told, ignore_weights=True)
+    await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=config, ignore_weights=True)
     engine = RuleEngine(arguments.worker_id, arguments.nats, arguments.context_length, arguments.token_seconds)
     await endpoint.serve_endpoint(engine.generate, graceful_shutdown=True)
 

@@ -187,7 +187,7 @@ def run(requests: int, results: Results) -> None:
     arrivals = arrivals_of(requests)
     baseline = (
         f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
-        f"as many as these could just serve without reuse"
+        "at the rate that these could just serve without reuse"
     )
     for name in POLICIES:
         outcome = simulate(Policy(name), arrivals)

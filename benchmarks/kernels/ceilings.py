@@ -112,7 +112,7 @@ def host_gbps(to_device: bool) -> float:
 
 @cache
 def _flush_buffer() -> torch.Tensor:
-    """Four times the L2 cache, so that nothing of an earlier run is left in it."""
+    """Return four times the L2 cache, so that nothing of an earlier run is left in it."""
     return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
 
 

@@ -84,7 +84,7 @@ class TaskWriter:
         return ids, answer_weights(ids)
 
     def _prompts(self, length: int) -> list[int]:
-        """Prompts with answers, one after the other, of at least `length` tokens together."""
+        """Return prompts with answers, one after the other, of at least `length` tokens together."""
         rng, row = self._rng, list[int]()
         alone = rng.random() < 0.5
         while len(row) < length:
@@ -107,7 +107,7 @@ class TaskWriter:
         return np.asarray(row[:length], dtype=np.uint16)
 
     def _examination(self, budget: int) -> list[int]:
-        """Documents in random order, then questions on all of them, in about `budget` tokens."""
+        """Return documents in random order, then questions on all of them, in about `budget` tokens."""
         rng = self._rng
         row = self._encode(self._opening())
         shown, tokens = self._documents(budget - len(row) - max(50, budget // 5))
@@ -139,7 +139,7 @@ class TaskWriter:
         return [document for _, document, _ in shown], [ids for _, _, ids in shown]
 
     def _dialogue(self, budget: int) -> list[int]:
-        """Turns of documents, question and answer, in about `budget` tokens."""
+        """Return turns of documents, question and answer, in about `budget` tokens."""
         rng = self._rng
         row = self._encode(self._opening())
         shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE * 1.5

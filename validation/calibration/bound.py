@@ -143,7 +143,7 @@ def _counted(rows: Iterable[tuple[str, str, float, float]], max_kl: float) -> di
 
 
 def correlation(deviations: Sequence[float], kl: Sequence[float]) -> float:
-    """Return the correlation of the logarithms, -1 where there is none."""
+    """Return the correlation of the logarithms, -1 where one of them does not vary."""
     x, y = (np.log(np.maximum(np.nan_to_num(each, nan=1e3, posinf=1e3), LEAST)) for each in (deviations, kl))
     if x.size < 2 or min(float(x.std()), float(y.std())) < 1e-9:
         return -1.0

@@ -1,6 +1,6 @@
 """Deviations of donors' KV from fresh KV, token by token and in every layer, where a plan would place it.
 
-A check at layer c compares KV behind layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
+A check at layer c compares KV after layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
 of the donor and of the prompt, give the deviations of every layer.
 """
 

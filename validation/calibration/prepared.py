@@ -97,10 +97,10 @@ def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNames
     asked = EngineSettings(settings.model, 2 * _PROBE_TOKENS, 1 << 20, settings.min_span)
     with opened(engines, arm, asked) as (engine, audit):
         engine.generate([[0] * _PROBE_TOKENS], SamplingParams(max_tokens=1))
-    told = {event["event"]: event for event in audit.events}
-    compared = told.get("profile_compared")
+    events = {event["event"]: event for event in audit.events}
+    compared = events.get("profile_compared")
     if compared is None:
-        refusal = told.get("scheduler_initialized", {}).get("refusal")
+        refusal = events.get("scheduler_initialized", {}).get("refusal")
         raise ConfigurationError(
             f"The connector refuses to serve {settings.model} ({refusal or 'the reason is in the engine log'}), and no "
             "profile can change it."

@@ -16,11 +16,11 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, terms_name
 from validation.calibration.deviations import PromptDeviations
 
-# Where half of a span deviates, its meaning has changed, and none of it is kept.
+# Where half of a span deviates, its meaning has changed, and all of it is computed.
 MAX_SPAN_SHARE = 0.5
 # A plan that saves less costs more than it saves.
 MIN_SAVED_SHARE = 0.1
-# One token of so many is sampled. The first window of a run, which is compared whole, is most of a short run.
+# One token of this number is sampled. The first window of a run, which is compared whole, is most of a short run.
 SAMPLE_EVERY = 16
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2

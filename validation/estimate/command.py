@@ -47,20 +47,20 @@ _LOOKUP_MS = 60_000
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the log, how it is read, the memory, and what is written."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the prompts, in the order in which they came")
-    parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: told by its beginning)")
+    parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: what its beginning shows)")
     parser.add_argument("--limit", type=count, metavar="N", help="replay the first N prompts alone")
-    told = "folder or hub id of the model's tokenizer (default: a small one that ships with the package)"
-    parser.add_argument("--tokenizer", type=named, metavar="PATH_OR_ID", help=told)
+    text = "folder or hub id of the model's tokenizer (default: a small one that ships with the package)"
+    parser.add_argument("--tokenizer", type=named, metavar="PATH_OR_ID", help=text)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--model", type=named, metavar="PATH_OR_ID", help="the model, whose configuration sizes its KV")
-    told = f"bytes of one token's KV (default: {KV_BYTES_A_TOKEN}, that of Qwen2.5-7B)"
-    size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=told)
-    told = "the model's reuse profile, by whose terms the figures then are (default: any run, of exact donors)"
-    size.add_argument("--profile", type=Path, metavar="FILE", help=told)
-    told = "memory for donors (default: SEMBLEND_HOST_BYTES)"
-    parser.add_argument("--host-bytes", type=count, metavar="N", help=told)
-    told = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
-    parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
+    text = f"bytes of one token's KV (default: {KV_BYTES_A_TOKEN}, that of Qwen2.5-7B)"
+    size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=text)
+    text = "the model's reuse profile, by whose terms the figures then are (default: any run, of exact donors)"
+    size.add_argument("--profile", type=Path, metavar="FILE", help=text)
+    text = "memory for donors (default: SEMBLEND_HOST_BYTES)"
+    parser.add_argument("--host-bytes", type=count, metavar="N", help=text)
+    text = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
+    parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=text)
     parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
     parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
     parser.add_argument("--ttft", type=Path, metavar="FILE", help="TTFTs to predict by (default: vLLM's on an H100)")
@@ -269,14 +269,14 @@ def _shown(report: dict[str, Any]) -> str:
     names = {"cold": "cold", "prefix_cache": "prefix cache", "with_donors": "moved text, unchecked"}
     names["with_checked_donors"] = "moved text, all of it checked"
     expected = [
-        (told, *(f"{each:,.1f}" for each in times[name].values())) for name, told in names.items() if name in times
+        (text, *(f"{each:,.1f}" for each in times[name].values())) for name, text in names.items() if name in times
     ]
     parts.append(_columns(("expected TTFT in ms", "mean", "p50", "p95"), expected))
     without = ", ".join(f"{number:,} {reason}" for reason, number in report["prompts_without_donors"].items())
     parts += [f"Prompts without donors: {without}."] if without else []
     if shares["added"] < 0.0:
         parts.append(
-            "Donors cost more than they add here: KV behind moved text stays out of the prefix cache, and prompts that "
+            "Donors cost more than they add here: KV after moved text stays out of the prefix cache, and prompts that "
             "go on from there lose it."
         )
     if memory["evicted_donors"]:

@@ -59,7 +59,7 @@ class Encoder:
     """Prompts as token ids: a model's tokenizer with its chat template, or the one that ships with the package."""
 
     def __init__(self, name: str | None = None) -> None:
-        """`name`: a folder or a hub id; None for the shipped one. Raises ConfigurationError where there is none."""
+        """Load a folder or a hub id; None is the shipped one. Raises ConfigurationError if it cannot be read."""
         self.is_shipped = name is None
         self._tokenizer: Any = None
         if name is None:
@@ -125,7 +125,7 @@ class PromptLog:
         form: str | None = None,
         on_bytes: Callable[[int], object] = lambda _count: None,
     ) -> None:
-        """`form` None: that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
+        """Read in `form`; None is that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
         self.skipped = Skipped()
         self._file, self._encoder, self._form, self._on_bytes = file, encoder, form, on_bytes
 
@@ -210,7 +210,7 @@ def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
 
 
 def _token_ids(found: list[Any]) -> TokenArray:
-    """Raises UnreadError for what is no list of token ids."""
+    """Return the token ids, int32 [n]. Raises UnreadError for what is no list of them."""
     try:
         return as_token_array(np.array(found, dtype=np.int64 if isinstance(found[0], str) else None))
     except (ValueError, OverflowError):

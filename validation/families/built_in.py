@@ -60,7 +60,7 @@ def prose(group: Group) -> list[Case]:
         page = documents.excerpt(rng, 900).text
         cut = page.rfind(" ", 0, max(1, len(page) - 160))
         broken.append((page[:cut], page[cut:]))
-    room = group.room - max(group.length(begun) for begun, _ in broken)
+    room = group.room - max(group.length(start) for start, _ in broken)
     pages = list[str]()
     while True:
         page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
@@ -69,7 +69,7 @@ def prose(group: Group) -> list[Case]:
             break
         pages.append(page)
     again = rng.sample(pages, len(pages))
-    asked = [Question(form.render_pages(opening, [*again, begun]), rest) for begun, rest in broken]
+    asked = [Question(form.render_pages(opening, [*again, start]), rest) for start, rest in broken]
     return group.cases([form.render_pages(earlier, pages)], asked, Expectation.REUSE, known=False)
 
 

@@ -44,29 +44,29 @@ complete, 2 bad usage, an error, or nothing could be read, 130 interrupted.
 def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a replay; exit with status 2 if argparse refuses any."""
     parser = arguments.Parser("replay", _DESCRIPTION)
-    told = "request telemetry or a published trace, as JSON lines"
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=told)
+    text = "request telemetry or a published trace, as JSON lines"
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=text)
     parser.add_argument("--requests", type=int, metavar="N", help="the first N requests of the file (default: all)")
     arguments.add(parser, "--seed", help="seed of the bootstrap")
     names = [each.value for each in ReplayPolicy]
-    told = f"eviction policies: {', '.join(names)}; lru is always among them"
-    parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
-    told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
-    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=told)
+    text = f"eviction policies: {', '.join(names)}; lru is always among them"
+    parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=text)
+    text = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
+    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=text)
     arguments.add(parser, "--min-match-length", help="shortest span that is reused, in tokens")
-    told = "first tokens of each reused span that are computed again"
-    parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
+    text = "first tokens of each reused span that are computed again"
+    parser.add_argument("--recompute-tokens", type=int, default=16, help=text)
     arguments.add(parser, "--output", default=Path("results/replay"), metavar="DIR", help="folder of the files")
-    told = "serve the trace by several workers, which fetch from each other what that makes faster; writes rows"
+    text = "serve the trace by several workers, which fetch from each other what that makes faster; writes rows"
     fleet = parser.add_argument_group("a fleet")
-    fleet.add_argument("--policy", choices=(PULL,), help=told)
-    told = "workers of the first third of the requests, and of the others"
-    fleet.add_argument("--workers", nargs=2, type=int, default=(2, 8), metavar="N", help=told)
+    fleet.add_argument("--policy", choices=(PULL,), help=text)
+    text = "workers of the first third of the requests, and of the others"
+    fleet.add_argument("--workers", nargs=2, type=int, default=(2, 8), metavar="N", help=text)
     fleet.add_argument("--gbits", nargs="+", type=int, default=(10, 25, 100, 400), metavar="N", help="Gb/s of a link")
-    told = "tokens that a worker prefills in a second (default: %(default)s)"
-    fleet.add_argument("--prefill-rate", type=int, default=27_000, metavar="N", help=told)
-    told = "bytes of KV a token (default: %(default)s, of an 8B model in bf16)"
-    fleet.add_argument("--token-bytes", type=int, default=131_072, metavar="N", help=told)
+    text = "tokens that a worker prefills in a second (default: %(default)s)"
+    fleet.add_argument("--prefill-rate", type=int, default=27_000, metavar="N", help=text)
+    text = "bytes of KV a token (default: %(default)s, of an 8B model in bf16)"
+    fleet.add_argument("--token-bytes", type=int, default=131_072, metavar="N", help=text)
     return parser.parse_args(given)
 
 
@@ -130,10 +130,10 @@ def _add_pull(rows: Results, name: str, alone: Served, found: Served) -> None:
     tokens = int(found.tokens.sum())
     before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
     first, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
-    told = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
-    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", told, better="higher")
-    told = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
-    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", told)
+    text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
+    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", text, better="higher")
+    text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
+    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", text)
 
 
 def _rules(trace: Trace, options: argparse.Namespace) -> list[ReuseRule]:

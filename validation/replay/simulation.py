@@ -114,7 +114,7 @@ class AdaptiveSemanticEviction(EvictionPolicy[BlockHistory]):
     `candidates` merges the rankings, and blocks are ranked again only when t has moved."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives the seconds in which `BlockHistory.last_seconds` counts."""
+        """Rank by a `clock`, which gives the seconds in which `BlockHistory.last_seconds` counts."""
         super().__init__(self._logarithm)
         self._use, self._clock = KindUse(), clock
         self._last_seconds: dict[str, float] = {}
@@ -288,7 +288,7 @@ class Optimum(EvictionPolicy[BlockHistory]):
     hits where all blocks have one size; where sizes differ it is no bound."""
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
-        """`requests`: the blocks of each request in order. `request` returns the number of the one that is served."""
+        """Read `requests`, the blocks of each in order. `request` returns the number of the one that is served."""
         super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, blocks in enumerate(requests):
@@ -335,8 +335,8 @@ class ReuseRule:
         if self.as_prefixes:
             return "What counts is the leading run of held blocks, at no cost but that of a reused token."
         return (
-            f"What counts is every run of held blocks, wherever it stands, of at least {self.min_tokens:,} tokens that "
-            f"stood in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
+            f"What counts is every run of held blocks, at any place, of at least {self.min_tokens:,} tokens that "
+            f"were in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
         )
 
 
