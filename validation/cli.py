@@ -26,7 +26,7 @@ from validation.engines import EMBEDDED, VLLM, Engines
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.judge import Judge, judged
-from validation.measurement import Measured, Measurement, ServingSettings
+from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import beside, complain, progress, say, write_json, write_text
 from validation.page import page
@@ -112,19 +112,18 @@ _COMMANDS = {
 
 def main(given: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit status."""
-    return ended("validation", lambda: _status(given))
-
-
-def _status(given: Sequence[str]) -> int:
     parse, run = _COMMANDS.get(given[0] if given else "", (parse_validation, run_validation))
-    command = shlex.join([*arguments.PROGRAM.split(), *given])
-    try:
-        options = parse(given if parse is parse_validation else given[1:])
-    except SystemExit as exit_of_argparse:
-        return int(exit_of_argparse.code or 0)
-    if getattr(options, "model", None) == smollm2.OPTION:
-        options.model = str(smollm2.smollm2_folder())
-    return 0 if run(options, command) else 1
+
+    def status() -> int:
+        try:
+            options = parse(given if parse is parse_validation else given[1:])
+        except SystemExit as exit_of_argparse:
+            return int(exit_of_argparse.code or 0)
+        if getattr(options, "model", None) == smollm2.OPTION:
+            options.model = str(smollm2.smollm2_folder())
+        return 0 if run(options, shlex.join([*arguments.PROGRAM.split(), *given])) else 1
+
+    return ended("validation", status)
 
 
 def parse_validation(given: Sequence[str]) -> argparse.Namespace:
@@ -189,7 +188,9 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
-    measured, exactness = _measure(engines, options.engine, measurement, settings)
+    exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
+    with progress("Measuring", measurement.steps) as on_step:
+        measured = measurement.run(on_step)
     samples: Sequence[Sample] = measured.samples
     if asked_judge is not None:
         with progress("Judging", len(samples)) as on_step:
@@ -216,17 +217,11 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options, page_path)
 
 
-def _measure(
-    engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
-) -> tuple[Measured, Exactness | None]:
-    """All samples, and the wrapper's exactness; in the embedded engine only with float32 weights or fp8 KV."""
-    prompt, exactness = measurement.longest_prompt, None
+def _exactness(engines: Engines, name: str, prompt: list[int], settings: ServingSettings) -> Exactness | None:
+    """Return the wrapper's exactness; in the embedded engine only with float32 weights or fp8 KV, else None."""
     if not isinstance(engines, EmbeddedEngines) or engines.kv_dtype != models.AUTO:
-        exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
-    elif engines.runner.dtype is torch.float32:
-        exactness = plain_difference(engines.runner, prompt)
-    with progress("Measuring", measurement.steps) as on_step:
-        return measurement.run(on_step), exactness
+        return stock_difference(engines, settings.model, name, prompt, settings.min_span)
+    return plain_difference(engines.runner, prompt) if engines.runner.dtype is torch.float32 else None
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rouge_score import rouge_scorer
 from scipy.stats import DegenerateDataWarning, bootstrap
@@ -136,7 +135,9 @@ def non_inferiority(
     if not differences:
         return None
     # A resample's mean needs only the sum and the number of each group's values.
-    sums, counts = _by_group(differences, groups)
+    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    members = [index[group] for group in groups]
+    sums, counts = (np.bincount(members, weights=each).astype(np.float64) for each in (differences, None))
     lower = -math.inf
     with warnings.catch_warnings():
         # Every group alike: the bound is the difference itself.
@@ -156,11 +157,3 @@ def non_inferiority(
             )
             lower = float(found.confidence_interval.low)
     return NonInferiority(float(np.mean(differences)), lower, len(differences), len(sums))
-
-
-def _by_group(
-    differences: Sequence[float], groups: Sequence[Hashable]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    members = [index[group] for group in groups]
-    return np.bincount(members, weights=differences).astype(np.float64), np.bincount(members).astype(np.float64)

@@ -373,14 +373,11 @@ class Report:
 
 def _grid(title: str, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Grid:
     keys = ("workload", "size", "arm")
-    rows = [[*(line[key] for key in keys), *(_cell(line[name]) for name in names)] for line in lines]
+    rows = [
+        [*(line[key] for key in keys), *("-" if line[name] is None else figure(line[name]) for name in names)]
+        for line in lines
+    ]
     return title, [name.replace("_", " ") for name in (*keys, *names)], rows
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return figure(value) if math.isfinite(value) else str(value)
 
 
 def end_to_end_rows(

@@ -8,6 +8,7 @@ that is given again continues its column."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -115,6 +116,8 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
 
 def figure(value: float) -> str:
     """Return four significant digits; large integers whole."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

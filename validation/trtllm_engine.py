@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import RequestOutput, SamplingParams
+from engine_wrapper.embedded.request import RequestOutput
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
@@ -153,7 +153,16 @@ class TrtllmEngine:
         options = {"cache_salt": [each.salt for each in asked]} if any(each.salt for each in asked) else {}
         self._asked += len(asked)
         try:
-            params = [_sampling(each.params) for each in asked]
+            params = [
+                trtllm_api().SamplingParams(
+                    max_tokens=1 if each.params.forced_token_ids else each.params.max_tokens,
+                    temperature=0.0,
+                    stop_token_ids=None if (stops := each.params.stop_token_ids) is None else list(stops),
+                    ignore_eos=each.params.ignore_eos,
+                    return_generation_logits=each.params.return_generation_logits,
+                )
+                for each in asked
+            ]
             return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
@@ -165,13 +174,3 @@ class TrtllmEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-
-def _sampling(params: SamplingParams) -> Any:
-    return trtllm_api().SamplingParams(
-        max_tokens=1 if params.forced_token_ids else params.max_tokens,
-        temperature=0.0,
-        stop_token_ids=None if params.stop_token_ids is None else list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        return_generation_logits=params.return_generation_logits,
-    )

@@ -96,8 +96,12 @@ def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[
     for kl in np.geomspace(LEAST, 10.0, _TABLES):
         levels = list[BudgetLevel]()
         for index, share in enumerate(shares):
-            limit = min((_limit(own, index, kl) for own in families.values()), default=0.0)
-            if (limit := min(limit, largest)) > (levels[-1].deviation if levels else 0.0):
+            limit = largest
+            for own in families.values():
+                # Of this family's prompts at most _OUTLIERS are over the KL (NaN is) up to the limit.
+                over, allowed = sorted(x.deviation for x in own if not x.kl[index] <= kl), int(_OUTLIERS * len(own))
+                limit = min(limit, math.nextafter(over[allowed], 0.0) if len(over) > allowed else math.inf)
+            if limit > (levels[-1].deviation if levels else 0.0):
                 levels.append(BudgetLevel(limit, share))
         if levels and (not found or found[-1] != tuple(levels)):
             found.append(tuple(levels))
@@ -159,9 +163,3 @@ def missing_groups(tested: Mapping[str, int], risk: float) -> dict[str, int]:
     """Return the families that have too few groups for any bound, and how many each is short of."""
     needed = groups_needed(risk)
     return {family: needed - count for family, count in tested.items() if count < needed}
-
-
-def _limit(own: Sequence[Observation], index: int, kl: float) -> float:
-    """Return up to which deviation at most _OUTLIERS of a family's prompts are over the KL (NaN is) at a share."""
-    over, allowed = sorted(each.deviation for each in own if not each.kl[index] <= kl), int(_OUTLIERS * len(own))
-    return math.nextafter(over[allowed], 0.0) if len(over) > allowed else math.inf

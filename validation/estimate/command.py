@@ -23,7 +23,6 @@ from semblend_trt.files import check_writable, open_input, write_bytes
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
-    from typing import BinaryIO
 
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
@@ -203,7 +202,12 @@ def _replayed(
     from validation.estimate.prompts import HEAD_BYTES, PromptLog, encoded
 
     served = [(each, Figures()) for each in (serving, others)]
-    with _opened(arguments.file, HEAD_BYTES) as file:
+    try:
+        opened = open_input(arguments.file, may_be_pipe=True, buffering=HEAD_BYTES)
+    except OSError as error:
+        why = f"{arguments.file} cannot be read ({error.strerror or error}); name a file of prompts"
+        raise ConfigurationError(why) from None
+    with opened as file:
         total = os.fstat(file.fileno()).st_size or None
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
             log = PromptLog(file, encoder, arguments.format, bar.update)
@@ -213,13 +217,6 @@ def _replayed(
                         found = engine.serve(prompt.line, prompt.namespace, tokens)
                         figures.add(prompt.line, prompt.namespace, tokens, found)
     return served[0][1], served[1][1], log.skipped
-
-
-def _opened(path: Path, buffering: int) -> BinaryIO:
-    try:
-        return open_input(path, may_be_pipe=True, buffering=buffering)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
 
 
 def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:

@@ -217,6 +217,11 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
     """Return the family whose lists, of the same items under `heading`, are exchanged for the pairs of `places`. The
     first `rows_between` rows of a list stay. It holds the pairs that fit, in another order in the donor."""
 
+    def listed(place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
+        header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
+        text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
+        return Document(text, counted_list(place, exchanged).questions)
+
     def lists(group: Group, pair: tuple[str, str]) -> tuple[list[Document], list[Document]]:
         items = group.items(rows_between)
         shared = items[2 * rows_between :]
@@ -225,8 +230,7 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
         one = group.counts(shared)
         other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
         donor, own = (
-            [_listed(heading, *each) for each in zip(pair, kept, rows, strict=True)]
-            for rows in ((other, one), (one, other))
+            [listed(*each) for each in zip(pair, kept, rows, strict=True)] for rows in ((other, one), (one, other))
         )
         return donor, own
 
@@ -244,12 +248,6 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
         return _asked_of_both(group, before, after)
 
     return write
-
-
-def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
-    header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
-    text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
-    return Document(text, counted_list(place, exchanged).questions)
 
 
 def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
