@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     shown, compared = _terms(arguments)
     pool = _pool(arguments, shown.profile or (compared and compared.profile))
     encoder, serving = Encoder(arguments.tokenizer), Serving(shown.settings, pool, shown.profile)
-    others = None if compared is None else Serving(compared.settings, pool, compared.profile)
+    others = None if compared is None else Serving(compared.settings, pool, compared.profile, has_alone=False)
     if encoder.is_shipped:
         sys.stderr.write(
             "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
@@ -201,7 +201,7 @@ def _replayed(
     from validation.estimate.figures import Figures
     from validation.estimate.prompts import HEAD_BYTES, PromptLog, encoded
 
-    served = [(each, Figures()) for each in (serving, others)]
+    figures, other_figures = Figures(), Figures()
     try:
         opened = open_input(arguments.file, may_be_pipe=True, buffering=HEAD_BYTES)
     except OSError as error:
@@ -212,11 +212,12 @@ def _replayed(
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
             log = PromptLog(file, encoder, arguments.format, bar.update)
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
-                for engine, figures in served:
-                    if engine is not None and len(tokens):
-                        found = engine.serve(prompt.line, prompt.namespace, tokens)
-                        figures.add(prompt.line, prompt.namespace, tokens, found)
-    return served[0][1], served[1][1], log.skipped
+                if len(tokens):
+                    asked = prompt.line, prompt.namespace, tokens
+                    figures.add(*asked, served := serving.serve(*asked))
+                    if others is not None:
+                        other_figures.add(*asked, others.serve(*asked, served.prefix_alone))
+    return figures, other_figures, log.skipped
 
 
 def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:

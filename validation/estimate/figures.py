@@ -81,10 +81,13 @@ class _PrefixCache:
 class Serving:
     """An engine's caches and donors over a sequence of prompts, each served whole before the next. Not thread safe."""
 
-    def __init__(self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None) -> None:
-        """With a `profile` the settings' policy must be verified; every check then passes."""
+    def __init__(
+        self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None, *, has_alone: bool = True
+    ) -> None:
+        """With a `profile` the settings' policy must be verified; every check then passes. Without `has_alone` each
+        call of `serve` gets what a prefix cache alone holds of the prompt."""
         self._block_size, self._profile = pool.geometry.block_size, profile
-        self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
+        self._alone, self._prefixes = _PrefixCache(pool) if has_alone else None, _PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
         # A pool that is known by a token's bytes alone has one layer.
         layers = pool.geometry.num_layers if profile is None else profile.geometry.num_layers
@@ -92,14 +95,15 @@ class Serving:
         self._planner = DonorPlanner(settings, layered, self._donors)
         self._served = 0
 
-    def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
+    def serve(self, line: int, namespace: str, tokens: TokenArray, alone: int | None = None) -> Served:
         """Serve one prompt (int32 [n], n >= 1), which is in line `line`."""
         self._served += 1
         held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
-        alone, prefix = self._alone.begin(namespace, held), self._prefixes.begin(namespace, held)
-        if alone is None or prefix is None:
+        if (prefix := self._prefixes.begin(namespace, held)) is None:
             return Served(0, 0, (), "longer_than_pool")
-        self._alone.end(held)
+        if self._alone is not None:
+            alone = self._alone.begin(namespace, held)
+            self._alone.end(held)
         tracked = TrackedRequest(self._served, namespace, tokens, prefix)
         lookup = LookupRequest(
             request_id=self._served,
@@ -126,7 +130,7 @@ class Serving:
         promoted = self._donors.offload.take_commands().promotions
         self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
         spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans
-        return Served(alone, prefix, spans, planned.outcome_reason if plan is None else None)
+        return Served(alone or 0, prefix, spans, planned.outcome_reason if plan is None else None)
 
     def stats(self) -> CatalogStats:
         """Return the donors held now, and the bytes that they take."""
