@@ -53,7 +53,9 @@ class RuleEngine:
         if tokens[0] < SECONDS_BELOW:
             await asyncio.sleep(tokens[0])
         salt = (request.get("routing") or {}).get("cache_salt")
-        self._announce(tokens, salt and f"dynamo-cache-salt:{salt}")
+        donor, own = f"{self._worker_id}-{next(self._ids)}", salt and f"dynamo-cache-salt:{salt}"
+        self._announcer.intended(donor, BASE_NAMESPACE.for_request(own, None), own)
+        self._announcer.held(donor, np.array(tokens, np.int32), "host")
         total, prompt = sum(tokens), len(tokens)
         for place in range(prompt, prompt + most):
             if context.is_stopped():
@@ -73,11 +75,6 @@ class RuleEngine:
                 piece |= {"finish_reason": "length", "completion_usage": used}
                 piece["engine_data"] = {"seen": seen, "kv_transfer_params": receipt}
             yield piece
-
-    def _announce(self, tokens: list[int], salt: str | None) -> None:
-        donor = f"{self._worker_id}-{next(self._ids)}"
-        self._announcer.intended(donor, BASE_NAMESPACE.for_request(salt, None), salt)
-        self._announcer.held(donor, np.array(tokens, np.int32), "host")
 
 
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:

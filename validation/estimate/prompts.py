@@ -255,16 +255,14 @@ def _several(content: Any) -> list[Any]:
 def _message(found: dict[str, Any]) -> dict[str, Any]:
     """Return a message of a chat, also of other APIs, without a role or with their own parts. Raises UnreadError."""
     if isinstance(found.get("role"), str):
-        content = found.get("content")
-        return {**found, "content": list(map(_part, content))} if isinstance(content, list) else found
+        if not isinstance(content := found.get("content"), list):
+            return found
+        is_text = [isinstance(part, dict) and part.get("type") == "text" for part in content]
+        parts = zip(content, is_text, strict=True)
+        return {**found, "content": [part if ok else {"type": "text", "text": _text_of(part)} for part, ok in parts]}
     if "output" in found:
         return {"role": "tool", "content": _text_of(found["output"])}
     return {"role": "assistant", "content": json.dumps(found)}
-
-
-def _part(found: Any) -> dict[str, Any]:
-    is_text = isinstance(found, dict) and found.get("type") == "text"
-    return found if is_text else {"type": "text", "text": _text_of(found)}
 
 
 def _tool(found: Any) -> Any:

@@ -106,8 +106,8 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
 
 def run_pull(options: argparse.Namespace, command: str) -> bool:
     """Serve the trace by a fleet without and with fetches, and write rows; always True. Raises as `run_replay`."""
-    name = f"{PULL_ROWS}_{re.sub(r'[^A-Za-z0-9_-]+', '_', options.trace.stem)}"
-    check_writable(options.output / f"{name}.json")
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", options.trace.stem)
+    check_writable(options.output / f"{PULL_ROWS}_{stem}.json")
     trace = trace_file(options.trace, options.requests)
     rule, capacity = _rules(trace, options)[-1], (options.capacity_tokens or [FLEET_CAPACITY])[0]
     first, last = options.workers
@@ -117,12 +117,10 @@ def run_pull(options: argparse.Namespace, command: str) -> bool:
         alone = serve_fleet(trace, rule, fleet)
         on_step("placement alone")
         for gbits in options.gbits:
-            _add_pull(
-                rows, f"{gbits}g_{name.removeprefix(PULL_ROWS + '_')}", alone, serve_fleet(trace, rule, fleet, gbits)
-            )
+            _add_pull(rows, f"{gbits}g_{stem}", alone, serve_fleet(trace, rule, fleet, gbits))
             on_step(f"{gbits} Gb/s")
     say(f"{' '.join(_facts(trace))} Served by {fleet.first}, then {fleet.last} workers of {capacity:,} tokens each.")
-    rows.write(options.output, name)
+    rows.write(options.output, f"{PULL_ROWS}_{stem}")
     return True
 
 

@@ -5,7 +5,6 @@ any wait it pays where the bits a second are above 8 x bytes a token x prefilled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,7 +70,9 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
     hot = blocks.number(("hot document",), HOT_TOKENS, BlockKind.RETRIEVED_CONTEXT)
     workers = [_Worker(BlockCache(blocks, policy_of(Eviction.LRU), fleet.capacity_tokens)) for _ in range(fleet.last)]
     served = list[tuple[int, int, int, float]]()
-    for index, seconds, request, tokens in _requests(trace, rule, hot):
+    for index, (seconds, request, tokens) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
+        if 2 * len(trace) <= 5 * index < 3 * len(trace) and index % HOT_EVERY == 0:
+            request, tokens = [hot, NONE], HOT_TOKENS + HOT_QUESTION_TOKENS
         active = workers[: fleet.first if 3 * index < len(trace) else fleet.last]
         held = [rule.reused(request, each.cache.held(request), each.cache, tokens) for each in active]
         most = max(zip(active, held, strict=True), key=lambda each: each[1])
@@ -85,16 +86,6 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
         best.worker.cache.serve(request, seconds)
         served.append((tokens, best.reused, best.fetched, best.ttft - seconds))
     return Served(*map(np.array, zip(*served, strict=True)))
-
-
-def _requests(trace: Trace, rule: ReuseRule, hot: int) -> Iterator[tuple[int, float, Sequence[int], int]]:
-    """Yield number, seconds, blocks and tokens of each request."""
-    count = len(trace)
-    for index, (seconds, request, tokens) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        if 2 * count <= 5 * index < 3 * count and index % HOT_EVERY == 0:
-            yield index, seconds, (hot, NONE), HOT_TOKENS + HOT_QUESTION_TOKENS
-        else:
-            yield index, seconds, request, tokens
 
 
 def _way(

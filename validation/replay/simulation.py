@@ -326,7 +326,12 @@ class ReuseRule:
 
     def reused(self, request: Sequence[int], hits: frozenset[int], cache: BlockCache, tokens: int) -> int:
         """Return how many of a prompt's `tokens` are not computed if the cache holds `hits`."""
-        spans = _spans(request, hits, cache)
+        spans, last = [0], NONE
+        for block in request:
+            if block not in hits or cache.before[block] != last:
+                spans.append(0)
+            spans[-1] += cache.blocks.tokens[block] if block in hits else 0
+            last = block
         kept = sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
         return min(kept, tokens - 1)
 
@@ -362,15 +367,3 @@ def simulate(
     for index, (seconds, request, tokens) in enumerate(requests):
         reused[index] = rule.reused(request, cache.serve(request, seconds), cache, tokens)
     return reused, cache
-
-
-def _spans(request: Sequence[int], hits: frozenset[int], cache: BlockCache) -> Iterator[int]:
-    """Yield the tokens of each run of held blocks in the order in which they came."""
-    span, last = 0, NONE
-    for block in request:
-        if block not in hits or cache.before[block] != last:
-            yield span
-            span = 0
-        span += cache.blocks.tokens[block] if block in hits else 0
-        last = block
-    yield span
