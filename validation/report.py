@@ -233,12 +233,11 @@ class ArmFigures:
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
         trap = [(ours, other) for ours, other in pairs if ours.workload in _TRAPS]
-        apart = (*_TRAPS, *_TEXTS)
         if not pairs:
             return None
         return cls(
             timed=[ours for ours, _ in pairs if ours.timed and ours.workload not in _TRAPS],
-            changed=[ours.answer != other.answer for ours, other in pairs if ours.workload not in apart],
+            changed=[x.answer != other.answer for x, other in pairs if x.workload not in (*_TRAPS, *_TEXTS)],
             trap_changed=[ours.answer != other.answer for ours, other in trap],
             trap_wrong=sum(not ours.is_right for ours, _ in trap),
             trap_cold_wrong=sum(not other.is_right for _, other in trap),
@@ -249,10 +248,6 @@ class ArmFigures:
         return median(s.ttft_s for s in self.timed)
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(s.prompt_tokens for s in self.timed)
-
-    @property
     def speedup(self) -> str:
         """In words: cold's TTFT over the arm's."""
         found = median(s.speedup for s in self.timed)
@@ -260,7 +255,7 @@ class ArmFigures:
 
     def sentence(self) -> str:
         time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {self.speedup}"
-        share = sum(s.reused_tokens for s in self.timed) / max(1, self.prompt_tokens)
+        share = sum(s.reused_tokens for s in self.timed) / max(1, sum(s.prompt_tokens for s in self.timed))
         trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
         return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
@@ -318,7 +313,8 @@ class Report:
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
-            where = f"{len(cold.timed)}, about {cold.prompt_tokens // len(cold.timed):,} tokens each"
+            tokens = sum(s.prompt_tokens for s in cold.timed) // len(cold.timed)
+            where = f"{len(cold.timed)}, about {tokens:,} tokens each"
             found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token, median of {where}"))
         for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
             if (figures := ArmFigures.of(self.samples, arm)) is not None:

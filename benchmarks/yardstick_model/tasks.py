@@ -72,16 +72,15 @@ class TaskWriter:
 
     def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
         """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
-        written = [self._row(length, text_share) for _ in range(rows)]
-        return np.stack([ids for ids, _ in written]), np.stack([weights for _, weights in written])
-
-    def _row(self, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-        rng = self._rng
-        if rng.random() < text_share:
-            ids = self._prose_row(length)
-            return ids, np.full(length, TEXT_WEIGHT, dtype=np.uint8)
-        ids = np.asarray(self._prompts(length)[:length], dtype=np.uint16)
-        return ids, answer_weights(ids)
+        written, weights = list[NDArray[np.uint16]](), list[NDArray[np.uint8]]()
+        for _ in range(rows):
+            if self._rng.random() < text_share:
+                written.append(self._prose_row(length))
+                weights.append(np.full(length, TEXT_WEIGHT, dtype=np.uint8))
+            else:
+                written.append(np.asarray(self._prompts(length)[:length], dtype=np.uint16))
+                weights.append(answer_weights(written[-1]))
+        return np.stack(written), np.stack(weights)
 
     def _prompts(self, length: int) -> list[int]:
         """Return prompts with answers, one after the other, of at least `length` tokens together."""
