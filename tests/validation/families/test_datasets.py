@@ -6,7 +6,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation.families import datasets
-from validation.families.catalog import FAMILIES, write_family
+from validation.families.catalog import FAMILIES, FamilyRequest, write_family
 from validation.prompts import SHIPPED
 
 NAMES = [each.name for each in FAMILIES if each.needs_eval_data]
@@ -15,6 +15,10 @@ WORDS = "the old clock on the wall of the long hall stood still for years"
 
 def words(text):
     return len(text.split())
+
+
+def asked(folder, groups=1, questions=2):
+    return FamilyRequest(groups=groups, questions=questions, tokens=700, seed=1, eval_data=folder)
 
 
 @pytest.fixture
@@ -59,8 +63,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_donor_holds_the_pieces_in_another_order(folder, name):
-    cases = write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
-    assert cases == write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
+    cases = write_family(name, SHIPPED, words, asked(folder, 3))
+    assert cases == write_family(name, SHIPPED, words, asked(folder, 3))
     assert len(cases) == 6
     for case in cases:
         [donor] = case.donors
@@ -96,7 +100,7 @@ def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summ
         (f"Summarise {noun.lower()} 8 in one sentence.", "It is 7.")
     ]
     assert not first.general
-    for case in write_family(name, SHIPPED, words, 1, 3, 2, 700, folder):
+    for case in write_family(name, SHIPPED, words, asked(folder, 3)):
         number = case.prompt.partition("<|q|>")[2].split()[2]
         assert f"<|doc|>{noun} {number}\n" in case.prompt
 
@@ -129,7 +133,7 @@ def test_other_files_are_refused(folder, name, path, content, message):
     if content is not None:
         (folder / path).write_text(content, "utf-8")
     with pytest.raises(ConfigurationError, match=message):
-        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
+        write_family(name, SHIPPED, words, asked(folder))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +154,12 @@ def test_a_question_of_another_form_is_refused_by_the_name_of_its_field(folder, 
     holder[field] = [question]
     (folder / path).write_text(json.dumps(content), "utf-8")
     with pytest.raises(ConfigurationError, match=message):
-        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
+        write_family(name, SHIPPED, words, asked(folder))
 
 
 def test_too_few_questions_are_refused(folder):
     with pytest.raises(ConfigurationError, match="No text of squality answers 9 questions"):
-        write_family("squality", SHIPPED, words, 1, 1, 9, 700, folder)
+        write_family("squality", SHIPPED, words, asked(folder, questions=9))
 
 
 @pytest.mark.parametrize("name", NAMES)
