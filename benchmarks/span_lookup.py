@@ -129,9 +129,10 @@ def random_corpus(num_documents: int) -> Corpus:
 
 
 def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
-    """Yield donors that hold a prompt in many runs, and how many of its tokens: three quarters of each of 256, 655 and
-    1,300 pieces in another order; all but one token of 500, and of 200; or 655 pieces in two donors each, which hold a
-    little of the one before as well."""
+    """Yield donors that hold a prompt in many runs, and how many of its tokens they hold.
+
+    First three quarters of each of 256, 655 and 1,300 pieces in another order; then all but one token of 500, and of
+    200. At last 655 pieces in two donors each, which hold a little of the piece before as well."""
     rng = np.random.default_rng(7)
     for count in (256, 655, 1_300):
         size = len(prompt) // count

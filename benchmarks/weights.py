@@ -1,7 +1,7 @@
 """What watching a model's weights costs: at every step, and where a call may have written them.
 
 `python -m benchmarks.weights --json benchmarks/results/<machine>`. Random weights. The check at every step
-depends on the number of tensors alone: it is that of a model of 28 layers as vLLM holds it, with small tensors. The
+depends on the number of tensors alone. They are small, and their number is that of 28 layers in vLLM. The
 digest reads `--megabytes` of bfloat16.
 """
 

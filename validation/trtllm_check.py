@@ -1,13 +1,13 @@
 """`python -m validation.trtllm_check`: runs the connector inside a real TensorRT-LLM, and says what holds there.
 
-All engines have TensorRT-LLM's default options. The first line says which manager, graphs and attention these are.
-Four engines of one model serve the same prompts, one after the other: with ours attached and every layer computed
-again, without a connector, with ours, and with ours attached and nothing computed again. Then a reuse profile is
-confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves with it. At last
-many requests are served at once over a small pool, and the blocks are counted before and after: one of them is
-cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked through the
-public API. Status: 0 when everything holds, 1 naming what does not, 2 where tensorrt_llm cannot be imported, or model
-or profile cannot be read.
+All engines have TensorRT-LLM's default options. The first line says which manager, graphs and attention these are. Four
+engines of one model serve the same prompts, one after the other. The first has our wrapper attached, and computes every
+layer again; the second has no connector; the third has our connector alone; the last computes nothing again. Then a
+reuse profile is confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves
+with it. At last many requests are served at once over a small pool, and the blocks are counted before and after. One
+request is cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked
+through the public API. Status: 0 when everything holds, 1 naming what does not, 2 where tensorrt_llm cannot be
+imported, or model or profile cannot be read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How far answers are from cold's under stated bounds, on SmolLM2, beside other choices of what is computed.
 
 `python -m benchmarks.evidence.bounded --model smollm2` runs five --parts. Under `frontier`, more and more tokens are
-computed: by the profile's check, by one that compares all tokens in its lowest layers, by attention alone, at random,
-by CacheBlend and EPIC; `plot` draws it. `positions` says what rounding does at other positions. --kept holds what was
-served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
+computed. Their choices: the profile's check, one that compares all tokens in its lowest layers, attention alone,
+chance, CacheBlend and EPIC. `plot` draws it. `positions` says what rounding does at other positions. --kept holds what
+was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
 
 from __future__ import annotations
 

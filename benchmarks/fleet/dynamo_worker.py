@@ -1,7 +1,7 @@
 """A worker of Dynamo without an engine, for benchmarks and tests.
 
-It answers by a rule of all tokens so far, so that an answer that another worker continued is the unbroken one, and
-announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
+It answers by a rule of all tokens so far: an answer that another worker continued is the unbroken one. It announces
+each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
 drops what begins with DROPPED in the middle. The answer's end has the salt and headers that came with the request.
 """
 

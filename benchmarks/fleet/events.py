@@ -1,6 +1,6 @@
 """What a donor event costs the serving thread, and how many a publisher sends to a server on this machine.
 
-`python -m benchmarks.fleet.events`. On the serving thread, which is busy between the events as a scheduler is, a
+`python -m benchmarks.fleet.events`. The serving thread is busy between the events, as a scheduler is. A
 registration is two calls (intended, held), a move and an end one each. The baseline is the same loop without a fleet;
 the best of several rounds counts, since a machine may have other work. Then one donor comes and the oldest goes in
 every step, so half of the events carry a sketch. That rate counts events that the server has taken, by its own count.

@@ -2,7 +2,7 @@
 
 Time is simulated. Requests arrive at random, and a worker prefills one after the other. A prefilled document is a donor
 until documents used later need its room. The rest is real: donors are sketched from token ids and announced in
-messages, with a delay; the directory knows these messages alone, and placement chooses by what it finds in the
+messages, with a delay. The directory knows these messages alone, and placement chooses by what it finds in the
 prompt. The other policies choose in turn, by load, or by the longest beginning that a worker was sent. Every prompt
 begins with text of its own, so that no two share a prefix.
 """

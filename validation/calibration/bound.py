@@ -2,8 +2,8 @@
 
 Nested tables of levels, from tight to loose, are fixed with some of the groups. The others test them in that order, up
 to the first that is not shown to hold. That tests a fixed sequence (Angelopoulos et al., Learn then Test, arXiv
-2110.01052), so one bound errs with a probability of at most 1 - CONFIDENCE, if later prompts are exchangeable with
-these. Several bounds are not corrected for each other."""
+2110.01052). If later prompts are exchangeable with these, one bound errs with a probability of at most 1 - CONFIDENCE.
+Several bounds are not corrected for each other."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def bounds_of(
 def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[Table]:
     """Return nested tables, the tightest first: at every deviation, each computes no larger share than the one before.
 
-    Each table has a KL, and takes a share up to the deviation where, in one family, more than _OUTLIERS of the prompts
-    are over it at that share. What deviates more than all that was observed is computed whole."""
+    Each table has a KL, and takes a share up to a deviation: above it, in one family, more than _OUTLIERS of the
+    prompts are over the KL at that share. What deviates more than all that was observed is computed whole."""
     families = dict[str, list[Observation]]()
     for each in observed:
         if math.isfinite(each.deviation):  # what has no deviation is computed whole

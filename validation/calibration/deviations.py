@@ -95,8 +95,9 @@ class PromptDeviations:
 
 
 class DeviationCollector:
-    """Collects the deviations of prompts in `model`, a Transformers model of either version, as an engine has them that
-    keeps KV in `kv_dtype`: None is the model's own; fp8 is stored by a scale of 1, as engines do without another."""
+    """Collects the deviations of prompts in `model`, a Transformers model of either version.
+
+    They are those of an engine that keeps KV in `kv_dtype`; None is the model's own. fp8 is stored by a scale of 1."""
 
     def __init__(self, model: Any, facts: ModelFacts, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)

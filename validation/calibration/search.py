@@ -55,8 +55,9 @@ class Candidate:
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int, lowest_check: int = 1
 ) -> list[Candidate]:
-    """Return all candidates by computed share: checks at every layer from `lowest_check` on, with every threshold of
-    tokens, alone and with each lower one of windows, with and without heads."""
+    """Return all candidates by computed share: checks at every layer from `lowest_check` on.
+
+    Each has a threshold of tokens, alone or with a lower one of windows, with or without heads."""
     found = []
     for layer in range(lowest_check, num_layers):
         windows = window_thresholds(harmless, layer)
@@ -75,8 +76,10 @@ def candidates(
 
 
 def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int) -> list[float]:
-    """Return thresholds of tokens at `layer`, ascending: at high quantiles of harmless tokens, and the geometric mean
-    of the two neighbouring means of harmless and trap spans with the largest ratio, above the harmless median."""
+    """Return thresholds of tokens at `layer`, ascending: high quantiles of harmless tokens, and one between spans.
+
+    That is the geometric mean of two neighbouring means of harmless and trap spans, above the harmless median: of those
+    with the largest ratio."""
     wanted = _quantiles((prompt.values[layer] for prompt in harmless), (0.9, 0.95, 0.99, 0.999))
     own, others = (_pooled(prompt.span_means(layer) for prompt in prompts) for prompts in (harmless, traps))
     if own.size:

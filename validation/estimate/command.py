@@ -129,8 +129,10 @@ class Terms(NamedTuple):
 
 
 def _terms(arguments: argparse.Namespace) -> tuple[Terms, Terms | None]:
-    """Return the terms of the figures, and others to compare them with: the policy and profile that are set, and any
-    run without a profile, of which --profile decides the first. None if both are the same.
+    """Return the terms of the figures, and others to compare them with; None if both are the same.
+
+    One is the policy and profile that are set, the other any run without a profile. With --profile the former comes
+    first.
 
     Raises ConfigurationError if --profile lacks evidence. One of the environment is then refused, as in service."""
     from semblend_trt.config import load_settings

@@ -328,8 +328,9 @@ class Figures:
         self._numbers.extend((len(tokens), served.prefix_alone, held, sum(span.length for span in moved)))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
-        """Return milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix
-        cache, with donors, and with all moved tokens checked (if the model knows that cost). With donors,
+        """Return milliseconds to the first token of each prompt alone on the machine of `model`.
+
+        They are cold, with a prefix cache, with donors, and with a check (if the model knows that cost). With donors,
         `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
         tokens, alone, held, moved = self._per_prompt()
         with_donors = model.predict(tokens - held, held)
