@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import Figures, Serving
+    from validation.estimate.figures import Figures, LatencyModel, Serving
     from validation.estimate.prompts import Encoder
     from validation.replay.trace import Skipped
 
@@ -91,20 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
             why = f"no prompt that can be read; one request a line is expected. {skipped.sentence()}"
         sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        **figures.to_dict(),
+    report = _report(figures, model, skipped) | {
         "terms": shown.name,
-        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
-        "expected_ttft": figures.expected_ttft(model),
         "memory": _memory(shown.settings, pool, serving),
         "tokenizer": arguments.tokenizer or "shipped",
     }
     if compared is not None:
-        found = other_figures.to_dict()
-        kept = {name: found[name] for name in ("shares", "prompts_without_donors")}
-        report["compared"] = {"terms": compared.name, **kept, "expected_ttft": other_figures.expected_ttft(model)}
+        found = _report(other_figures, model, skipped)
+        kept = {name: found[name] for name in ("shares", "prompts_without_donors", "expected_ttft")}
+        report["compared"] = {"terms": compared.name, **kept}
     sys.stdout.write(_shown(report) + "\n")
     for sentence in filter(None, (skipped.sentence(), model.sentence())):
         sys.stdout.write(printable(sentence) + "\n")
@@ -118,6 +113,17 @@ def run(arguments: argparse.Namespace) -> int:
         "not the figures of this log; mend what is named above\n"
     )
     return USAGE_ERROR
+
+
+def _report(figures: Figures, model: LatencyModel, skipped: Skipped) -> dict[str, Any]:
+    """Return the JSON-ready figures of one set of terms."""
+    return {
+        "schema": SCHEMA,
+        **figures.to_dict(),
+        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
+        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
+        "expected_ttft": figures.expected_ttft(model),
+    }
 
 
 class Terms(NamedTuple):
@@ -158,7 +164,7 @@ def _terms(arguments: argparse.Namespace) -> tuple[Terms, Terms | None]:
     any_run = Terms("any run, without a profile", own.model_copy(update={"policy": ReusePolicy.POSITION_FIX}))
     if arguments.profile is not None:
         return as_set, any_run
-    return any_run, None if own.policy in (ReusePolicy.POSITION_FIX, ReusePolicy.OFF) else as_set
+    return any_run, None if own.policy is ReusePolicy.POSITION_FIX else as_set
 
 
 def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFacts:

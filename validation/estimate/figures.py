@@ -33,6 +33,7 @@ from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDon
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from semblend_trt.plan import EngineMode, PlanKind, PlanSpan
+from semblend_trt.policy import ReusePolicy
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ReuseProfile
 
@@ -87,6 +88,7 @@ class Serving:
         """With a `profile` the settings' policy must be verified; every check then passes. Without `has_alone` each
         call of `serve` gets what a prefix cache alone holds of the prompt."""
         self._block_size, self._profile = pool.geometry.block_size, profile
+        self._is_off = settings.policy is ReusePolicy.OFF
         self._alone, self._prefixes = _PrefixCache(pool) if has_alone else None, _PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
         # A pool that is known by a token's bytes alone has one layer.
@@ -98,6 +100,8 @@ class Serving:
     def serve(self, line: int, namespace: str, tokens: TokenArray, alone: int | None = None) -> Served:
         """Serve one prompt (int32 [n], n >= 1), which is in line `line`."""
         self._served += 1
+        if self._is_off:
+            return Served(alone or 0, alone or 0, (), "policy_off")
         held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
         if (prefix := self._prefixes.begin(namespace, held)) is None:
             return Served(0, 0, (), "longer_than_pool")

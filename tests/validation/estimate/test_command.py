@@ -126,7 +126,7 @@ def test_a_model_and_a_profile_say_how_large_the_kv_is(log, tiny_qwen2_path, tmp
     assert found["shares"]["added"] > 0.1
 
 
-@pytest.mark.parametrize("policy", ["verified", "exact", "epic", "position_fix"])
+@pytest.mark.parametrize("policy", ["verified", "exact", "off", "epic", "position_fix"])
 def test_what_is_set_is_shown_beside_any_run(policy, log, monkeypatch, capsys):
     """A profile of the environment counts, and one without evidence is refused as in service."""
     monkeypatch.setenv("SEMBLEND_POLICY", policy)
@@ -139,6 +139,7 @@ def test_what_is_set_is_shown_beside_any_run(policy, log, monkeypatch, capsys):
     assert compared["terms"].startswith(f"as set: policy {policy}")
     assert compared["shares"]["prefix_cache"] == found["shares"]["prefix_cache"]
     assert (compared["shares"]["added"] > 0.1) is (policy == "epic")
+    assert (compared["prompts_without_donors"] == {"policy_off": 20}) is (policy == "off")
     assert compared["terms"] in capsys.readouterr().out
 
 
