@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +12,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-_SHARED: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 # Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
-_QWEN_7B: dict[str, Any] = _SHARED | {
+_QWEN_7B: dict[str, Any] = _NO_ENDS | {
     "num_hidden_layers": 28,
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -30,22 +23,12 @@ _QWEN_7B: dict[str, Any] = _SHARED | {
     "vocab_size": 152064,
     "max_position_embeddings": 131072,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "use_sliding_window": False,
 }
-# deepseek-ai/DeepSeek-V3, config.json: its attention, in twelve layers without experts, which one card holds twice.
-_DEEPSEEK_V3: dict[str, Any] = _SHARED | {
+# deepseek-ai/DeepSeek-V3, whose config.json is the default of its class: twelve layers without experts, which one card
+# holds twice.
+_DEEPSEEK_V3: dict[str, Any] = _NO_ENDS | {
     "num_hidden_layers": 12,
     "first_k_dense_replace": 12,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
     "max_position_embeddings": 163840,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
@@ -100,7 +83,7 @@ class Prompts:
         return self.fresh(INSTRUCTION) + document + self.fresh(QUESTION)
 
     def in_runs(self, document: list[int], size: int, run: int) -> list[int]:
-        """Return a prompt of `size` tokens: as many runs of a document as it has room for beside INSTRUCTION new
+        """Return a prompt of `size` tokens: the runs of a document that it has room for beside INSTRUCTION new
         tokens, in random order."""
         order = self._random.permutation((size - INSTRUCTION) // run).tolist()
         runs = [token for index in order for token in document[index * run : (index + 1) * run]]

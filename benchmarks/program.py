@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from validation.results import Results, command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 FOLDER = Path("benchmarks/results")
 

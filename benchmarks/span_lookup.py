@@ -13,9 +13,9 @@ from __future__ import annotations
 import gzip
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,13 @@ from tokenizers import Tokenizer
 
 from benchmarks.program import parser_of, seconds
 from semblend_trt.config import load_settings
+from semblend_trt.discovery.fingerprint import TokenArray
 from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from validation.models import shipped_model
 from validation.results import Results, say
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from semblend_trt.discovery.fingerprint import TokenArray
 
 SPACE = "benchmark"
 # Donors of the index that the full one is compared with; tokens of a prompt that many runs cover.
@@ -47,8 +43,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 Hashes = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What one run measures. `checked` prompts have their recall checked; `long_lookups` are for each set of donors."""
 
     donors: int = 100_000
@@ -64,8 +59,7 @@ class Sizes:
 QUICK = Sizes(donors=2_000, prompts=20, rounds=3, checked=10, documents=16, changes=10, long_lookups=2)
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(NamedTuple):
     """int32: `common` tokens that donors are cut from, `documents` [n, DOCUMENT_TOKENS], `own` tokens of prompts."""
 
     source: str
@@ -120,13 +114,10 @@ def read_corpus(path: Path, num_documents: int) -> Corpus:
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
     tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
-    parts = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
-    encoded = (
-        np.asarray(each.ids, dtype=np.int32)
-        for at in range(0, len(parts), 64)
-        for each in tokenizer.encode_batch_fast(parts[at : at + 64], add_special_tokens=False)
+    parts = (text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL))
+    tokens = np.concatenate(
+        [np.asarray(tokenizer.encode(part, add_special_tokens=False).ids, np.int32) for part in parts]
     )
-    tokens = np.concatenate([*encoded])
     return Corpus.of(f"{path.name}, {len(tokens)} tokens", tokens, num_documents)
 
 
@@ -138,9 +129,10 @@ def random_corpus(num_documents: int) -> Corpus:
 
 
 def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
-    """Yield donors that hold a prompt in many runs, and how many of its tokens: three quarters of each of 256, 655 and
-    1,300 pieces in another order; all but one token of 500, and of 200; or 655 pieces in two donors each, which hold a
-    little of the one before as well."""
+    """Yield donors that hold a prompt in many runs, and how many of its tokens they hold.
+
+    First three quarters of each of 256, 655 and 1,300 pieces in another order; then all but one token of 500, and of
+    200. At last 655 pieces in two donors each, which hold a little of the piece before as well."""
     rng = np.random.default_rng(7)
     for count in (256, 655, 1_300):
         size = len(prompt) // count
@@ -175,7 +167,7 @@ def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray])
 
 
 def _window_hashes(tokens: TokenArray) -> Hashes:
-    """Hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
+    """Return hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
 
     def powers(base: int, length: int) -> Hashes:
         return np.cumprod(np.full(length, base, dtype=np.uint64), dtype=np.uint64)

@@ -1,7 +1,7 @@
 """What watching a model's weights costs: at every step, and where a call may have written them.
 
 `python -m benchmarks.weights --json benchmarks/results/<machine>`. Random weights. The check at every step
-depends on the number of tensors alone: it is that of a model of 28 layers as vLLM holds it, with small tensors. The
+depends on the number of tensors alone. They are small, and their number is that of 28 layers in vLLM. The
 digest reads `--megabytes` of bfloat16.
 """
 
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from benchmarks.program import Count, run_counted
 from semblend_trt.runtime import Weights, weights_digest
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 LAYERS, STEPS, GOAL_MS = 28, 2000, 0.1
 # Of a layer of Qwen2, joined as in vLLM, and the scales of its attention.

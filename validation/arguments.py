@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
 from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
-from validation.cases import read_cases
+from validation.cases import Case, log_cases, read_cases
 from validation.engines import EMBEDDED, SGLANG, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
-from validation.log_cases import log_cases
 from validation.measurement import ServingSettings
 from validation.models import AUTO, KV_DTYPES, shipped_model
 from validation.prompts import FORM_NAMES
-
-if TYPE_CHECKING:
-    from validation.cases import Case
 
 PROGRAM = "python -m validation"
 # The highest seed that every generator of random numbers takes, together with the seeds that follow it.
@@ -106,11 +102,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.") + "\n")
 
 
-def add(group: argparse._ActionsContainer, *names: str, told_default: str = "", **changes: Any) -> None:
-    """Add options that several commands share, with `changes`; `told_default` is the default in words."""
+def add(group: argparse._ActionsContainer, *names: str, default_in_words: str = "", **changes: Any) -> None:
+    """Add options that several commands share, with `changes`; `default_in_words` is the default in words."""
     for name in names:
         action = group.add_argument(name, **{**_OPTIONS[name], **changes})
-        action.help = f"{action.help} (default: {told_default})" if told_default else action.help
+        action.help = f"{action.help} (default: {default_in_words})" if default_in_words else action.help
 
 
 def check_integers(options: argparse.Namespace, **lowest: int) -> None:

@@ -7,15 +7,12 @@ arXiv 2405.16444)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import CACHEBLEND_LAYER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"
@@ -41,7 +38,7 @@ ALL_NAMES = (
 class Arm:
     """`variables` are the connector's settings; None runs without one.
 
-    An `isolated` arm gives each group of cases, with its donors, its own cache salt: without donors it computes the
+    An `isolated` arm gives each group of cases, with its donors, its own cache salt. Without donors it computes the
     group's first request in full, and further questions find the exact KV. `full_layers`: lowest layers that an
     approximate plan computes for every token. `chunk_tokens`: most tokens of one prompt in a forward. `is_other_dtype`:
     float32 for 16 bit, else bfloat16."""

@@ -1,26 +1,27 @@
-"""Cases: donors that are served first, a prompt, and what is known about its answer; as text and as tokens."""
+"""Cases: donors that are served first, a prompt, and what is known about its answer; as text and as tokens.
+
+They are written by families, read from a file, or made of a log: there a request's donors are earlier ones."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.chats import ChatError, render_chat
+from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import read_input
+from semblend_trt.files import open_input, read_input
 from validation import prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from validation.engines import ServedModel
+from validation.engines import ServedModel
+from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 
 class Expectation(str, Enum):
@@ -150,6 +151,43 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
+LOG = "log"
+MOST_DONORS = 3
+
+
+def log_cases(path: Path, model: str, shortest: int) -> list[Case]:
+    """Return a case for each request of a log in JSON lines that shares a run of `shortest` tokens with earlier ones.
+
+    The latest MOST_DONORS of these are its donors. `model`: folder or id, whose template renders chats. Prompts given
+    as token ids are left out. Raises ConfigurationError for a log that cannot be read, or in which nothing is shared.
+    """
+    index, encoder, cases = SpanIndex(), Encoder(model), dict[str, Case]()
+    texts: list[str] = []
+    try:
+        with open_input(path) as file:
+            log = PromptLog(file, encoder, "jsonl")
+            for prompt, tokens in encoded(log, encoder):
+                if not isinstance(prompt.content, str):
+                    continue
+                shared = index.find(prompt.namespace, tokens, shortest).runs
+                latest = sorted({int(run.donor_id) for run in shared})[-MOST_DONORS:]
+                if latest:
+                    # A line may hold several prompts.
+                    name = f"line-{prompt.line}" + (f".{len(texts)}" if f"line-{prompt.line}" in cases else "")
+                    known = (tuple(texts[each] for each in latest), prompt.content, None, False, Expectation.ANY)
+                    cases[name] = Case(name, LOG, "any", *known, name)
+                index.add(prompt.namespace, str(len(texts)), tokens)
+                texts.append(prompt.content)
+    except OSError as error:
+        raise ConfigurationError(f"--log {path} cannot be read: {error.strerror or error}.") from error
+    if not cases:
+        raise ConfigurationError(
+            f"--log {path}: none of its {len(texts)} prompts shares a run of {shortest} tokens with an earlier one; "
+            f"give a longer log, or lower --min-match-length. {log.skipped.sentence()}".strip()
+        )
+    return list(cases.values())
+
+
 # Scoring a reference costs one decode step a token; more than a few dozen add little.
 MAX_FORCED_TOKENS = 48
 
@@ -178,7 +216,7 @@ class Tokeniser:
     """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it or its template knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
-        """`max_tokens`: the longest answer; the model's context must hold prompt and answer."""
+        """Take the model's tokenizer, for answers of at most `max_tokens`; its context must hold prompt and answer."""
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens

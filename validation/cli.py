@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +22,8 @@ from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM
-from validation.exactness import plain_difference, stock_difference
+from validation.engines import EMBEDDED, SGLANG, VLLM, Engines
+from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.judge import Judge, judged
 from validation.measurement import Measurement, ServingSettings
@@ -34,15 +35,7 @@ from validation.replay.command import parse_replay, run_replay
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 from validation.results import Measured as RunMeasured
 from validation.results import write_rows
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from validation.engines import Engines
-    from validation.exactness import Exactness
-    from validation.measurement import Measured
-    from validation.samples import Sample
+from validation.samples import Sample
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
@@ -119,19 +112,18 @@ _COMMANDS = {
 
 def main(given: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit status."""
-    return ended("validation", lambda: _status(given))
-
-
-def _status(given: Sequence[str]) -> int:
     parse, run = _COMMANDS.get(given[0] if given else "", (parse_validation, run_validation))
-    command = shlex.join([*arguments.PROGRAM.split(), *given])
-    try:
-        options = parse(given if parse is parse_validation else given[1:])
-    except SystemExit as exit_of_argparse:
-        return int(exit_of_argparse.code or 0)
-    if getattr(options, "model", None) == smollm2.OPTION:
-        options.model = str(smollm2.smollm2_folder())
-    return 0 if run(options, command) else 1
+
+    def status() -> int:
+        try:
+            options = parse(given if parse is parse_validation else given[1:])
+        except SystemExit as exit_of_argparse:
+            return int(exit_of_argparse.code or 0)
+        if getattr(options, "model", None) == smollm2.OPTION:
+            options.model = str(smollm2.smollm2_folder())
+        return 0 if run(options, shlex.join([*arguments.PROGRAM.split(), *given])) else 1
+
+    return ended("validation", status)
 
 
 def parse_validation(given: Sequence[str]) -> argparse.Namespace:
@@ -141,7 +133,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--model")
     arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG), help=_ENGINE)
     arguments.add(what, "--prompts", "--log")
-    arguments.add(what, "--arms", told_default="those without a number")
+    arguments.add(what, "--arms", default_in_words="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
     what.add_argument("--policy", type=named, metavar="ARM", help=which)
     arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")
@@ -196,7 +188,9 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
-    measured, exactness = _measure(engines, options.engine, measurement, settings)
+    exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
+    with progress("Measuring", measurement.steps) as on_step:
+        measured = measurement.run(on_step)
     samples: Sequence[Sample] = measured.samples
     if asked_judge is not None:
         with progress("Judging", len(samples)) as on_step:
@@ -223,17 +217,11 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options, page_path)
 
 
-def _measure(
-    engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
-) -> tuple[Measured, Exactness | None]:
-    """All samples, and the wrapper's exactness; in the embedded engine only with float32 weights or fp8 KV."""
-    prompt, exactness = measurement.longest_prompt, None
+def _exactness(engines: Engines, name: str, prompt: list[int], settings: ServingSettings) -> Exactness | None:
+    """Return the wrapper's exactness; in the embedded engine only with float32 weights or fp8 KV, else None."""
     if not isinstance(engines, EmbeddedEngines) or engines.kv_dtype != models.AUTO:
-        exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
-    elif engines.runner.dtype is torch.float32:
-        exactness = plain_difference(engines.runner, prompt)
-    with progress("Measuring", measurement.steps) as on_step:
-        return measurement.run(on_step), exactness
+        return stock_difference(engines, settings.model, name, prompt, settings.min_span)
+    return plain_difference(engines.runner, prompt) if engines.runner.dtype is torch.float32 else None
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import itertools
+import random
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator, Mapping, Sequence
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,15 +12,8 @@ from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
-from validation.engines import connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from validation.arms import Arm
-    from validation.engines import EngineSettings
-
+from validation.arms import Arm
+from validation.engines import EngineSettings, connector_variables, environment, token_bytes
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 # Random weights have no revision; every engine of a run holds the same ones.
@@ -64,7 +59,8 @@ class EmbeddedEngines:
     notes: tuple[str, ...] = ()
 
     def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
-        self.runner, self.kv_dtype = runner, kv_dtype
+        self.runner = runner
+        self.kv_dtype: Any = kv_dtype
         # On a card there must be room for the weights in float32 too, and as much for KV.
         needed = 8 * sum(each.numel() for each in runner.model.parameters()) if runner.device.type == "cuda" else 0
         self.has_other_dtype = kv_dtype == "auto" and (not needed or torch.cuda.mem_get_info(runner.device)[0] > needed)
@@ -77,22 +73,18 @@ class EmbeddedEngines:
         """Return the arm's engine, over the shared weights with its own pool."""
         # With 256 rows a request, a batch's prompts take few forwards, which a card runs quickly.
         rows = max(LlmArgs.model_fields["max_num_tokens"].default, 256 * settings.batch_size)
-        cache: dict[str, Any] = {"max_tokens": settings.pool_tokens, "dtype": self.kv_dtype}
+        runner = self.runner
+        if arm.is_other_dtype:
+            other = "bfloat16" if runner.dtype == torch.float32 else "float32"
+            self._other = self._other or ModelRunner(settings.model, other, runner.device)
+            runner = self._other
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
-                runner=self._runner_of(arm, settings.model).share(),
+                runner=runner.share(),
                 max_batch_size=settings.batch_size,
-                kv_cache_config=KvCacheConfig(**cache),
+                kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens, dtype=self.kv_dtype),
                 kv_connector_config=None if arm.variables is None else KvCacheConnectorConfig.ours(),
                 max_num_tokens=rows,
                 long_prefill_token_threshold=arm.chunk_tokens or 0,
             )
-
-    def _runner_of(self, arm: Arm, model: str) -> ModelRunner:
-        if not arm.is_other_dtype:
-            return self.runner
-        if self._other is None:
-            is_wide = self.runner.dtype == torch.float32
-            self._other = ModelRunner(model, "bfloat16" if is_wide else "float32", self.runner.device)
-        return self._other

@@ -6,27 +6,24 @@ import json
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from unittest import mock
 
+import torch
+
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
+from semblend_trt.connector.model_facts import ModelFacts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.files import open_input
+from validation.arms import Arm
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import torch
-
-    from semblend_trt.connector.model_facts import ModelFacts
-    from validation.arms import Arm
-
-    # One for all prompts, or one for each.
-    AllParams = SamplingParams | Sequence[SamplingParams]
-    AllSalts = Sequence[str | None] | str | None
+# One for all prompts, or one for each.
+AllParams = SamplingParams | Sequence[SamplingParams]
+AllSalts = Sequence[str | None] | str | None
 
 EMBEDDED, TRTLLM, VLLM, SGLANG = "embedded", "trtllm", "vllm", "sglang"
 
@@ -151,7 +148,7 @@ def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dic
     ended = [event for event in events if event["event"] == "request_settled"]
     if len(ended) < asked:
         raise SemBlendError(
-            f"The connector's audit log tells the end of {len(ended)} requests, but {asked} were served; without it "
+            f"The connector's audit log has the end of {len(ended)} requests, but {asked} were served; without it "
             "nothing shows what was reused. The engine's log says why, or the disk of the temporary folder was slow."
         )
     return sorted(ended, key=lambda event: int(event["request_id"]))
@@ -218,8 +215,8 @@ def answered(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. Unless they say
-    otherwise, reuse need save no time: what it does to answers is looked at."""
+    """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. By
+    default reuse need save no time: what it does to answers is looked at."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
             del os.environ[name]

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
-from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of, is_reusing
-from validation.engines import EngineSettings, ended_requests, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.arms import Arm
-    from validation.engines import Engines
+from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arms_of, is_reusing
+from validation.engines import Engines, EngineSettings, ended_requests, opened
 
 _BLOCK_SIZE = 32
 # Float32 logits over a large vocabulary are big; these rows meet every position of a block.
@@ -99,7 +94,7 @@ def stock_difference(
 
 
 def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
-    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
+    """Return logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
     forced = SamplingParams(

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import selectors
 import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, is_reusing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from validation.cases import Case
-    from validation.samples import Sample
+from validation.cases import Case
+from validation.samples import Sample
 
 TIMEOUT_SECONDS = 120.0
 MAX_OUTPUT_BYTES = 1 << 16
@@ -57,7 +52,7 @@ class Judge:
             status, printed, errors = self._run(json.dumps(comparison).encode())
         except ValueError as error:  # it printed too much
             return None, str(error)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, futures.TimeoutError):
             return None, f"{_SLOW} {self.timeout_seconds:g} s"
         except OSError as error:
             return None, f"cannot be started: {error.strerror or error}"
@@ -67,12 +62,12 @@ class Judge:
             score = float(printed.strip())
         except ValueError:
             return None, f"printed {printed.strip()[:80]!r} instead of a number"
-        if not (math.isfinite(score) and 0.0 <= score <= 1.0):
+        if not 0.0 <= score <= 1.0:
             return None, f"printed {score}, which is not between 0 and 1"
         return score, None
 
     def _run(self, given: bytes) -> tuple[int, str, str]:
-        """Exit status, output and errors. Raises OSError, TimeoutExpired, and ValueError for too much output."""
+        """Return exit status, output and errors. Raises OSError, ValueError for too much output, and a timeout."""
         deadline = time.monotonic() + self.timeout_seconds
         with tempfile.TemporaryFile() as stdin:
             stdin.write(given)
@@ -80,33 +75,19 @@ class Judge:
             process = subprocess.Popen(
                 self.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
-        with process:
+        with process, futures.ThreadPoolExecutor(2) as readers:
             try:
-                printed, errors = _outputs(process, deadline)
+                pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+                reads = [readers.submit(pipe.read, MAX_OUTPUT_BYTES + 1) for pipe in pipes]
+                for read in futures.as_completed(reads, max(0.0, deadline - time.monotonic())):
+                    if len(read.result()) > MAX_OUTPUT_BYTES:
+                        raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
+                printed, errors = (read.result().decode("utf-8", "replace") for read in reads)
                 return process.wait(max(0.0, deadline - time.monotonic())), printed, errors
             finally:
+                # The pipes, which its children hold open too, end with them.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-
-
-def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
-    """Read stdout and stderr to their ends. Raises TimeoutExpired, and ValueError for too much output."""
-    read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
-    with selectors.DefaultSelector() as selector:
-        for pipe in read:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise subprocess.TimeoutExpired(process.args, 0.0)
-            for key, _ in ready:
-                chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
-                read[key.fd] += chunk
-                if len(read[key.fd]) > MAX_OUTPUT_BYTES:
-                    raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
-                if not chunk:
-                    selector.unregister(key.fd)
-    return [each.decode("utf-8", "replace") for each in read.values()]
 
 
 def judged(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
-from validation.engines import AuditCounts, EngineSettings, concerns, ended_requests, opened
+from validation.engines import (
+    ArmEngine,
+    AuditCounts,
+    AuditFile,
+    Engines,
+    EngineSettings,
+    concerns,
+    ended_requests,
+    opened,
+)
 from validation.samples import Answer, Reuse, Sample, sample_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-
-    from validation.engines import ArmEngine, AuditFile, Engines
 
 OnStep = Callable[[str], None]
 

@@ -7,18 +7,13 @@ import re
 import string
 import warnings
 from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rouge_score import rouge_scorer
 from scipy.stats import DegenerateDataWarning, bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-
-    import numpy.typing as npt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -36,7 +31,7 @@ def exact_match(answer: str, reference: str) -> bool:
 
 
 def contains(answer: str, part: str) -> bool:
-    """Return whether the normalised words of `part`, at least one, stand together in those of `answer`."""
+    """Return whether the normalised words of `part`, at least one, follow each other in those of `answer`."""
     ours, theirs = (f" {' '.join(normalised_words(text))} " for text in (answer, part))
     return bool(theirs.strip()) and theirs in ours
 
@@ -140,7 +135,9 @@ def non_inferiority(
     if not differences:
         return None
     # A resample's mean needs only the sum and the number of each group's values.
-    sums, counts = _by_group(differences, groups)
+    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    members = [index[group] for group in groups]
+    sums, counts = (np.bincount(members, weights=each).astype(np.float64) for each in (differences, None))
     lower = -math.inf
     with warnings.catch_warnings():
         # Every group alike: the bound is the difference itself.
@@ -160,11 +157,3 @@ def non_inferiority(
             )
             lower = float(found.confidence_interval.low)
     return NonInferiority(float(np.mean(differences)), lower, len(differences), len(sums))
-
-
-def _by_group(
-    differences: Sequence[float], groups: Sequence[Hashable]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    members = [index[group] for group in groups]
-    return np.bincount(members, weights=differences).astype(np.float64), np.bincount(members).astype(np.float64)

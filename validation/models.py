@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,15 +18,10 @@ from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM
+from validation.engines import EMBEDDED, SGLANG, VLLM, Engines, ServedModel
 from validation.sglang_engine import SglangEngines
 from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
-
-if TYPE_CHECKING:
-    import argparse
-
-    from validation.engines import Engines, ServedModel
 
 PROFILE_NAME = "reuse-profile.json"
 # KV caches: of the weights' type, or in e4m3.

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import rich.progress as bars
 from rich.console import Console
 
 from semblend_trt.command_line import printable
 from semblend_trt.files import check_writable, write_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from validation.arms import COLD, POSITION_FIX, VERIFIED
+from validation.cases import Case
 from validation.families.catalog import FAMILIES, Kind
 from validation.report import ARM_NAMES
+from validation.samples import Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from validation.cases import Case
-    from validation.samples import Sample
-
-_TOLD = {
-    Kind.HARMLESS: "The documents stand elsewhere than in the request before, and mean the same there.",
-    Kind.TRAP: "The reused text means something else behind another heading.",
+_BY_KIND = {
+    Kind.HARMLESS: "The documents are elsewhere than in the request before, and mean the same there.",
+    Kind.TRAP: "The reused text means something else after another heading.",
     Kind.NONE: "Shares no text with a request before.",
     Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
 }
-_FAMILIES = {each.name: (each.write.__doc__ if each.marks is False else None) or _TOLD[each.kind] for each in FAMILIES}
+_FAMILIES = {
+    each.name: (each.write.__doc__ if each.marks is False else None) or _BY_KIND[each.kind] for each in FAMILIES
+}
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
@@ -46,7 +45,7 @@ def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]
 
 
 def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str, Any]:
-    """One arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as in `marked`."""
+    """Return one arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as in `marked`."""
     words = [] if sample.exact_match is None else ["right" if sample.is_right else "wrong"]
     if sample.arm != COLD:
         words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
@@ -81,7 +80,7 @@ def examples(samples: Sequence[Sample], policy: str, cases: Sequence[Case], toke
     return [
         {
             "case": case,
-            "told": _FAMILIES.get(case.workload, ""),
+            "what": _FAMILIES.get(case.workload, ""),
             "arms": [_shown(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
         }
         for case in list(chosen.values())[:12]

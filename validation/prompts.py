@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.errors import ConfigurationError
 from validation.documents import SHIPPED_VOCABULARY, WORDS, Vocabulary, words
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 INSTRUCTION_MARK = "<|inst|>"
 DOCUMENT_MARK = "<|doc|>"
@@ -172,7 +170,7 @@ class ChatForm(PromptForm):
     def render_conversation(
         self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
     ) -> str:
-        """As `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
+        """Do as `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
         said = [system]
         for turn in (*turns, Turn(question, "", tuple(documents))):
             context = [_CONTEXT, *turn.documents] if turn.documents else []
@@ -187,7 +185,7 @@ class ChatForm(PromptForm):
         return render_chat({"messages": messages}, self.tokenizer)[0]
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
-        """As `PromptForm` does; the user's turn stays open after the last page."""
+        """Do as `PromptForm` does; the user's turn stays open after the last page."""
         return self.render_conversation(instruction, (), "\n\n".join([_CONTEXT, *pages]) + _NEXT).partition(_NEXT)[0]
 
 

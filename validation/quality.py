@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
@@ -28,14 +32,7 @@ from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid
 from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-
-FILE_STEM = "quality"
+FILE_STEM, _EM = "quality", "exact match"
 # Of the columns that a terminal shows.
 _WIDTHS = (18, 14, 8, 8, 11, 8, 6, 7)
 _MARKED = {each.name for each in FAMILIES if each.marks}
@@ -52,7 +49,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser("quality", _DESCRIPTION)
     arguments.add(parser, *arguments.MODEL, "--profile")
     arms = f"position_fix, and {VERIFIED} where there is a reuse profile; cold, cold_again and cold_otherwise always"
-    arguments.add(parser, "--arms", told_default=arms)
+    arguments.add(parser, "--arms", default_in_words=arms)
     arguments.add(parser, "--boundary", "--prompts", "--log", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON; a page has its name and .html")
     arguments.add(parser, "--record", "--machine")
@@ -199,8 +196,8 @@ class QualityReport:
             fires = sum(sample.reused_tokens > 0 for sample in unrelated)
             found.append(("controls", f"{fires} of {len(unrelated)} unrelated prompts reused KV"))
         if unknown := self.unknown():
-            told = "decides nothing, as cold rarely answers word for word: "
-            found.append(("exact match", told + ", ".join(unknown)))
+            sentence = "decides nothing, as cold rarely answers word for word: "
+            found.append(("exact match", sentence + ", ".join(unknown)))
         for line in self.lines:
             if line.arm == COLD and line.exact_match == line.contains == 0.0:
                 cold = [each for each in self._cold.values() if each.workload == line.family][:3]
@@ -215,28 +212,33 @@ class QualityReport:
         [(_, headings, rows)] = self.grids()
         table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
         lines = [*textwrap.wrap(self.headline(), COLUMNS), *table]
-        for name, told in self.figures():
-            lines += textwrap.wrap(f"{name:<14}{told}", COLUMNS, subsequent_indent=" " * 14)
+        for name, sentence in self.figures():
+            lines += textwrap.wrap(f"{name:<14}{sentence}", COLUMNS, subsequent_indent=" " * 14)
         return lines
 
     def grids(self) -> list[Grid]:
         """Return a table of what the reusing arms do, with a row for each line."""
         headings = ["family", "arm", "KL", "floor", "95 % below", "changed", "right", "in cold", "reused", "computed"]
         colds, rows = {line.family: line.contains for line in self.lines if line.arm == COLD}, []
+        unknown = self.unknown()
         for line in self._moved:
             kls = (line.answer_kl, self.floor(line.family), line.answer_kl_q95)
             shares = (line.changed, line.contains, colds[line.family], line.reused_share, line.computed_share)
             bounds = (("exact match", line.exact_match_bound), ("log-likelihood", line.loss_bound))
             said = "; ".join(f"{what} {bound.sentence()}" for what, bound in bounds if bound is not None)
+            said = "decides nothing: the model does not answer it cold" if line.family in unknown else said
             arm = ARM_NAMES.get(line.arm, line.arm)
             percents = ("-" if each is None else f"{each:.0%}" for each in shares)
             rows.append([line.family, arm, *map(_short, kls), *percents, said])
         return [("Answers beside cold's", [*headings, "bounds"], rows)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON with every sample."""
+        """Return JSON with every sample. `non_inferior` is null where answers decide nothing: no score has a bound, or
+        the model does not know the family cold."""
+        unknown = self.unknown()
         lines, kind_lines = (
-            [{**asdict(line), "non_inferior": line.holds} for line in each] for each in (self.lines, self.kind_lines)
+            [{**asdict(x), "non_inferior": x.holds if x.bounds and x.family not in unknown else None} for x in each]
+            for each in (self.lines, self.kind_lines)
         )
         return {
             "schema": 1,
@@ -259,7 +261,7 @@ class QualityReport:
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     """Return rows of the run's figures; in their names `suffix` comes before the family or the arm."""
     results = Results(measured=report.measured, is_shown=False)
-    unknown, em = report.unknown(), "exact match"
+    unknown = report.unknown()
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
     for line in report.lines:
         _add_kl(results, line, report.floor(line.family), suffix)
@@ -267,14 +269,14 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
         if cold is None or score is None:
             continue
         if line.arm == COLD:
-            results.add(f"cold_em{suffix}_{line.family}", score, em, f"{where} in {line.groups} groups")
+            results.add(f"cold_em{suffix}_{line.family}", score, _EM, f"{where} in {line.groups} groups")
         elif line.arm == VERIFIED:
             _add_verified(results, line, score, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
             # The header trap has to bite if nothing is checked or computed again.
             goal = cold / 2 if (line.family, line.arm) == (HEADER_TRAP, POSITION_FIX) else None
             baseline = f"cold {cold:.3f}; {where}, {line.fires} fires"
-            results.add(f"{line.arm}_em{suffix}_{line.family}", score, em, baseline, goal)
+            results.add(f"{line.arm}_em{suffix}_{line.family}", score, _EM, baseline, goal)
     for line in report.kind_lines:
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)
@@ -292,35 +294,35 @@ def _add_kl(results: Results, line: Line, floor: float | None, suffix: str) -> N
         return
     where = (
         f"floor {floor or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, {line.changed:.1%} changed; "
+        f"{line.computed_share:.3f} computed; {line.samples} prompts in {line.groups} groups"
     )
-    where += f"{line.computed_share:.3f} computed; {line.samples} prompts in {line.groups} groups"
     results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
 
 
 def _add_verified(results: Results, line: Line, score: float, suffix: str) -> None:
-    bound = line.exact_match_bound
-    if bound is None:
+    if (bound := line.exact_match_bound) is None:
         return
-    where = f"cold {score - bound.difference:.3f}; {bound.samples} prompts in {bound.groups} groups; "
-    where += (
+    where = (
+        f"cold {score - bound.difference:.3f}; {bound.samples} prompts in {bound.groups} groups; "
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )
-    name, em = f"{suffix}_{line.family}", "exact match"
-    results.add(f"verified_em_vs_cold{name}", bound.difference, em, where, -MARGIN, "higher")
+    results.add(f"verified_em_vs_cold{suffix}_{line.family}", bound.difference, _EM, where, -MARGIN, "higher")
     if bound.groups > 1:
         how = f"one-sided 95 % lower bound of the difference, paired bootstrap over {bound.groups} groups"
-        results.add(f"verified_em_bound{name}", bound.lower, em, how, -bound.margin, "higher")
+        results.add(f"verified_em_bound{suffix}_{line.family}", bound.lower, _EM, how, -bound.margin, "higher")
 
 
 def _add_kind(results: Results, line: Line, suffix: str) -> None:
     """Add one arm's point of the plot over a kind's families; an arm that reuses nothing computes all."""
     bound, name = line.exact_match_bound, f"{suffix}_{line.arm}"
     if bound is not None and line.exact_match is not None:
-        where = f"{bound.difference:+.4f} from cold, one-sided 95 % lower bound {bound.lower:+.4f}; "
-        where += f"{bound.samples} prompts in {bound.groups} groups"
-        results.add(f"{line.family}_em{name}", line.exact_match, "exact match", where)
+        where = (
+            f"{bound.difference:+.4f} from cold, one-sided 95 % lower bound {bound.lower:+.4f}; "
+            f"{bound.samples} prompts in {bound.groups} groups"
+        )
+        results.add(f"{line.family}_em{name}", line.exact_match, _EM, where)
     if is_reusing(line.arm):
-        where = f"tokens times layers behind the exact prefix, {line.samples} prompts"
+        where = f"tokens times layers after the exact prefix, {line.samples} prompts"
         results.add(f"{line.family}_computed_share{name}", line.computed_share, "share", where)
     if (line.family, line.arm) != (Kind.HARMLESS.value, VERIFIED):
         return
@@ -348,8 +350,7 @@ _STYLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One arm: `exact_match`, 0 to 1, and `computed_share` of tokens times layers after the exact prefix."""
 
     arm: str
@@ -404,17 +405,14 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows + 0.6), dpi=130, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     handles: dict[str, Artist] = {}
-    for index, (name, points) in enumerate(panels.items()):
-        axes = grid.flat[index]
+    for axes, (name, points) in zip(grid.flat, panels.items(), strict=False):
         _draw_panel(axes, name, points)
-        if index + columns >= len(panels):
-            axes.set_xlabel("computed, % of tokens x layers", fontsize=9)
-            axes.tick_params(labelbottom=True)
-        if index % columns == 0:
-            axes.set_ylabel("exact match", fontsize=9)
+        axes.tick_params(labelbottom=True)
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
+    figure.supxlabel("computed, % of tokens x layers", fontsize=9)
+    figure.supylabel("exact match", fontsize=9)
     if handles:
         width = min(len(handles), 3 * columns)
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=width, fontsize=8)

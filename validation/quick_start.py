@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "serve two prompts with a small model that ships, the second with reuse"
 _NEXT = """
-Both prompts hold the same six documents; in the second they stand in reverse order, behind another instruction.
+Both prompts hold the same six documents; in the second they are in reverse order, after another instruction.
 
   semblend-trt try --source    prints this program, to be changed and run
   semblend-trt estimate FILE   says what reuse would save on the prompts of your own log

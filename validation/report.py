@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
 from validation.cases import Expectation
+from validation.engines import AuditCounts
+from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
 from validation.results import Better, Measured, Results, Row
+from validation.samples import Sample
 from validation.scoreboard import figure
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from validation.engines import AuditCounts
-    from validation.exactness import Exactness
-    from validation.samples import Sample
 
 EXACTNESS = "wrapper_exactness"
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -236,12 +233,11 @@ class ArmFigures:
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
         trap = [(ours, other) for ours, other in pairs if ours.workload in _TRAPS]
-        apart = (*_TRAPS, *_TEXTS)
         if not pairs:
             return None
         return cls(
             timed=[ours for ours, _ in pairs if ours.timed and ours.workload not in _TRAPS],
-            changed=[ours.answer != other.answer for ours, other in pairs if ours.workload not in apart],
+            changed=[x.answer != other.answer for x, other in pairs if x.workload not in (*_TRAPS, *_TEXTS)],
             trap_changed=[ours.answer != other.answer for ours, other in trap],
             trap_wrong=sum(not ours.is_right for ours, _ in trap),
             trap_cold_wrong=sum(not other.is_right for _, other in trap),
@@ -252,10 +248,6 @@ class ArmFigures:
         return median(s.ttft_s for s in self.timed)
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(s.prompt_tokens for s in self.timed)
-
-    @property
     def speedup(self) -> str:
         """In words: cold's TTFT over the arm's."""
         found = median(s.speedup for s in self.timed)
@@ -263,7 +255,7 @@ class ArmFigures:
 
     def sentence(self) -> str:
         time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {self.speedup}"
-        share = sum(s.reused_tokens for s in self.timed) / max(1, self.prompt_tokens)
+        share = sum(s.reused_tokens for s in self.timed) / max(1, sum(s.prompt_tokens for s in self.timed))
         trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
         return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
@@ -321,7 +313,8 @@ class Report:
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
-            where = f"{len(cold.timed)}, about {cold.prompt_tokens // len(cold.timed):,} tokens each"
+            tokens = sum(s.prompt_tokens for s in cold.timed) // len(cold.timed)
+            where = f"{len(cold.timed)}, about {tokens:,} tokens each"
             found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token, median of {where}"))
         for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
             if (figures := ArmFigures.of(self.samples, arm)) is not None:
@@ -376,14 +369,11 @@ class Report:
 
 def _grid(title: str, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Grid:
     keys = ("workload", "size", "arm")
-    rows = [[*(line[key] for key in keys), *(_cell(line[name]) for name in names)] for line in lines]
+    rows = [
+        [*(line[key] for key in keys), *("-" if line[name] is None else figure(line[name]) for name in names)]
+        for line in lines
+    ]
     return title, [name.replace("_", " ") for name in (*keys, *names)], rows
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return figure(value) if math.isfinite(value) else str(value)
 
 
 def end_to_end_rows(
@@ -400,9 +390,11 @@ def end_to_end_rows(
             speedup, cold_s = median(s.speedup for s in own), median(s.ttft_s for s in shifted if s.arm == COLD)
             prompt, computed = mean(s.prompt_tokens for s in own), mean(s.computed_tokens for s in own)
             if speedup is not None and cold_s is not None:
-                told = f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+                against = (
+                    f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+                )
                 bound = GateBounds().min_speedup
-                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", told, bound, "higher")
+                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", against, bound, "higher")
     for name, arm, workloads in (
         (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
         (f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP)),

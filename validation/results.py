@@ -12,16 +12,14 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from semblend_trt.files import write_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Better = Literal["higher", "lower"]
 
@@ -73,7 +71,7 @@ class Row:
         if self.better not in ("higher", "lower"):
             raise ValueError(f"the row {self.name} has better={self.better!r}; it is higher or lower")
         if self.holds is not _holds(self.value, self.goal, self.better):
-            raise ValueError(f"the row {self.name} says holds={self.holds}, its figures say otherwise")
+            raise ValueError(f"the row {self.name} says holds={self.holds}, which its figures contradict")
         if not all(isinstance(each, str) for each in (self.unit, self.baseline, self.command)) or not re.match(
             r"\d{4}-\d{2}-\d{2}", self.date
         ):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from validation import metrics
-from validation.cases import Expectation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
-
-    from validation.arms import Arm
-    from validation.cases import Case
-    from validation.metrics import NonInferiority
+from validation.arms import Arm
+from validation.cases import Case, Expectation
+from validation.metrics import NonInferiority
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +168,12 @@ def sample_of(
     # After a sample only tokens that were compared ran in the lowest layers.
     run_below = min(reuse.reused, reuse.sampled + reuse.checked) if reuse.sampled else reuse.reused
     moved = reuse.reused - run_below * arm.full_layers / num_layers
-    rouge1_cold, rouge_l_cold, token_f1_cold = metrics.closeness(ours.text, cold.text)
-    known = (None, None, None) if reference is None else metrics.closeness(ours.text, reference.strip())
+    scores: dict[str, Any] = _closeness(ours.text, cold.text, "cold")
+    scores |= _closeness(ours.text, None if reference is None else reference.strip(), "reference")
     perplexity, colds = (None if each.loss is None else metrics.perplexity(each.loss) for each in (ours, cold))
     is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
+    is_known = bool(case.known_answer and reference)
+    counts = ("offered", "sampled", "checked", "reused", "recomputed")
     return Sample(
         case_id=case.id,
         workload=case.workload,
@@ -193,35 +191,27 @@ def sample_of(
         answer_tokens=len(ours.tokens),
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
-        offered_tokens=reuse.offered,
-        sampled_tokens=reuse.sampled,
-        checked_tokens=reuse.checked,
-        reused_tokens=reuse.reused,
-        recomputed_tokens=reuse.recomputed,
         computed_tokens=ours.prompt_tokens - reuse.cached - reuse.reused,
         computed_share=1.0 - moved / max(1, ours.prompt_tokens - reuse.cached),
-        largest_kept=reuse.largest_kept,
-        outcome=reuse.outcome,
-        reason=reuse.reason,
-        exact_match=metrics.exact_match(ours.text, reference) if case.known_answer and reference else None,
+        **{f"{name}_tokens": getattr(reuse, name) for name in counts},
+        **{name: getattr(reuse, name) for name in ("largest_kept", "outcome", "reason", "generation", "spans")},
+        exact_match=metrics.exact_match(ours.text, str(reference)) if is_known else None,
+        contains_reference=metrics.contains(ours.text, str(reference)) if is_known else None,
         follows_donor=None if case.donor_answer is None else metrics.contains(ours.text, case.donor_answer),
-        rouge1_cold=rouge1_cold,
-        rouge_l_cold=rouge_l_cold,
-        token_f1_cold=token_f1_cold,
-        rouge1_reference=known[0],
-        rouge_l_reference=known[1],
-        token_f1_reference=known[2],
+        **scores,
         loss=ours.loss,
         perplexity=perplexity,
         perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
-        generation=reuse.generation,
-        spans=reuse.spans,
         answer_kl=ours.answer_kl,
-        contains_reference=metrics.contains(ours.text, reference) if case.known_answer and reference else None,
         sampled_deviation=reuse.deviation,
     )
+
+
+def _closeness(answer: str, other: str | None, name: str) -> dict[str, float | None]:
+    scores = (None, None, None) if other is None else metrics.closeness(answer, other)
+    return dict(zip((f"rouge1_{name}", f"rouge_l_{name}", f"token_f1_{name}"), scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +290,10 @@ def line_of(
     def average(name: str) -> float:
         return math.fsum(getattr(sample, name) for sample in samples) / len(samples)
 
-    offered, reused = sum(each.offered_tokens for each in samples), sum(each.reused_tokens for each in samples)
+    counts = {
+        name: sum(getattr(each, f"{name}_tokens") for each in samples)
+        for name in ("offered", "sampled", "checked", "reused", "recomputed")
+    }
     loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
     return Line(
         family=family,
@@ -316,12 +309,8 @@ def line_of(
         agreement=average("token_agreement"),
         first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        offered=offered,
-        sampled=sum(sample.sampled_tokens for sample in samples),
-        checked=sum(sample.checked_tokens for sample in samples),
-        reused=reused,
-        recomputed=sum(sample.recomputed_tokens for sample in samples),
-        reused_share=reused / offered if offered else None,
+        **counts,
+        reused_share=counts["reused"] / counts["offered"] if counts["offered"] else None,
         computed_share=average("computed_share"),
         largest_kept=max(sample.largest_kept for sample in samples),
         generation=max(sample.generation for sample in samples),

@@ -8,19 +8,17 @@ that is given again continues its column."""
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import output
 from validation.results import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 
@@ -37,7 +35,7 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
         for each in rows:
             other = owners.setdefault((path.parent.name, each.name), path)
             if other is not path:
-                raise ConfigurationError(f"The row {each.name} stands both in {other} and in {path}; keep one.")
+                raise ConfigurationError(f"The row {each.name} is both in {other} and in {path}; keep one.")
         found[path.relative_to(root).with_suffix("").as_posix()] = rows
     return found
 
@@ -86,7 +84,7 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
 
 
 def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
-    """A line for each name that the patterns' stars match; values that miss their goal are bold."""
+    """Return a line for each name that the patterns' stars match; values that miss their goal are bold."""
     cells: dict[str, dict[str, str]] = {}
     for heading, _, pattern in (column.partition("=") for column in columns):
         for line, each in _starred(pattern, rows).items():
@@ -98,7 +96,7 @@ def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
 
 
 def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
-    """The rows that match, by the text that the pattern's one `*` matches."""
+    """Return the rows that match, by the text that the pattern's one `*` matches."""
     before, star, after = pattern.partition("*")
     if not star or "*" in after:
         raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")
@@ -118,6 +116,8 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
 
 def figure(value: float) -> str:
     """Return four significant digits; large integers whole."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -1,13 +1,13 @@
 """`python -m validation.trtllm_check`: runs the connector inside a real TensorRT-LLM, and says what holds there.
 
-All engines have TensorRT-LLM's default options. The first line says which manager, graphs and attention these are.
-Four engines of one model serve the same prompts, one after the other: with ours attached and every layer computed
-again, without a connector, with ours, and with ours attached and nothing computed again. Then a reuse profile is
-confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves with it. At last
-many requests are served at once over a small pool, and the blocks are counted before and after: one of them is
-cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked through the
-public API. Status: 0 when everything holds, 1 naming what does not, 2 where tensorrt_llm cannot be imported, or model
-or profile cannot be read.
+All engines have TensorRT-LLM's default options. The first line says which manager, graphs and attention these are. Four
+engines of one model serve the same prompts, one after the other. The first has our wrapper attached, and computes every
+layer again; the second has no connector; the third has our connector alone; the last computes nothing again. Then a
+reuse profile is confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves
+with it. At last many requests are served at once over a small pool, and the blocks are counted before and after. One
+request is cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked
+through the public API. Status: 0 when everything holds, 1 naming what does not, 2 where tensorrt_llm cannot be
+imported, or model or profile cannot be read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import re
 import shlex
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from semblend_trt.command_line import ended, named, printable
+from semblend_trt.connector.llm_args import version_of
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable
@@ -31,16 +35,21 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.documents import Document, Question, stock_list
 from validation.engines import AuditFile, ended_requests
 from validation.prompts import PLAIN
-from validation.trtllm_assumptions import Finding, facts_of, judge_commits, judge_crowded, judge_engine
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 Answers = tuple[tuple[int, ...], ...]
+Events = tuple[dict[str, Any], ...]
 
 _SHORT = "Answer with a number only."
 MAX_TOKENS = 16
+
+
+class Finding(NamedTuple):
+    """One line of the result."""
+
+    name: str
+    holds: bool
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +170,7 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
-    """The answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
+    """Return the answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
@@ -208,7 +217,7 @@ def _end(handle: Any) -> str:
 
 
 def _free_blocks(llm: Any) -> int | None:
-    """Blocks that no request holds, with those kept for reuse; None if the count does not become steady."""
+    """Count the blocks that no request holds, with those kept for reuse; None if the count does not become steady."""
     seen: list[int] = []
     for _ in range(20):
         llm.generate(["Hello."], greedy(1))  # statistics come with iterations only
@@ -274,7 +283,7 @@ def judge_crowd(crowded: Crowded) -> list[Finding]:
 
 
 def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
-    """The engines answer every prompt, and every connector sees every request."""
+    """Check that the engines answer every prompt, and every connector sees every request."""
     prompts = len(asked.prompts)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
     unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
@@ -285,7 +294,7 @@ def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
-    """The connector offers text from other places: the wrapper is attached, and its self-check has passed."""
+    """Check that the connector offers moved text: the wrapper is attached, and its self-check has passed."""
     offered, segmented = {}, {}
     for arm in (RECOMPUTED, REUSED):
         first, _ = asked.twice(ended_requests(served[arm].events))
@@ -297,7 +306,7 @@ def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
-    """A prompt that was served approximately finds only its exact part in the engine when it is asked again."""
+    """Check that a prompt with moved text finds only its exact part in the engine when it is asked again."""
     grown = []
     for arm in (RECOMPUTED, REUSED):
         plans = [event for event in served[arm].events if event["event"] == "plan_dispatched"]
@@ -312,6 +321,68 @@ def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
 
 def _share_equal(first: Sequence[Any], second: Sequence[Any]) -> float:
     return sum(bool(one == other) for one, other in zip(first, second, strict=True)) / max(1, len(first))
+
+
+# TensorRT-LLM's V2 manager is taken to do the following by its source alone.
+_V1 = "KVCacheManager"
+# Enough for some blocks of any size that TensorRT-LLM has.
+_ANSWER = 200
+
+
+def facts_of(events: Events) -> dict[str, Any]:
+    """Return what the engine showed as the wrapper attached to it; {} if it did not attach."""
+    found = next((event for event in events if event["event"] == "engine_attached"), {})
+    return {name: value for name, value in found.items() if name not in ("schema", "time", "rank", "event")}
+
+
+def judge_engine(events: Events) -> Finding:
+    """Say which engine the default options gave: version, manager, graphs, attention, and what was refused."""
+    facts, api = facts_of(events), import_module("tensorrt_llm.llmapi.llm_args")
+    field = getattr(api.KvCacheConfig, "model_fields", {}).get("use_kv_cache_manager_v2")
+    shown = {
+        "release": getattr(trtllm_api(), "__version__", "unknown"),
+        "contract": version_of(None),
+        "use_kv_cache_manager_v2": getattr(field, "default", "no such option"),
+        **facts,
+    }
+    refused = [facts[name] for name in ("guard_refusal", "execution_refusal") if facts.get(name) is not None]
+    return Finding("engine", bool(facts) and not refused, "; ".join(f"{name} {shown[name]}" for name in shown))
+
+
+def judge_crowded(facts: dict[str, Any], events: Events) -> list[Finding]:
+    """Check that requests were paused and asked about again, and blocks exchanged under donors, of which none was lost.
+
+    V1 does neither. Where an engine with V2 did not either, nothing was tried."""
+    is_v1 = facts.get("manager") == _V1
+    asked = Counter(event["request_id"] for event in events if event["event"] == "lookup")
+    paused = sum(times > 1 for times in asked.values())
+    reasons = Counter(event["reason"] for event in ended_requests(events))
+    lost = reasons["load_failed"] + reasons["internal_error"]
+    exchanged = sum(event["event"] == "blocks_exchanged" for event in events)
+    unsaved = [str(event["error"])[:80] for event in events if event["event"] == "donor_registered" and event["error"]]
+    return [
+        Finding(
+            "pauses", (is_v1 or paused > 0) and not lost, f"{paused} requests asked about again; {lost} plans lost"
+        ),
+        Finding(
+            "exchange", is_v1 or exchanged > 0, f"{exchanged} donors of exchanged blocks; not saved: {unsaved[:4]}"
+        ),
+    ]
+
+
+def judge_commits(facts: dict[str, Any], model: str, dtype: str) -> Finding:
+    """Check that V2 keeps no generated tokens for reuse, as pull request 18711 has it do. Raises SemBlendError."""
+    with tempfile.TemporaryDirectory() as folder:
+        audit = Path(folder) / "audit.jsonl"
+        variables = {"SEMBLEND_POLICY": "exact", "SEMBLEND_AUDIT_PATH": str(audit)}
+        with open_llm(model, STOCK_CONNECTOR, variables, dtype=dtype) as llm:
+            params = trtllm_api().SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
+            [first] = llm.generate(["Count from one to one hundred, in words."], params)
+            asked: Sequence[int] = first.prompt_token_ids
+            llm.generate([[*asked, *first.outputs[0].token_ids, 1]], params)
+        own = [int(event["exact_prefix_tokens"]) for event in ended_requests(tuple(AuditFile(audit).read()))][-1]
+    found = f"{own} tokens of the engine's own prefix after a prompt of {len(asked)} and {_ANSWER} generated tokens"
+    return Finding("commits", facts.get("manager") == _V1 or own <= len(asked), found)
 
 
 # These few prompts show that a calibration runs here, and little about the model.
@@ -356,7 +427,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
-    """One part after the other; a part whose engine does not start is one line that fails."""
+    """Yield one part after the other; a part whose engine does not start is one line that fails."""
     model, dtype = arguments.model, arguments.dtype
     asked = workload(arguments.groups, arguments.rows)
     boundary = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(layers)}

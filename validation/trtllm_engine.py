@@ -5,23 +5,30 @@ It imports nothing that an environment with TensorRT-LLM and the connector lacks
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from engine_wrapper.embedded.request import RequestOutput
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.request import RequestOutput, SamplingParams
-    from validation.arms import Arm
-    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+from validation.arms import Arm
+from validation.engines import (
+    AllParams,
+    AllSalts,
+    ArmEngine,
+    Asked,
+    EngineSettings,
+    answered,
+    asked_of,
+    connector_variables,
+    environment,
+    token_bytes,
+)
 
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
 # Saves end in another process. They count as ended when its audit log has not grown for this time.
@@ -146,7 +153,16 @@ class TrtllmEngine:
         options = {"cache_salt": [each.salt for each in asked]} if any(each.salt for each in asked) else {}
         self._asked += len(asked)
         try:
-            params = [_sampling(each.params) for each in asked]
+            params = [
+                trtllm_api().SamplingParams(
+                    max_tokens=1 if each.params.forced_token_ids else each.params.max_tokens,
+                    temperature=0.0,
+                    stop_token_ids=None if (stops := each.params.stop_token_ids) is None else list(stops),
+                    ignore_eos=each.params.ignore_eos,
+                    return_generation_logits=each.params.return_generation_logits,
+                )
+                for each in asked
+            ]
             return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
@@ -158,13 +174,3 @@ class TrtllmEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-
-def _sampling(params: SamplingParams) -> Any:
-    return trtllm_api().SamplingParams(
-        max_tokens=1 if params.forced_token_ids else params.max_tokens,
-        temperature=0.0,
-        stop_token_ids=None if params.stop_token_ids is None else list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        return_generation_logits=params.return_generation_logits,
-    )

@@ -5,25 +5,31 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import SamplingParams
+from engine_wrapper.embedded.request import RequestOutput, SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.request import RequestOutput
-    from validation.arms import Arm
-    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+from validation.arms import Arm
+from validation.engines import (
+    AllParams,
+    AllSalts,
+    ArmEngine,
+    Asked,
+    EngineSettings,
+    answered,
+    asked_of,
+    connector_variables,
+    environment,
+    token_bytes,
+)
 
 # Arguments of KVTransferConfig but for the connector's settings.
 TRANSFER = {
@@ -43,7 +49,7 @@ class VllmEngines:
     has_other_dtype = False
     notes: tuple[str, ...] = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
-        "shows as a difference between them (cold_again beside cold tells how much).",
+        "shows as a difference between them (cold_again beside cold shows how much).",
         "vLLM runs eager, without async scheduling and with its V1 model runner here, in every arm: logits are read "
         "between its steps.",
         "vLLM chooses its device itself; --device is not read.",
@@ -180,7 +186,7 @@ class VllmEngine:
         return [ended[name] for name in names]
 
     def _logits(self, *arguments: Any, **options: Any) -> Any:
-        """The model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""
+        """Return the model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""
         logits = self._compute(*arguments, **options)
         for row, name in enumerate(self._runner.input_batch.req_ids):
             # vLLM adds its own mark to our ids.

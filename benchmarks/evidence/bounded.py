@@ -1,9 +1,9 @@
 """How far answers are from cold's under stated bounds, on SmolLM2, beside other choices of what is computed.
 
 `python -m benchmarks.evidence.bounded --model smollm2` runs five --parts. Under `frontier`, more and more tokens are
-computed: by the profile's check, by one that compares all tokens in its lowest layers, by attention alone, at random,
-by CacheBlend and EPIC; `plot` draws it. `positions` says what rounding does at other positions. --kept holds what was
-served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
+computed. Their choices: the profile's check, one that compares all tokens in its lowest layers, attention alone,
+chance, CacheBlend and EPIC. `plot` draws it. `positions` says what rounding does at other positions. --kept holds what
+was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import math
 import re
 import time
 from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -35,14 +36,10 @@ from validation.calibration.calibration import FRESH, Calibration
 from validation.calibration.command import parse_calibrate, teller
 from validation.calibration.observer import Observer, trial_of
 from validation.calibration.prepared import Prepared
+from validation.cases import Case
 from validation.models import transformers_model
 from validation.results import Results, say
 from validation.samples import Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from validation.cases import Case
 
 NAME, POINTS, SUFFIX = "smollm2", "smollm2_frontier.jsonl", ".json.gz"
 # Positions that a prompt is moved by.
@@ -56,7 +53,7 @@ FLOORS = tuple(arm.name for arm in ROUNDING_ARMS)
 FLOOR, OURS, ALL, BLEND = "floor", "profile", "all_tokens", "cacheblend"
 LADDERS = {OURS: (0.0, 0.05, 0.1, 0.2, 0.35, 0.6), BLEND: (5, 15, 30), "epic": (8, 32)}
 LADDERS |= {ALL: (0.05, 0.2), "attention": (0.1, 0.3), "random": (0.1, 0.3)}
-# `Budget.chosen` takes the largest products of deviation and attention; each of the rules stands in for it.
+# `Budget.chosen` takes the largest products of deviation and attention; each of the rules replaces it.
 _chosen = Budget.chosen
 RULES: dict[str, Callable[[Budget, Any], Any]] = {
     OURS: _chosen,
@@ -85,7 +82,7 @@ class Recorder(Observer):
         self._folder = folder
 
     def observations(self, profile: ReuseProfile, *given: Any, **named: Any) -> list[Observation]:
-        """As of Observer; the last ones, which decide, are kept with the profile that has no bounds yet."""
+        """Do as Observer does; keep the last ones, which decide, with the profile that has no bounds yet."""
         found = super().observations(profile, *given, **named)
         profile.write(self._folder / "base.json")
         write_bytes(self._folder / "observations.json", json.dumps([asdict(each) for each in found]).encode())
@@ -104,9 +101,9 @@ class Recorder(Observer):
 def calibrate(asked: Namespace, options: Namespace, rows: Results) -> None:
     """Make the profile; add its time, with that of earlier calls, and what the bounds of other families do to each."""
     folder, shares = options.kept / "calibrate", tuple(float(each) for each in asked.shares.split(","))
-    began, told = time.perf_counter() - sum(_kept(path)[0] for path in folder.glob(f"*{SUFFIX}")), rows.measured.command
+    began, said = time.perf_counter() - sum(_kept(path)[0] for path in folder.glob(f"*{SUFFIX}")), rows.measured.command
     with mock.patch.object(Prepared, "observer", lambda prepared, cases: Recorder(prepared, cases, folder)):
-        run = Calibration(Prepared(asked, asked.dtype), shares, asked.risk, asked.max_tries, told, teller())
+        run = Calibration(Prepared(asked, asked.dtype), shares, asked.risk, asked.max_tries, said, teller())
         (profile := run.run()).write(options.kept / "profile.json")
     how = f"{asked.groups} groups of {len(run.prepared.names)} families; {len(profile.bounds)} bounds are shown"
     rows.add(f"calibrate_{NAME}_minutes", (time.perf_counter() - began) / 60.0, "minutes", how, 10.0)
@@ -235,8 +232,8 @@ def add_frontier(family: str, points: dict[str, list[Point]], rows: Results) -> 
             rows.add(f"{NAME}_kl_{name}", kl, "nats", f"at {share:g} of the offered tokens x layers, {what}", goal)
     ratios = {each.arm: kl / each.kl for each in points[BLEND] if (kl := kl_at(ours, each.share)) is not None}
     if unchecked.kl > 3.0 * floor and f"{BLEND}_15" in ratios:
-        told = f"as {BLEND}_15 computes; over all: {', '.join(f'{arm} {ratio:.2f}' for arm, ratio in ratios.items())}"
-        rows.add(f"{NAME}_selection_kl_over_{BLEND}_{family}", ratios[f"{BLEND}_15"], "ratio", f"{told}; {what}", 0.5)
+        said = f"as {BLEND}_15 computes; over all: {', '.join(f'{arm} {ratio:.2f}' for arm, ratio in ratios.items())}"
+        rows.add(f"{NAME}_selection_kl_over_{BLEND}_{family}", ratios[f"{BLEND}_15"], "ratio", f"{said}; {what}", 0.5)
 
 
 def kl_at(points: Iterable[Point], share: float) -> float | None:

@@ -9,10 +9,10 @@ searches plants in the same way, with other seeds.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from benchmarks.program import Count, run_counted
 from semblend_trt.errors import ConfigurationError
@@ -26,13 +26,7 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import exact_match
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.results import Results
-    from validation.samples import Answer
+from validation.results import Results
 
 # Families in which the donor's text before what is shared decides what the shared text says.
 _SAID_BEFORE = ("header", "far_header", "mid_sentence", "alias", "pronoun", "unit", "date")
@@ -49,8 +43,7 @@ GOALS = {EXACT.name: 0, VERIFIED: 0}
 SKIPPED = "no other model was named with --target"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A model under attack with its reuse profile. `folder` None is the shipped one."""
 
     folder: Path | None
@@ -61,8 +54,7 @@ class Target:
         return "shipped" if self.folder is None else self.folder.name
 
 
-@dataclass(frozen=True, slots=True)
-class Attack:
+class Attack(NamedTuple):
     """Victims of one model, which answers all of them right cold. `held`: the terms of verified.
     By arm: victims with a `wrong` answer, with the planter's answer (`hijacked`), and with reused tokens (`fires`)."""
 
@@ -75,7 +67,7 @@ class Attack:
 
 
 def shipped() -> Target:
-    """The shipped model. Raises ConfigurationError where its profile is missing."""
+    """Return the shipped model. Raises ConfigurationError if its profile is missing."""
     profile = models.profile_of(None, None)
     if profile is None:
         raise ConfigurationError("The shipped model has no reuse profile; make one with `calibrate`.")
@@ -96,7 +88,11 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
     for name in CONSTRUCTIONS:
         plants, most = effort(name, tries, victims)
         cases += planter.hardest(write_plants(engines, FamilyRequest(seed=seed), [name], plants), profile, most)
-    answers = _answers(runner, target, cases)
+    model = str(target.folder or models.shipped_model())
+    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
+    server = BatchServer(EmbeddedEngines(runner), cases, settings)
+    arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, target.profile))
+    answers = {arm.name: server.answers(arm) for arm in (*arms, EXACT)}
     served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
     for arm, given in answers.items():
@@ -130,23 +126,9 @@ def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tup
         rows.add(f"hijacked_answers_{arm}", wrong, "answers", f"{by_model}; {how}", GOALS.get(arm))
 
 
-def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
-    choices = models.choices_of(runner, None, target.profile)
-    model = str(target.folder or models.shipped_model())
-    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
-    server = BatchServer(EmbeddedEngines(runner), cases, settings)
-    return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
-
-
 _COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICTIMS, "of each, the strongest plants'"))
-_TARGET = {
-    "nargs": 2,
-    "type": Path,
-    "action": "append",
-    "default": [],
-    "metavar": ("MODEL", "PROFILE"),
-    "help": "attack the model of this folder, too, with its reuse profile",
-}
+_TARGET = {"nargs": 2, "type": Path, "action": "append", "default": [], "metavar": ("MODEL", "PROFILE")}
+_TARGET["help"] = "attack the model of this folder, too, with its reuse profile"
 _SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
 main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
 

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.attention_layout import LLAMA4
+from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
 from validation import output
-
-if TYPE_CHECKING:
-    from semblend_trt.doctor import Finding
-    from validation.results import Results
+from validation.results import Results
 
 GOAL = 18
 _START, _END = "<!-- models -->\n", "<!-- /models -->"

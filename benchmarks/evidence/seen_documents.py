@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import random
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.program import parser_of
+from engine_wrapper.embedded.llm import LLM
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
@@ -30,14 +31,8 @@ from validation.families.group import Group
 from validation.metrics import CONFIDENCE, MARGIN, exact_match
 from validation.models import load, profile_of, shipped_model
 from validation.output import progress
-from validation.prompts import form_for
+from validation.prompts import PromptForm, form_for
 from validation.results import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine_wrapper.embedded.llm import LLM
-    from validation.prompts import PromptForm
 
 QUERIES, DOCUMENTS, EACH = 600, 600, 8
 # The share of the prompts, the last ones, whose documents are counted.
@@ -48,8 +43,7 @@ COVERED = 0.9
 ANSWER_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """A prompt's token ids, the places in it of its documents by their number, and the right answer."""
 
     tokens: list[int]
@@ -57,8 +51,7 @@ class Query:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(NamedTuple):
     """`seen` and `reused` count a prompt's documents. `reused_tokens`: offered tokens that stayed after the check."""
 
     seen: int

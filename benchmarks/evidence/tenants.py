@@ -1,8 +1,8 @@
-"""Can a tenant tell that another tenant's donor holds its document, by times to the first token or by any count?
+"""Measure whether a tenant's times to the first token, or any count, show that another tenant's donor holds its text.
 
 `python -m benchmarks.evidence.tenants` serves prompts under one salt, in random order. Before a prompt, the other
-salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. As many
-prompts whose own salt holds the document show that the test would see a difference.
+salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. A third
+arm, whose own salt holds the document, shows that the test sees a difference.
 
 Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
 """
@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scipy.stats import ks_2samp
 
 from benchmarks.bench_model import Prompts, make_runner
 from benchmarks.program import Count, resident_mib, run_counted
+from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from engine_wrapper.embedded.request import RequestOutput
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine_wrapper.embedded.llm import LLM
-    from engine_wrapper.embedded.request import RequestOutput
-    from validation.results import Results
+from validation.results import Results
 
 SAMPLES, SALTS = 250, 3000
 WARM_UPS = 10
@@ -69,13 +65,9 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
 @contextmanager
 def engine() -> Iterator[tuple[LLM, Prompts]]:
     """Yield an engine after its warm-ups, and the prompts for it."""
-    variables = {
-        **RANDOM_WEIGHTS,
-        "POLICY": "position_fix",
-        "MAX_DONORS": str(MAX_DONORS),
-        "EMBEDDER": "off",
-        "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
-    }
+    # A busy machine may delay a look-up, which says nothing of a tenant.
+    variables = RANDOM_WEIGHTS | {"POLICY": "position_fix", "EMBEDDER": "off", "LOOKUP_DEADLINE_MS": "1000"}
+    variables["MAX_DONORS"] = str(MAX_DONORS)
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
@@ -23,15 +24,9 @@ from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.namespace import CacheNamespace
+from validation.results import Results
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from validation.results import Results
-
-    _Tokens = npt.NDArray[np.int32]
+_Tokens = npt.NDArray[np.int32]
 
 # Bound to no request.
 BASE_NAMESPACE = CacheNamespace(

@@ -10,28 +10,21 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
-from benchmarks.fleet.dynamo_fleet import MODEL_PATH, DynamoFleet, free_ports
+from benchmarks.fleet.dynamo_fleet import MODEL_PATH, Answer, DynamoFleet
+from benchmarks.fleet.events import loopback_server
 from benchmarks.program import Count, run_counted
 from semblend_trt.model_tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from benchmarks.fleet.dynamo_fleet import Answer
-    from validation.results import Results
+from validation.results import Results
 
 INSTRUCTIONS = (
     "Summarise:",
@@ -49,11 +42,8 @@ SPEED_TOKENS, SPEED_AT_ONCE = 256, 32
 @contextmanager
 def running(token_seconds: float) -> Iterator[DynamoFleet]:
     """Start a nats-server, a frontend, a component and the workers 1 and 2."""
-    with tempfile.TemporaryDirectory() as folder:
-        *_, port = islice(free_ports(), 3)  # the fleet takes the first two
-        server = Path(sys.executable).with_name("nats-server")
-        nats = subprocess.Popen([server, "-a", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
-        fleet = DynamoFleet(Path(folder), f"nats://127.0.0.1:{port}")
+    with tempfile.TemporaryDirectory() as folder, loopback_server() as server:
+        fleet = DynamoFleet(Path(folder), server.url)
         try:
             fleet.component()
             for number in (1, 2):
@@ -61,8 +51,6 @@ def running(token_seconds: float) -> Iterator[DynamoFleet]:
             yield fleet
         finally:
             fleet.close()
-            nats.kill()
-            nats.wait()
 
 
 async def with_client(fleet: DynamoFleet, work: Callable[[aiohttp.ClientSession], Awaitable[float]]) -> float:

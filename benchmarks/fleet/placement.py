@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.fleet.directory import WORKERS, Fleet
 from benchmarks.program import Count, run_counted
 from semblend_trt.fleet.placement import Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from validation.results import Results
+from validation.results import Results
 
 PROMPT_TOKENS, EVENTS_PER_S, REQUESTS_PER_S, SECONDS, ROUNDS = 8192, 20_000, 100, 3, 3
 _CANDIDATES = {number: (number, 0) for number in range(WORKERS)}

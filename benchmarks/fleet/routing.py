@@ -2,7 +2,7 @@
 
 Time is simulated. Requests arrive at random, and a worker prefills one after the other. A prefilled document is a donor
 until documents used later need its room. The rest is real: donors are sketched from token ids and announced in
-messages, with a delay; the directory knows these messages alone, and placement chooses by what it finds in the
+messages, with a delay. The directory knows these messages alone, and placement chooses by what it finds in the
 prompt. The other policies choose in turn, by load, or by the longest beginning that a worker was sent. Every prompt
 begins with text of its own, so that no two share a prefix.
 """
@@ -13,24 +13,21 @@ import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
+from semblend_trt.fleet.directory import Worker
 from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
 from semblend_trt.fleet.wire import Emitter, EventWriter
+from validation.results import Results
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from semblend_trt.fleet.directory import Worker
-    from validation.results import Results
-
-    _Tokens = npt.NDArray[np.int32]
+_Tokens = npt.NDArray[np.int32]
 
 WORKERS, DOCUMENTS = 4, 64
 SHORTEST, LONGEST = 1024, 6144
@@ -45,8 +42,7 @@ POLICIES = ("round_robin", "least_loaded", "exact_prefix", "span_overlap")
 PREFIX_BLOCK = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class Arrival(NamedTuple):
     """A request: when it comes (seconds), for which document, and its prompt."""
 
     at: float
@@ -59,7 +55,8 @@ class SimulatedWorker:
 
     def __init__(self, worker_id: int) -> None:
         self.worker: Worker = (worker_id, 0)
-        self.waiting: deque[_Placed] = deque()
+        # Requests, and how many of their tokens were expected to be computed here.
+        self.waiting: deque[tuple[Arrival, int]] = deque()
         self.outstanding, self.busy_seconds, self.requests = 0, 0.0, 0
         self._outbox = Outbox(EventWriter(Emitter(worker_id, 0, 1), EventFormat.MSGPACK), EventCounters(enabled=False))
         # Donor ids by document, the one that was used last at the end.
@@ -71,19 +68,18 @@ class SimulatedWorker:
 
     def begin(self) -> float:
         """Start on the first that waits; return the seconds it takes."""
-        arrival = self.waiting[0].arrival
+        arrival, _ = self.waiting[0]
         reused = len(arrival.tokens) - OWN_BEFORE - OWN_BEHIND if self.holds(arrival.document) else 0
         seconds = (len(arrival.tokens) - (1 - REUSE_COST) * reused) / TOKENS_PER_S
         self.busy_seconds += seconds
         self.requests += 1
         return seconds
 
-    def end(self) -> tuple[_Placed, list[bytes]]:
+    def end(self) -> tuple[Arrival, list[bytes]]:
         """End the first request that waits; return it and the messages about donors that come and go by it."""
-        placed = self.waiting.popleft()
-        self.outstanding -= placed.expected_tokens
-        document, tokens = placed.arrival.document, placed.arrival.tokens
-        changed = []
+        arrival, expected = self.waiting.popleft()
+        self.outstanding -= expected
+        document, tokens, changed = arrival.document, arrival.tokens, list[str]()
         if not self.holds(document):
             self._count += 1
             self._donors[document] = donor_id = f"{self.worker[0]}-{self._count}"
@@ -97,13 +93,7 @@ class SimulatedWorker:
             changed.append(gone)
         self._outbox.changes.extend(changed)
         self._outbox.absorb(len(changed))
-        return placed, [notice.payload for notice in self._outbox.take(len(changed) + 1)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
-    arrival: Arrival
-    expected_tokens: int
+        return arrival, [notice.payload for notice in self._outbox.take(len(changed) + 1)]
 
 
 @dataclass(slots=True)
@@ -129,10 +119,7 @@ def arrivals_of(requests: int) -> list[Arrival]:
     prompts = [np.concatenate([_text(rng, OWN_BEFORE), documents[each], _text(rng, OWN_BEHIND)]) for each in chosen]
     mean = float(np.mean([len(prompt) for prompt in prompts]))
     gaps = rng.exponential(mean / (WORKERS * TOKENS_PER_S), requests)
-    return [
-        Arrival(float(at), int(document), prompt)
-        for at, document, prompt in zip(np.cumsum(gaps), chosen, prompts, strict=True)
-    ]
+    return list(map(Arrival, np.cumsum(gaps).tolist(), chosen.tolist(), prompts))
 
 
 class Policy:
@@ -171,9 +158,9 @@ def simulate(policy: Policy, arrivals: list[Arrival]) -> Outcome:
             directory.observe(what)
         elif isinstance(what, int):
             worker = workers[what]
-            placed, messages = worker.end()
-            if placed.arrival.at >= counted_from:
-                outcome.waits.append(now - placed.arrival.at)
+            arrival, messages = worker.end()
+            if arrival.at >= counted_from:
+                outcome.waits.append(now - arrival.at)
             for message in messages:
                 heapq.heappush(due, (now + EVENT_SECONDS, order, message))
                 order += 1
@@ -186,9 +173,9 @@ def simulate(policy: Policy, arrivals: list[Arrival]) -> Outcome:
                 busy_before = [each.busy_seconds for each in workers]
             if what.at >= counted_from:
                 outcome.to_holder.append(worker.holds(what.document))
-            placed = _Placed(what, max(0, len(what.tokens) - held))
-            worker.outstanding += placed.expected_tokens
-            worker.waiting.append(placed)
+            expected = max(0, len(what.tokens) - held)
+            worker.outstanding += expected
+            worker.waiting.append((what, expected))
             if len(worker.waiting) == 1:
                 heapq.heappush(due, (now + worker.begin(), order, worker.worker[0]))
     outcome.busy_seconds = [each.busy_seconds - before for each, before in zip(workers, busy_before, strict=True)]
@@ -200,7 +187,7 @@ def run(requests: int, results: Results) -> None:
     arrivals = arrivals_of(requests)
     baseline = (
         f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
-        f"as many as these could just serve without reuse"
+        "at the rate that these could just serve without reuse"
     )
     for name in POLICIES:
         outcome = simulate(Policy(name), arrivals)

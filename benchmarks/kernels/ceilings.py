@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +14,6 @@ from benchmarks.program import parser_of
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
 from kernels.rope import RopeRotation
 from validation.results import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COPY_BYTES = 2 << 30
 HOST_BYTES = 1 << 30
@@ -115,7 +112,7 @@ def host_gbps(to_device: bool) -> float:
 
 @cache
 def _flush_buffer() -> torch.Tensor:
-    """Four times the L2 cache, so that nothing of an earlier run is left in it."""
+    """Return four times the L2 cache, so that nothing of an earlier run is left in it."""
     return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
 
 

@@ -5,30 +5,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from benchmarks.kernels import ceilings as card
 from benchmarks.kernels.ceilings import (
     QWEN_7B,
     ROTATION,
-    SHIFT,
     TOKENS,
     VLLM_LAYOUTS,
-    add_share,
-    check_close,
     random_donor,
     random_layers,
     random_pool,
-    run_on_card,
-    time_ms,
 )
 from kernels.deviation import FreshRows, Move, deviation, relative, squares_by_torch
-from validation.results import say
-
-if TYPE_CHECKING:
-    from kernels.layout import ContiguousKv, Fresh, PagedKv
-    from validation.results import Results
+from kernels.layout import ContiguousKv, Fresh, PagedKv
+from validation.results import Results, say
 
 LAYER = 2
 
@@ -37,16 +28,12 @@ def measure(results: Results) -> None:
     """Check some calls against torch, and measure the kernel by tokens and by vLLM's layouts."""
     say(f"relative error against torch: {_check():.1e}")
     for tokens in TOKENS:
-        span, fresh = Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32)
-        add_share(results, f"deviation_{tokens // 1024}k", _kernel_ms(span, fresh), _bytes_read(tokens))
+        span = Move(random_donor(tokens), 0, card.SHIFT, tokens)
+        _add_kernel(results, f"deviation_{tokens // 1024}k", span, random_pool(tokens + 32))
     tokens = TOKENS[-1]
     for layout in VLLM_LAYOUTS:  # a check's comparison: rows of a forward with what was placed into vLLM's pool
         placed = Move(random_layers(layout, tokens), 0, 0, tokens, turn=0)
-        add_share(results, f"deviation_{layout}", _kernel_ms(placed, _rows(tokens)), _bytes_read(tokens))
-
-
-def _bytes_read(tokens: int) -> int:
-    return 2 * tokens * QWEN_7B.bytes_per_token(torch.bfloat16) // QWEN_7B.num_layers
+        _add_kernel(results, f"deviation_{layout}", placed, _rows(tokens))
 
 
 def _rows(tokens: int) -> FreshRows:
@@ -54,12 +41,14 @@ def _rows(tokens: int) -> FreshRows:
     return FreshRows(k, v)
 
 
-def _kernel_ms(span: Move, fresh: Fresh) -> float:
-    """Milliseconds of the kernel alone, its table ready on the card."""
+def _add_kernel(results: Results, name: str, span: Move, fresh: Fresh) -> None:
+    """Add the speed of the kernel alone, its table ready on the card."""
     from kernels.deviation import triton_deviation
 
     output = torch.empty(2, span.length, device="cuda")
-    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
+    milliseconds = card.time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
+    num_bytes = 2 * span.length * QWEN_7B.bytes_per_token(torch.bfloat16) // QWEN_7B.num_layers
+    card.add_share(results, name, milliseconds, num_bytes)
 
 
 def _check() -> float:
@@ -69,9 +58,9 @@ def _check() -> float:
         spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
         for fresh in (random_pool(320), _rows(320)):
             expected = relative(squares_by_torch(spans, fresh, LAYER, ROTATION))
-            errors.append(check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
+            errors.append(card.check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
     return max(errors)
 
 
 if __name__ == "__main__":
-    run_on_card("deviation", measure, __doc__)
+    card.run_on_card("deviation", measure, __doc__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +18,7 @@ from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gb
 from kernels.layout import PoolLayer, indexable, pool_view
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows
-
-if TYPE_CHECKING:
-    from validation.results import Results
+from validation.results import Results
 
 HEADS = 28
 LAYER, SCALE = 14, float(QWEN_7B.head_dim**-0.5)

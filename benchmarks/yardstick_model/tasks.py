@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
 from validation import documents, prompts
 
 from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tokenizers import Tokenizer
-
-    Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
+Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
 
 # Weights of predicted tokens in quarters, so that they fit into a byte.
 TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32
@@ -76,19 +72,18 @@ class TaskWriter:
 
     def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
         """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
-        written = [self._row(length, text_share) for _ in range(rows)]
-        return np.stack([ids for ids, _ in written]), np.stack([weights for _, weights in written])
-
-    def _row(self, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-        rng = self._rng
-        if rng.random() < text_share:
-            ids = self._prose_row(length)
-            return ids, np.full(length, TEXT_WEIGHT, dtype=np.uint8)
-        ids = np.asarray(self._prompts(length)[:length], dtype=np.uint16)
-        return ids, answer_weights(ids)
+        written, weights = list[NDArray[np.uint16]](), list[NDArray[np.uint8]]()
+        for _ in range(rows):
+            if self._rng.random() < text_share:
+                written.append(self._prose_row(length))
+                weights.append(np.full(length, TEXT_WEIGHT, dtype=np.uint8))
+            else:
+                written.append(np.asarray(self._prompts(length)[:length], dtype=np.uint16))
+                weights.append(answer_weights(written[-1]))
+        return np.stack(written), np.stack(weights)
 
     def _prompts(self, length: int) -> list[int]:
-        """Prompts with answers, one after the other, of at least `length` tokens together."""
+        """Return prompts with answers, one after the other, of at least `length` tokens together."""
         rng, row = self._rng, list[int]()
         alone = rng.random() < 0.5
         while len(row) < length:
@@ -111,7 +106,7 @@ class TaskWriter:
         return np.asarray(row[:length], dtype=np.uint16)
 
     def _examination(self, budget: int) -> list[int]:
-        """Documents in random order, then questions on all of them, in about `budget` tokens."""
+        """Return documents in random order, then questions on all of them, in about `budget` tokens."""
         rng = self._rng
         row = self._encode(self._opening())
         shown, tokens = self._documents(budget - len(row) - max(50, budget // 5))
@@ -143,7 +138,7 @@ class TaskWriter:
         return [document for _, document, _ in shown], [ids for _, _, ids in shown]
 
     def _dialogue(self, budget: int) -> list[int]:
-        """Turns of documents, question and answer, in about `budget` tokens."""
+        """Return turns of documents, question and answer, in about `budget` tokens."""
         rng = self._rng
         row = self._encode(self._opening())
         shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE * 1.5

@@ -6,19 +6,15 @@ import gzip
 import importlib.resources
 import itertools
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from validation import documents, prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 SEPARATOR = "<|endoftext|>"
 SPECIAL_TOKENS = (SEPARATOR, *prompts.MARKS)

@@ -13,12 +13,14 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -37,12 +39,6 @@ from .tokenizer import (
     read_books,
     train_tokenizer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tokenizers import Tokenizer
-
 
 # What the shipped model was trained with.
 RATE = 1.6e-3
@@ -203,25 +199,20 @@ class Trainer:
             self._update(next(stream), rate=0.0)
         started = marked = time.monotonic()
         tokens = 0
-        while (progress := self._progress(started)) < 1.0:
+        while (progress := self._gone(time.monotonic() - started)) < 1.0:
             stream = streams[next(number for number, stage in enumerate(STAGES) if progress < stage.until)]
             batch = next(stream)
-            values = self._update(batch, self._rate(progress))
+            cosine, warm_up = 0.5 * (1.0 + math.cos(math.pi * progress)), min(1.0, (self.step + 1) / WARM_UP_STEPS)
+            values = self._update(batch, RATE * warm_up * (0.02 + 0.98 * cosine))
             self.step += 1
             tokens += batch[0].numel()
             if self.step % LOG_EVERY == 0:
-                loss, answer_loss, answer_hits, probe_loss = values.tolist()
-                now = time.monotonic()
-                self._write(
-                    step=self.step,
-                    length=batch[0].shape[1],
-                    loss=round(loss, 4),
-                    answer_loss=round(answer_loss, 4),
-                    answer_hits=round(answer_hits, 4),
-                    probe_loss=round(probe_loss, 4),
-                    tokens_per_second=round(tokens / (now - marked)),
-                    wall_seconds=round(now - started, 1),
-                )
+                now, entry = time.monotonic(), {"step": self.step, "length": batch[0].shape[1]}
+                names = ("loss", "answer_loss", "answer_hits", "probe_loss")
+                entry |= {name: round(value, 4) for name, value in zip(names, values.tolist(), strict=True)}
+                entry |= {"tokens_per_second": round(tokens / (now - marked)), "wall_seconds": round(now - started, 1)}
+                print(json.dumps(entry), file=self._log, flush=True)
+                print(json.dumps(entry), flush=True)
                 tokens, marked = 0, now
 
     def _update(self, batch: tuple[torch.Tensor, torch.Tensor], rate: float) -> torch.Tensor:
@@ -239,21 +230,11 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return torch.cat([values.detach(), probe_loss.detach().reshape(1)])
 
-    def _progress(self, started: float) -> float:
+    def _gone(self, seconds: float) -> float:
+        """Return the share of the run that is over after these seconds."""
         if self._arguments.steps:
             return float(self.step / self._arguments.steps)
-        return float((time.monotonic() - started) / (60.0 * self._arguments.minutes))
-
-    def _rate(self, progress: float) -> float:
-        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-        warm_up = min(1.0, (self.step + 1) / WARM_UP_STEPS)
-        return float(RATE * warm_up * (0.02 + 0.98 * cosine))
-
-    def _write(self, **entry: object) -> None:
-        line = json.dumps(entry)
-        self._log.write(line + "\n")
-        self._log.flush()
-        print(line, flush=True)
+        return float(seconds / (60.0 * self._arguments.minutes))
 
 
 def save(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:

@@ -12,7 +12,7 @@ from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
 from tests.engine_wrapper.embedded_llm import drain, geometry_of
-from validation.families.catalog import write_family
+from validation.families.catalog import FamilyRequest, write_family
 from validation.prompts import form_for
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
@@ -111,7 +111,7 @@ def cases_of(tokenizer, family, groups=6):
     def count(words):
         return len(tokenizer.encode(words, add_special_tokens=False))
 
-    return write_family(family, form_for(tokenizer), count, 3, groups, 1, 700)
+    return write_family(family, form_for(tokenizer), count, FamilyRequest((), groups, 1, 700, 3))
 
 
 def token_ids(output):

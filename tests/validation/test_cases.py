@@ -9,7 +9,16 @@ from tokenizers.processors import TemplateProcessing
 
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
-from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, equal_start, read_cases
+from validation.cases import (
+    MAX_FORCED_TOKENS,
+    MOST_DONORS,
+    Case,
+    Expectation,
+    Tokeniser,
+    equal_start,
+    log_cases,
+    read_cases,
+)
 from validation.families.catalog import FamilyRequest, write_cases
 
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
@@ -82,6 +91,37 @@ def test_messages_that_a_template_does_not_take_are_refused(tmp_path, chat_token
     path = written(tmp_path, {"prompt": [{"role": "user", "content": 7}]})
     with pytest.raises(ConfigurationError, match=r"line 1: the messages cannot be rendered: messages\.0\.content"):
         read_cases(path, chat_tokenizer())
+
+
+SHARED = "".join(random.Random(1).choices("abcdefgh ", k=200))
+
+
+def log_of(folder, *contents):
+    return written(folder, *({"model": "m", "messages": [{"role": "user", "content": each}]} for each in contents))
+
+
+def test_donors_are_the_latest_earlier_requests_that_share_text(tmp_path, chat_model_path):
+    alone = "".join(random.Random(2).choices("ijklmnop ", k=300))
+    log = log_of(tmp_path, "1 " + SHARED, alone, *(f"{n} {SHARED} {n}" for n in range(2, 7)))
+    cases = log_cases(log, chat_model_path, 64)
+    assert [case.id for case in cases] == [f"line-{line}" for line in range(3, 8)]
+    assert [len(case.donors) for case in cases] == [1, 2, 3, 3, MOST_DONORS]
+    assert cases[-1].donors == tuple(case.prompt for case in cases[1:4])
+    assert cases[0].prompt == f"<|start|>user\n2 {SHARED} 2<|stop|>\n<|start|>assistant\n"
+    assert all(case.reference is None and case.is_timed for case in cases)
+
+
+@pytest.mark.parametrize("contents", [["one text", "quite another"], [SHARED], []])
+def test_a_log_in_which_nothing_is_shared_is_refused(tmp_path, chat_model_path, contents):
+    with pytest.raises(ConfigurationError, match=f"none of its {len(contents)} prompts shares a run of 64 tokens"):
+        log_cases(log_of(tmp_path, *contents), chat_model_path, 64)
+
+
+def test_a_log_that_cannot_be_read_is_refused(tmp_path, chat_model_path):
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        log_cases(tmp_path / "missing.jsonl", chat_model_path, 64)
+    with pytest.raises(ConfigurationError, match="Passed over: 1 not JSON"):
+        log_cases(written(tmp_path, "{"), chat_model_path, 64)
 
 
 def test_a_chat_gets_no_special_tokens_and_ends_with_its_turn(shipped, chat_tokenizer):

@@ -24,11 +24,6 @@ def test_fact_sheet_states_every_answer():
     assert document == documents.fact_sheet(random.Random(7), people=6) != documents.fact_sheet(random.Random(8), 6)
 
 
-def test_places_rarely_collide():
-    rng = random.Random(8)
-    assert len({documents.place_name(rng) for _ in range(10_000)}) > 8_000
-
-
 @pytest.mark.parametrize("characters", [200, 1_000, 5_000])
 def test_excerpt_is_whole_sentences_within_the_limit(characters):
     rng = random.Random(characters)

@@ -150,6 +150,9 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     assert unknown.unknown() == ["header_trap"]
     assert {line.family for line in unknown.kind_lines} == {"harmless", "none"}
     assert _show(lost("header_trap", {"cold", "verified"}), OUTPUT)
+    # Answers that are all wrong are alike, and say nothing of reuse.
+    found = {each["family"]: each["non_inferior"] for each in lost("header_trap", ARMS).to_dict()["lines"]}
+    assert found == {"reordered": True, "prose": True, "header_trap": None, "unrelated": True}
     assert "decides nothing, as cold rarely answers word for word: header_trap" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -11,8 +11,18 @@ from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
 from validation.engines import ended_requests
 from validation.models import PROFILE_NAME, shipped_model
-from validation.trtllm_assumptions import judge_crowded, judge_engine
-from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve, serve_crowd, workload
+from validation.trtllm_check import (
+    Crowded,
+    crowd,
+    judge,
+    judge_crowd,
+    judge_crowded,
+    judge_engine,
+    judge_verified,
+    serve,
+    serve_crowd,
+    workload,
+)
 
 SMALL = ("--groups", "2", "--rows", "6")
 NAMES = ["engine", "smoke", "exactness", "execution", "publication", "validation", "commits", "profile", "verified"]

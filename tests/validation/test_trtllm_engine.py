@@ -49,7 +49,7 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     ended = audit.ended_requests
     monkeypatch.setattr("validation.measurement.ended_requests", lambda events, asked: ended(events[:-8], asked))
-    with pytest.raises(SemBlendError, match="audit log tells the end of"):
+    with pytest.raises(SemBlendError, match="audit log has the end of"):
         BatchServer(shipped, cases, SETTINGS).answers(arm)
 
 

@@ -2,15 +2,15 @@
 
 Nested tables of levels, from tight to loose, are fixed with some of the groups. The others test them in that order, up
 to the first that is not shown to hold. That tests a fixed sequence (Angelopoulos et al., Learn then Test, arXiv
-2110.01052), so one bound errs with a probability of at most 1 - CONFIDENCE, if later prompts are exchangeable with
-these. Several bounds are not corrected for each other."""
+2110.01052). If later prompts are exchangeable with these, one bound errs with a probability of at most 1 - CONFIDENCE.
+Several bounds are not corrected for each other."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import betaincinv
@@ -18,11 +18,7 @@ from scipy.special import betaincinv
 from semblend_trt.plan import BudgetLevel
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel
 from validation.metrics import CONFIDENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from validation.samples import Sample
+from validation.samples import Sample
 
 # The shares that are tried of a plan's checked tokens, and the bounds on KL beside twice the rounding floor, in nats.
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
@@ -89,8 +85,8 @@ def bounds_of(
 def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[Table]:
     """Return nested tables, the tightest first: at every deviation, each computes no larger share than the one before.
 
-    Each table has a KL, and takes a share up to the deviation where, in one family, more than _OUTLIERS of the prompts
-    are over it at that share. What deviates more than all that was observed is computed whole."""
+    Each table has a KL, and takes a share up to a deviation: above it, in one family, more than _OUTLIERS of the
+    prompts are over the KL at that share. What deviates more than all that was observed is computed whole."""
     families = dict[str, list[Observation]]()
     for each in observed:
         if math.isfinite(each.deviation):  # what has no deviation is computed whole
@@ -100,8 +96,12 @@ def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[
     for kl in np.geomspace(LEAST, 10.0, _TABLES):
         levels = list[BudgetLevel]()
         for index, share in enumerate(shares):
-            limit = min((_limit(own, index, kl) for own in families.values()), default=0.0)
-            if (limit := min(limit, largest)) > (levels[-1].deviation if levels else 0.0):
+            limit = largest
+            for own in families.values():
+                # Of this family's prompts at most _OUTLIERS are over the KL (NaN is) up to the limit.
+                over, allowed = sorted(x.deviation for x in own if not x.kl[index] <= kl), int(_OUTLIERS * len(own))
+                limit = min(limit, math.nextafter(over[allowed], 0.0) if len(over) > allowed else math.inf)
+            if limit > (levels[-1].deviation if levels else 0.0):
                 levels.append(BudgetLevel(limit, share))
         if levels and (not found or found[-1] != tuple(levels)):
             found.append(tuple(levels))
@@ -147,7 +147,7 @@ def _counted(rows: Iterable[tuple[str, str, float, float]], max_kl: float) -> di
 
 
 def correlation(deviations: Sequence[float], kl: Sequence[float]) -> float:
-    """Return the correlation of the logarithms, -1 where there is none."""
+    """Return the correlation of the logarithms, -1 where one of them does not vary."""
     x, y = (np.log(np.maximum(np.nan_to_num(each, nan=1e3, posinf=1e3), LEAST)) for each in (deviations, kl))
     if x.size < 2 or min(float(x.std()), float(y.std())) < 1e-9:
         return -1.0
@@ -163,9 +163,3 @@ def missing_groups(tested: Mapping[str, int], risk: float) -> dict[str, int]:
     """Return the families that have too few groups for any bound, and how many each is short of."""
     needed = groups_needed(risk)
     return {family: needed - count for family, count in tested.items() if count < needed}
-
-
-def _limit(own: Sequence[Observation], index: int, kl: float) -> float:
-    """Return up to which deviation at most _OUTLIERS of a family's prompts are over the KL (NaN is) at a share."""
-    over, allowed = sorted(each.deviation for each in own if not each.kl[index] <= kl), int(_OUTLIERS * len(own))
-    return math.nextafter(over[allowed], 0.0) if len(over) > allowed else math.inf

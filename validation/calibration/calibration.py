@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, ReuseProfile
-from validation.calibration.bound import LEAST, MAX_KLS, bounds_of, broken_of, correlation, missing_groups, what_if
-from validation.calibration.search import SAMPLE_EVERY, candidates
+from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileBound, ProfileCheck, ReuseProfile
+from validation.calibration.bound import (
+    LEAST,
+    MAX_KLS,
+    Broken,
+    Observation,
+    bounds_of,
+    broken_of,
+    correlation,
+    missing_groups,
+    what_if,
+)
+from validation.calibration.observer import Observer
+from validation.calibration.prepared import Prepared
+from validation.calibration.search import SAMPLE_EVERY, Candidate, candidates
+from validation.cases import Case
 from validation.families.catalog import Kind, family
 from validation.metrics import CONFIDENCE
 from validation.results import versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from semblend_trt.reuse_profile import ProfileBound
-    from validation.calibration.bound import Broken, Observation
-    from validation.calibration.observer import Observer
-    from validation.calibration.prepared import Prepared
-    from validation.calibration.search import Candidate
-    from validation.cases import Case
 
 # Added to a calibration's seed for the prompts that confirm.
 FRESH = 1_000
@@ -40,7 +44,7 @@ _COMPARED = 0.2
 
 @dataclass(slots=True)
 class Calibration:
-    """One run over `prepared`, which `tell`s what it finds. `shares` of a plan are tried, ascending from 0."""
+    """One run over `prepared`, which says by `tell` what it finds. `shares` of a plan are tried, ascending from 0."""
 
     prepared: Prepared
     shares: tuple[float, ...]
@@ -109,7 +113,7 @@ class Calibration:
         return self._cheaper(observer, fit, max(by_layer, key=by_layer.__getitem__))
 
     def _cheaper(self, observer: Observer, fit: Sequence[Case], layer: int) -> ReuseProfile:
-        """Return the check of all tokens, or of the sample with as many more computed: the one with the lower KL."""
+        """Return the check of all tokens, or of the sample with its cost computed above: the one with the lower KL."""
         depth, found = layer / self.prepared.engines.facts.num_layers, dict[bool, float]()
         for compares_all, share in ((True, _COMPARED), (False, depth + (1.0 - depth) * _COMPARED)):
             title = f"all tokens {'' if compares_all else 'not '}compared"
@@ -148,8 +152,8 @@ class Calibration:
             )
             if inferior is not None:
                 break
-        told = {"candidate": candidate.name, "computed_share": candidate.computed_share}
-        self.figures.append({"what": "tried", **told, "holds": inferior is None, "inferior_family": inferior})
+        counts = {"candidate": candidate.name, "computed_share": candidate.computed_share}
+        self.figures.append({"what": "tried", **counts, "holds": inferior is None, "inferior_family": inferior})
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{candidate.name}, {share}: {'holds' if inferior is None else f'fails at {inferior}'}")
         return inferior is None
@@ -172,8 +176,8 @@ class Calibration:
             self.tell(f"{name}: {tested[name]} groups with moved text; a risk of {self.risk:g} needs {missing} more")
         for name in filter(tested.__getitem__, tested):
             kl = [each.kl[0] for each in test if each.family == name]
-            told = {"prompts": len(kl), "groups": tested[name], "unchecked_kl": math.fsum(kl) / len(kl)}
-            self.figures.append({"what": "observed", "family": name, **told})
+            counts = {"prompts": len(kl), "groups": tested[name], "unchecked_kl": math.fsum(kl) / len(kl)}
+            self.figures.append({"what": "observed", "family": name, **counts})
         kept = []
         for bound in bounds_of(fit, test, self.shares, (2.0 * floor, *MAX_KLS), self.risk):
             shares = {name: each.share for name, each in what_if(test, self.shares, bound.levels, bound.max_kl).items()}
@@ -200,8 +204,8 @@ class Calibration:
             kept.append(bound)
             what = {"what": "bound_confirmed", "max_kl": bound.max_kl, "risk": bound.risk}
             for name, each in broken.items():
-                told = {"prompts": each.groups, "broken": each.misses, "computed_share": each.share}
-                self.figures.append(what | {"families": [name], **told})
+                counts = {"prompts": each.groups, "broken": each.misses, "computed_share": each.share}
+                self.figures.append(what | {"families": [name], **counts})
         return kept
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -19,10 +21,6 @@ from validation.families.catalog import FAMILIES
 from validation.metrics import CONFIDENCE
 from validation.output import say
 from validation.results import today
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
 
 _CALIBRATE = f"""
 Finds how much of a plan has to be computed, by the deviation of its sample, so that at most a share of the answers (the
@@ -60,13 +58,13 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(parser, "--profile", required=True, help="the profile")
     arguments.add(parser, "--output", help="the profile with the engine (default: --profile)")
     figures = ReuseProfile.read(parser.parse_args(given).profile).figures
-    told = [figure for figure in figures if isinstance(figure, dict)]
-    prompts = next((each for each in told if each.get("what") == "prompts"), {})
+    known = [figure for figure in figures if isinstance(figure, dict)]
+    prompts = next((each for each in known if each.get("what") == "prompts"), {})
     made_with: dict[str, Any] = {
         name: value for name, value in prompts.items() if name in PROMPT_OPTIONS and isinstance(value, int)
     }
     made_with["seed"] = made_with.get("seed", 0) + 2 * FRESH
-    families = {each.get("family") for each in told if each.get("what") in ("observed", "confirmed")}
+    families = {each.get("family") for each in known if each.get("what") in ("observed", "confirmed")}
     # Others are of the maker's own prompts.
     names = [each.name for each in FAMILIES if each.name in families]
     parser.set_defaults(**made_with, families=",".join(names) or None)
@@ -113,7 +111,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def _check_groups(tested: Mapping[str, int], risk: float) -> None:
-    """Raise ConfigurationError for a risk that is none, or that so few groups cannot show. `tested`: by option."""
+    """Raise ConfigurationError for a risk outside of 0 to 1, or that needs more groups. `tested`: by option."""
     if not 0.0 < risk < 1.0:
         raise ConfigurationError(f"--risk is {risk:g}; it must lie between 0 and 1.")
     for name, missing in missing_groups(tested, risk).items():

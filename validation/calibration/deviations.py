@@ -1,16 +1,18 @@
 """Deviations of donors' KV from fresh KV, token by token and in every layer, where a plan would place it.
 
-A check at layer c compares KV behind layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
+A check at layer c compares KV after layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
 of the donor and of the prompt, give the deviations of every layer.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
@@ -22,21 +24,13 @@ from kernels.kv_move import kv_move
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import saturated
 from semblend_trt.config import load_settings
+from semblend_trt.connector.model_facts import ModelFacts
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.plan import WINDOW_TOKENS, EngineMode
+from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
-from validation.cases import groups
+from validation.cases import Case, TokenisedCase, groups
 from validation.engines import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.plan import SemanticKvPlan, SpanCheck
-    from validation.cases import Case, TokenisedCase
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"
@@ -101,8 +95,9 @@ class PromptDeviations:
 
 
 class DeviationCollector:
-    """Collects the deviations of prompts in `model`, a Transformers model of either version, as an engine has them that
-    keeps KV in `kv_dtype`: None is the model's own; fp8 is stored by a scale of 1, as engines do without another."""
+    """Collects the deviations of prompts in `model`, a Transformers model of either version.
+
+    They are those of an engine that keeps KV in `kv_dtype`; None is the model's own. fp8 is stored by a scale of 1."""
 
     def __init__(self, model: Any, facts: ModelFacts, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.reuse_profile import ProfileBound, ProfileLevel
-from validation.arms import ROUNDING_ARMS, VERIFIED, ArmChoices, arms_of
+from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
+from validation.arms import ROUNDING_ARMS, VERIFIED, Arm, ArmChoices, arms_of
 from validation.calibration.bound import Observation, distance_of
-from validation.measurement import BatchServer
+from validation.cases import Case
+from validation.engines import Engines
+from validation.measurement import BatchServer, ServingSettings
 from validation.models import PROFILE_NAME, full_layers_of
 from validation.output import progress
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from semblend_trt.reuse_profile import ReuseProfile
-    from validation.arms import Arm
-    from validation.cases import Case
-    from validation.engines import Engines
-    from validation.measurement import ServingSettings
-    from validation.samples import Sample
+from validation.samples import Sample
 
 # A trial's bound is never asked for in service.
 _TRIAL_KL, _TRIAL_RISK, _ANY_DEVIATION = 1.0, 0.5, 1e6

@@ -5,22 +5,17 @@ deviate: KV close to the victim's own changes no answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from validation.families.catalog import shortest_prompts, write_cases
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from validation.cases import Case, TokenisedCase
+from validation.engines import ServedModel
+from validation.families.catalog import FamilyRequest, shortest_prompts, write_cases
 from validation.models import full_layers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from semblend_trt.reuse_profile import ReuseProfile
-    from validation.calibration.deviations import DeviationCollector, PromptDeviations
-    from validation.cases import Case, TokenisedCase
-    from validation.engines import ServedModel
-    from validation.families.catalog import FamilyRequest
 
 # The planter's family, and the plants that one is chosen from.
 PLANTED = "planted"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,23 +14,17 @@ from engine_wrapper.embedded.request import SamplingParams
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
+from semblend_trt.reuse_profile import ReuseProfile
 from validation import arguments, models
 from validation.arms import WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.observer import Observer
 from validation.calibration.planter import PLANTED, TRIES, Planter, write_plants
 from validation.cases import Case, Tokeniser, groups
-from validation.engines import EngineSettings, opened
+from validation.engines import Engines, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
+from validation.measurement import ServingSettings
 from validation.prompts import form_for
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from semblend_trt.reuse_profile import ReuseProfile
-    from validation.engines import Engines
-    from validation.measurement import ServingSettings
 
 PROMPT_OPTIONS = ("groups", "questions", "tokens", "seed", "max_tokens", "min_match_length")
 _PROBE_TOKENS = 128
@@ -102,10 +97,10 @@ def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNames
     asked = EngineSettings(settings.model, 2 * _PROBE_TOKENS, 1 << 20, settings.min_span)
     with opened(engines, arm, asked) as (engine, audit):
         engine.generate([[0] * _PROBE_TOKENS], SamplingParams(max_tokens=1))
-    told = {event["event"]: event for event in audit.events}
-    compared = told.get("profile_compared")
+    events = {event["event"]: event for event in audit.events}
+    compared = events.get("profile_compared")
     if compared is None:
-        refusal = told.get("scheduler_initialized", {}).get("refusal")
+        refusal = events.get("scheduler_initialized", {}).get("refusal")
         raise ConfigurationError(
             f"The connector refuses to serve {settings.model} ({refusal or 'the reason is in the engine log'}), and no "
             "profile can change it."

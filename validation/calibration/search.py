@@ -6,26 +6,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck, terms_name
+from validation.calibration.deviations import PromptDeviations
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import numpy.typing as npt
-
-    from validation.calibration.deviations import PromptDeviations
-
-# Where half of a span deviates, its meaning has changed, and none of it is kept.
+# Where half of a span deviates, its meaning has changed, and all of it is computed.
 MAX_SPAN_SHARE = 0.5
 # A plan that saves less costs more than it saves.
 MIN_SAVED_SHARE = 0.1
-# One token of so many is sampled. The first window of a run, which is compared whole, is most of a short run.
+# One token of this number is sampled. The first window of a run, which is compared whole, is most of a short run.
 SAMPLE_EVERY = 16
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
@@ -60,8 +55,9 @@ class Candidate:
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int, lowest_check: int = 1
 ) -> list[Candidate]:
-    """Return all candidates by computed share: checks at every layer from `lowest_check` on, with every threshold of
-    tokens, alone and with each lower one of windows, with and without heads."""
+    """Return all candidates by computed share: checks at every layer from `lowest_check` on.
+
+    Each has a threshold of tokens, alone or with a lower one of windows, with or without heads."""
     found = []
     for layer in range(lowest_check, num_layers):
         windows = window_thresholds(harmless, layer)
@@ -80,8 +76,10 @@ def candidates(
 
 
 def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int) -> list[float]:
-    """Return thresholds of tokens at `layer`, ascending: at high quantiles of harmless tokens, and the geometric mean
-    of the two neighbouring means of harmless and trap spans with the largest ratio, above the harmless median."""
+    """Return thresholds of tokens at `layer`, ascending: high quantiles of harmless tokens, and one between spans.
+
+    That is the geometric mean of two neighbouring means of harmless and trap spans, above the harmless median: of those
+    with the largest ratio."""
     wanted = _quantiles((prompt.values[layer] for prompt in harmless), (0.9, 0.95, 0.99, 0.999))
     own, others = (_pooled(prompt.span_means(layer) for prompt in prompts) for prompts in (harmless, traps))
     if own.size:

@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError
@@ -23,12 +23,11 @@ from semblend_trt.files import check_writable, open_input, write_bytes
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
-    from typing import BinaryIO
 
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import Figures, Serving
+    from validation.estimate.figures import Figures, LatencyModel, Serving
     from validation.estimate.prompts import Encoder
     from validation.replay.trace import Skipped
 
@@ -47,20 +46,20 @@ _LOOKUP_MS = 60_000
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the log, how it is read, the memory, and what is written."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the prompts, in the order in which they came")
-    parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: told by its beginning)")
+    parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: what its beginning shows)")
     parser.add_argument("--limit", type=count, metavar="N", help="replay the first N prompts alone")
-    told = "folder or hub id of the model's tokenizer (default: a small one that ships with the package)"
-    parser.add_argument("--tokenizer", type=named, metavar="PATH_OR_ID", help=told)
+    text = "folder or hub id of the model's tokenizer (default: a small one that ships with the package)"
+    parser.add_argument("--tokenizer", type=named, metavar="PATH_OR_ID", help=text)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--model", type=named, metavar="PATH_OR_ID", help="the model, whose configuration sizes its KV")
-    told = f"bytes of one token's KV (default: {KV_BYTES_A_TOKEN}, that of Qwen2.5-7B)"
-    size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=told)
-    told = "the model's reuse profile, whose terms and generations then hold (default: any run, of exact donors)"
-    size.add_argument("--profile", type=Path, metavar="FILE", help=told)
-    told = "memory for donors (default: SEMBLEND_HOST_BYTES)"
-    parser.add_argument("--host-bytes", type=count, metavar="N", help=told)
-    told = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
-    parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
+    text = f"bytes of one token's KV (default: {KV_BYTES_A_TOKEN}, that of Qwen2.5-7B)"
+    size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=text)
+    text = "the model's reuse profile, by whose terms the figures then are (default: any run, of exact donors)"
+    size.add_argument("--profile", type=Path, metavar="FILE", help=text)
+    text = "memory for donors (default: SEMBLEND_HOST_BYTES)"
+    parser.add_argument("--host-bytes", type=count, metavar="N", help=text)
+    text = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
+    parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=text)
     parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
     parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
     parser.add_argument("--ttft", type=Path, metavar="FILE", help="TTFTs to predict by (default: vLLM's on an H100)")
@@ -69,7 +68,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print and write. Raises SemBlendError and OSError."""
-    from semblend_trt.reuse_profile import ReuseProfile
     from validation.estimate.figures import SHIPPED_TIMES, LatencyModel, Serving, recorded_observations
     from validation.estimate.prompts import Encoder
 
@@ -77,32 +75,31 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(arguments.json)
     source = "vLLM 0.25.1 on an H100 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
     model = LatencyModel.fitted(recorded_observations(arguments.ttft or SHIPPED_TIMES), source)
-    profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
-    settings, pool = _settings(arguments), _pool(arguments, profile)
-    if profile is not None and (lacking := profile.evidence_refusal(settings.max_kl, settings.risk)) is not None:
-        raise ConfigurationError(lacking)
-    encoder, serving = Encoder(arguments.tokenizer), Serving(settings, pool, profile)
+    shown, compared = _terms(arguments)
+    pool = _pool(arguments, shown.profile or (compared and compared.profile))
+    encoder, serving = Encoder(arguments.tokenizer), Serving(shown.settings, pool, shown.profile)
+    others = None if compared is None else Serving(compared.settings, pool, compared.profile, has_alone=False)
     if encoder.is_shipped:
         sys.stderr.write(
             "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
             "prompt has more tokens than for a large model, so that the times are too long\n"
         )
-    figures, skipped = _replayed(arguments, encoder, serving)
+    figures, other_figures, skipped = _replayed(arguments, encoder, serving, others)
     if not figures.prompts:
         why = "no prompt; give a log of requests, one a line"
         if skipped.counts:
             why = f"no prompt that can be read; one request a line is expected. {skipped.sentence()}"
         sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        **figures.to_dict(),
-        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
-        "expected_ttft": figures.expected_ttft(model),
-        "memory": _memory(settings, pool, serving),
+    report = _report(figures, model, skipped) | {
+        "terms": shown.name,
+        "memory": _memory(shown.settings, pool, serving),
         "tokenizer": arguments.tokenizer or "shipped",
     }
+    if compared is not None:
+        found = _report(other_figures, model, skipped)
+        kept = {name: found[name] for name in ("shares", "prompts_without_donors", "expected_ttft")}
+        report["compared"] = {"terms": compared.name, **kept}
     sys.stdout.write(_shown(report) + "\n")
     for sentence in filter(None, (skipped.sentence(), model.sentence())):
         sys.stdout.write(printable(sentence) + "\n")
@@ -118,18 +115,56 @@ def run(arguments: argparse.Namespace) -> int:
     return USAGE_ERROR
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
-    """Return the environment's settings, under the policy that reuses what a profile allows, or without one any run."""
+def _report(figures: Figures, model: LatencyModel, skipped: Skipped) -> dict[str, Any]:
+    """Return the JSON-ready figures of one set of terms."""
+    return {
+        "schema": SCHEMA,
+        **figures.to_dict(),
+        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
+        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
+        "expected_ttft": figures.expected_ttft(model),
+    }
+
+
+class Terms(NamedTuple):
+    """The terms of reuse that prompts are served under, and their `name` for a reader."""
+
+    name: str
+    settings: Settings
+    profile: ReuseProfile | None = None
+
+
+def _terms(arguments: argparse.Namespace) -> tuple[Terms, Terms | None]:
+    """Return the terms of the figures, and others to compare them with; None if both are the same.
+
+    One is the policy and profile that are set, the other any run without a profile. With --profile the former comes
+    first.
+
+    Raises ConfigurationError if --profile lacks evidence. One of the environment is then refused, as in service."""
     from semblend_trt.config import load_settings
     from semblend_trt.policy import ReusePolicy
+    from semblend_trt.reuse_profile import ReuseProfile
 
     given = {"host_bytes": arguments.host_bytes, "min_span_tokens": arguments.min_span}
-    return load_settings(
-        **{name: value for name, value in given.items() if value is not None},
-        enabled=True,
-        policy=ReusePolicy.POSITION_FIX if arguments.profile is None else ReusePolicy.VERIFIED,
-        lookup_deadline_ms=_LOOKUP_MS,
-    )
+    if arguments.profile is not None:
+        given["policy"] = ReusePolicy.VERIFIED
+    known = {name: value for name, value in given.items() if value is not None}
+    own = load_settings(**known, enabled=True, lookup_deadline_ms=_LOOKUP_MS)
+    path, profile, title = arguments.profile or own.profile_path, None, f"as set: policy {own.policy.value}"
+    if own.policy is ReusePolicy.VERIFIED and path is not None:
+        profile, title = ReuseProfile.read(path), f"{title}, profile {Path(path).name}"
+        if (lacking := profile.evidence_refusal(own.max_kl, own.risk)) is not None:
+            if arguments.profile is not None:
+                raise ConfigurationError(lacking)
+            profile, title = None, f"{title}, which is refused: exact runs"
+    elif own.policy is ReusePolicy.VERIFIED:
+        title += " without a profile: exact runs"
+    as_set = Terms(title, own, profile)
+    # A copy, since a bound of the environment is for policy verified alone.
+    any_run = Terms("any run, without a profile", own.model_copy(update={"policy": ReusePolicy.POSITION_FIX}))
+    if arguments.profile is not None:
+        return as_set, any_run
+    return any_run, None if own.policy is ReusePolicy.POSITION_FIX else as_set
 
 
 def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFacts:
@@ -163,7 +198,10 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
     return PoolFacts(geometry, blocks, dtype, chunk=chunk)
 
 
-def _replayed(arguments: argparse.Namespace, encoder: Encoder, serving: Serving) -> tuple[Figures, Skipped]:
+def _replayed(
+    arguments: argparse.Namespace, encoder: Encoder, serving: Serving, others: Serving | None
+) -> tuple[Figures, Figures, Skipped]:
+    """Serve all prompts under both terms; return the figures of both, and what was passed over."""
     from itertools import islice
 
     from tqdm import tqdm
@@ -171,23 +209,23 @@ def _replayed(arguments: argparse.Namespace, encoder: Encoder, serving: Serving)
     from validation.estimate.figures import Figures
     from validation.estimate.prompts import HEAD_BYTES, PromptLog, encoded
 
-    figures = Figures()
-    with _opened(arguments.file, HEAD_BYTES) as file:
+    figures, other_figures = Figures(), Figures()
+    try:
+        opened = open_input(arguments.file, may_be_pipe=True, buffering=HEAD_BYTES)
+    except OSError as error:
+        why = f"{arguments.file} cannot be read ({error.strerror or error}); name a file of prompts"
+        raise ConfigurationError(why) from None
+    with opened as file:
         total = os.fstat(file.fileno()).st_size or None
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
             log = PromptLog(file, encoder, arguments.format, bar.update)
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
                 if len(tokens):
-                    served = serving.serve(prompt.line, prompt.namespace, tokens)
-                    figures.add(prompt.line, prompt.namespace, tokens, served)
-    return figures, log.skipped
-
-
-def _opened(path: Path, buffering: int) -> BinaryIO:
-    try:
-        return open_input(path, may_be_pipe=True, buffering=buffering)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
+                    asked = prompt.line, prompt.namespace, tokens
+                    figures.add(*asked, served := serving.serve(*asked))
+                    if others is not None:
+                        other_figures.add(*asked, others.serve(*asked, served.prefix_alone))
+    return figures, other_figures, log.skipped
 
 
 def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:
@@ -219,6 +257,9 @@ def _shown(report: dict[str, Any]) -> str:
             ],
         ),
     ]
+    if compared := report.get("compared"):
+        rows = [(each["terms"], f"{each['shares']['added']:+.1%}") for each in (report, compared)]
+        parts.append(_columns(("added by donors, by the terms of reuse", "share of all"), rows))
     runs, documents = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for each in report["moved_runs"]:
         end = "and more" if each["to_tokens"] is None else f"to {each['to_tokens']:,}"
@@ -234,14 +275,14 @@ def _shown(report: dict[str, Any]) -> str:
     names = {"cold": "cold", "prefix_cache": "prefix cache", "with_donors": "moved text, unchecked"}
     names["with_checked_donors"] = "moved text, all of it checked"
     expected = [
-        (told, *(f"{each:,.1f}" for each in times[name].values())) for name, told in names.items() if name in times
+        (text, *(f"{each:,.1f}" for each in times[name].values())) for name, text in names.items() if name in times
     ]
     parts.append(_columns(("expected TTFT in ms", "mean", "p50", "p95"), expected))
     without = ", ".join(f"{number:,} {reason}" for reason, number in report["prompts_without_donors"].items())
     parts += [f"Prompts without donors: {without}."] if without else []
     if shares["added"] < 0.0:
         parts.append(
-            "Donors cost more than they add here: KV behind moved text stays out of the prefix cache, and prompts that "
+            "Donors cost more than they add here: KV after moved text stays out of the prefix cache, and prompts that "
             "go on from there lose it."
         )
     if memory["evicted_donors"]:

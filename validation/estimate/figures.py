@@ -9,41 +9,36 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from semblend_trt.config import Settings
 from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, fingerprint
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, TokenArray, fingerprint
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from semblend_trt.plan import EngineMode, PlanKind
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan
+from semblend_trt.policy import ReusePolicy
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.reuse_profile import ReuseProfile
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from semblend_trt.config import Settings
-    from semblend_trt.discovery.fingerprint import TokenArray
-    from semblend_trt.donors.catalog import CatalogStats
-    from semblend_trt.plan import PlanSpan
-    from semblend_trt.pool_facts import PoolFacts
-    from semblend_trt.reuse_profile import ReuseProfile
-
-    Floats = npt.NDArray[np.float64]
-    Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 def line_of(donor_id: str) -> int:
@@ -87,22 +82,32 @@ class _PrefixCache:
 class Serving:
     """An engine's caches and donors over a sequence of prompts, each served whole before the next. Not thread safe."""
 
-    def __init__(self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None) -> None:
-        """With a `profile` the settings' policy must be verified; every check then passes."""
+    def __init__(
+        self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None, *, has_alone: bool = True
+    ) -> None:
+        """With a `profile` the settings' policy must be verified; every check then passes. Without `has_alone` each
+        call of `serve` gets what a prefix cache alone holds of the prompt."""
         self._block_size, self._profile = pool.geometry.block_size, profile
-        self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
+        self._is_off = settings.policy is ReusePolicy.OFF
+        self._alone, self._prefixes = _PrefixCache(pool) if has_alone else None, _PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
-        self._planner = DonorPlanner(settings, pool, self._donors)
+        # A pool that is known by a token's bytes alone has one layer.
+        layers = pool.geometry.num_layers if profile is None else profile.geometry.num_layers
+        layered = replace(pool, geometry=replace(pool.geometry, num_layers=layers))
+        self._planner = DonorPlanner(settings, layered, self._donors)
         self._served = 0
 
-    def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
+    def serve(self, line: int, namespace: str, tokens: TokenArray, alone: int | None = None) -> Served:
         """Serve one prompt (int32 [n], n >= 1), which is in line `line`."""
         self._served += 1
+        if self._is_off:
+            return Served(alone or 0, alone or 0, (), "policy_off")
         held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
-        alone, prefix = self._alone.begin(namespace, held), self._prefixes.begin(namespace, held)
-        if alone is None or prefix is None:
+        if (prefix := self._prefixes.begin(namespace, held)) is None:
             return Served(0, 0, (), "longer_than_pool")
-        self._alone.end(held)
+        if self._alone is not None:
+            alone = self._alone.begin(namespace, held)
+            self._alone.end(held)
         tracked = TrackedRequest(self._served, namespace, tokens, prefix)
         lookup = LookupRequest(
             request_id=self._served,
@@ -129,7 +134,7 @@ class Serving:
         promoted = self._donors.offload.take_commands().promotions
         self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
         spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans
-        return Served(alone, prefix, spans, planned.outcome_reason if plan is None else None)
+        return Served(alone or 0, prefix, spans, planned.outcome_reason if plan is None else None)
 
     def stats(self) -> CatalogStats:
         """Return the donors held now, and the bytes that they take."""
@@ -327,8 +332,9 @@ class Figures:
         self._numbers.extend((len(tokens), served.prefix_alone, held, sum(span.length for span in moved)))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
-        """Return milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix
-        cache, with donors, and with all moved tokens checked (if the model knows that cost). With donors,
+        """Return milliseconds to the first token of each prompt alone on the machine of `model`.
+
+        They are cold, with a prefix cache, with donors, and with a check (if the model knows that cost). With donors,
         `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
         tokens, alone, held, moved = self._per_prompt()
         with_donors = model.predict(tokens - held, held)

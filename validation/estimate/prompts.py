@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from semblend_trt.chats import ChatError, render_chat
-from semblend_trt.discovery.fingerprint import as_token_array
+from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
 from validation.replay.trace import Skipped, UnreadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import BinaryIO
-
-    from semblend_trt.discovery.fingerprint import TokenArray
 
 # Bytes of a log that decide its form.
 HEAD_BYTES = 1 << 20
@@ -64,7 +59,7 @@ class Encoder:
     """Prompts as token ids: a model's tokenizer with its chat template, or the one that ships with the package."""
 
     def __init__(self, name: str | None = None) -> None:
-        """`name`: a folder or a hub id; None for the shipped one. Raises ConfigurationError where there is none."""
+        """Load a folder or a hub id; None is the shipped one. Raises ConfigurationError if it cannot be read."""
         self.is_shipped = name is None
         self._tokenizer: Any = None
         if name is None:
@@ -130,7 +125,7 @@ class PromptLog:
         form: str | None = None,
         on_bytes: Callable[[int], object] = lambda _count: None,
     ) -> None:
-        """`form` None: that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
+        """Read in `form`; None is that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
         self.skipped = Skipped()
         self._file, self._encoder, self._form, self._on_bytes = file, encoder, form, on_bytes
 
@@ -215,7 +210,7 @@ def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
 
 
 def _token_ids(found: list[Any]) -> TokenArray:
-    """Raises UnreadError for what is no list of token ids."""
+    """Return the token ids, int32 [n]. Raises UnreadError for what is no list of them."""
     try:
         return as_token_array(np.array(found, dtype=np.int64 if isinstance(found[0], str) else None))
     except (ValueError, OverflowError):
@@ -260,16 +255,14 @@ def _several(content: Any) -> list[Any]:
 def _message(found: dict[str, Any]) -> dict[str, Any]:
     """Return a message of a chat, also of other APIs, without a role or with their own parts. Raises UnreadError."""
     if isinstance(found.get("role"), str):
-        content = found.get("content")
-        return {**found, "content": list(map(_part, content))} if isinstance(content, list) else found
+        if not isinstance(content := found.get("content"), list):
+            return found
+        is_text = [isinstance(part, dict) and part.get("type") == "text" for part in content]
+        parts = zip(content, is_text, strict=True)
+        return {**found, "content": [part if ok else {"type": "text", "text": _text_of(part)} for part, ok in parts]}
     if "output" in found:
         return {"role": "tool", "content": _text_of(found["output"])}
     return {"role": "assistant", "content": json.dumps(found)}
-
-
-def _part(found: Any) -> dict[str, Any]:
-    is_text = isinstance(found, dict) and found.get("type") == "text"
-    return found if is_text else {"type": "text", "text": _text_of(found)}
 
 
 def _tool(found: Any) -> Any:

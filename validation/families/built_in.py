@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from validation import documents
-from validation.cases import Expectation, equal_start
+from validation.cases import Case, Expectation, equal_start
 from validation.documents import Document, Question, counted_list
-from validation.families.group import ask, turns_of
+from validation.families.group import Group, ask, turns_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from validation.cases import Case
-    from validation.families.group import Group
-
-    Places = Callable[[Group], Iterator[tuple[str, str]]]
+Places = Callable[[Group], Iterator[tuple[str, str]]]
 
 # Question, answer and marks of a turn beside its document.
 _TURN_TOKENS = 30
@@ -66,7 +60,7 @@ def prose(group: Group) -> list[Case]:
         page = documents.excerpt(rng, 900).text
         cut = page.rfind(" ", 0, max(1, len(page) - 160))
         broken.append((page[:cut], page[cut:]))
-    room = group.room - max(group.length(begun) for begun, _ in broken)
+    room = group.room - max(group.length(start) for start, _ in broken)
     pages = list[str]()
     while True:
         page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
@@ -75,7 +69,7 @@ def prose(group: Group) -> list[Case]:
             break
         pages.append(page)
     again = rng.sample(pages, len(pages))
-    asked = [Question(form.render_pages(opening, [*again, begun]), rest) for begun, rest in broken]
+    asked = [Question(form.render_pages(opening, [*again, start]), rest) for start, rest in broken]
     return group.cases([form.render_pages(earlier, pages)], asked, Expectation.REUSE, known=False)
 
 
@@ -223,6 +217,11 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
     """Return the family whose lists, of the same items under `heading`, are exchanged for the pairs of `places`. The
     first `rows_between` rows of a list stay. It holds the pairs that fit, in another order in the donor."""
 
+    def listed(place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
+        header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
+        text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
+        return Document(text, counted_list(place, exchanged).questions)
+
     def lists(group: Group, pair: tuple[str, str]) -> tuple[list[Document], list[Document]]:
         items = group.items(rows_between)
         shared = items[2 * rows_between :]
@@ -231,8 +230,7 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
         one = group.counts(shared)
         other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
         donor, own = (
-            [_listed(heading, *each) for each in zip(pair, kept, rows, strict=True)]
-            for rows in ((other, one), (one, other))
+            [listed(*each) for each in zip(pair, kept, rows, strict=True)] for rows in ((other, one), (one, other))
         )
         return donor, own
 
@@ -250,12 +248,6 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
         return _asked_of_both(group, before, after)
 
     return write
-
-
-def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
-    header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
-    text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
-    return Document(text, counted_list(place, exchanged).questions)
 
 
 def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:

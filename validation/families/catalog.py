@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from validation.cases import Case
+from validation.engines import ServedModel
 from validation.families import built_in, datasets, english
-from validation.families.group import Group, grown, least_tokens
-from validation.prompts import form_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from validation.cases import Case
-    from validation.engines import ServedModel
-    from validation.prompts import PromptForm
+from validation.families.group import Group, least_tokens
+from validation.prompts import PromptForm, form_for
 
 
 class Kind(str, Enum):
@@ -95,35 +90,10 @@ def family(name: str) -> Family:
     raise ConfigurationError(f"The family {name!r} is unknown; use {', '.join(each.name for each in FAMILIES)}.")
 
 
-def write_family(
-    name: str,
-    form: PromptForm,
-    count: Callable[[str], int],
-    seed: int,
-    groups: int,
-    questions: int,
-    tokens: int,
-    eval_data: Path | None = None,
-    first: int = 0,
-) -> list[Case]:
-    """Return `groups` x `questions` cases of at most `tokens` tokens each; those of a group share their donors. Equal
-    arguments write equal cases, and a group is the same whatever `first` is. Raises ConfigurationError for an unknown
-    family, too few tokens, or evaluation data that is missing, unreadable or too little."""
-    wanted = family(name)
-    if wanted.needs_eval_data and eval_data is None:
-        raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
-    cases: list[Case] = []
-    for index in range(first, first + groups):
-        group = f"{name}-{tokens}-{index}"
-        rng = random.Random(f"{seed}/{group}/{form.name}")
-        cases += wanted.write(Group(name, group, form, count, rng, questions, tokens, eval_data or Path()))
-    return cases
-
-
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
     """`groups` groups of `questions` prompts of up to `tokens` tokens for each family, from group `first` on. Empty
-    `names`: all families for the form whose data is there. `form` None: the tokenizer's. Donors reach `generations`."""
+    `names`: all families for the form whose data is there. `form` None: the tokenizer's."""
 
     names: tuple[str, ...] = ()
     groups: int = 50
@@ -133,7 +103,6 @@ class FamilyRequest:
     eval_data: Path | None = None
     form: str | None = None
     first: int = 0
-    generations: int = 0
 
     def family_names(self, *, has_marks: bool = True) -> tuple[str, ...]:
         """Return the families by name, for a form with or without our marks. Raises ConfigurationError for an unknown
@@ -142,6 +111,20 @@ class FamilyRequest:
             return tuple(family(name).name for name in dict.fromkeys(self.names))
         fitting = (each for each in FAMILIES if each.marks in (None, has_marks))
         return tuple(each.name for each in fitting if self.eval_data is not None or not each.needs_eval_data)
+
+
+def write_family(name: str, form: PromptForm, count: Callable[[str], int], asked: FamilyRequest) -> list[Case]:
+    """Return the cases of one family, of at most `asked.tokens` tokens each; those of a group share their donors. Equal
+    arguments write equal cases, and a group is the same whatever `asked.first` is. Raises ConfigurationError for an
+    unknown family, too few tokens, or evaluation data that is missing, unreadable or too little."""
+    wanted, cases = family(name), list[Case]()
+    if wanted.needs_eval_data and asked.eval_data is None:
+        raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
+    for index in range(asked.first, asked.first + asked.groups):
+        group = f"{name}-{asked.tokens}-{index}"
+        rng, data = random.Random(f"{asked.seed}/{group}/{form.name}"), asked.eval_data or Path()
+        cases += wanted.write(Group(name, group, form, count, rng, asked.questions, asked.tokens, data))
+    return cases
 
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
@@ -156,10 +139,8 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     for name in asked.family_names(has_marks=form.has_marks):
         # Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
         groups = math.ceil(2.5 * asked.groups) if family(name).kind is Kind.NONE else asked.groups
-        cases += write_family(
-            name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data, asked.first
-        )
-    return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
+        cases += write_family(name, form, count, replace(asked, groups=groups))
+    return cases
 
 
 # What a timed run without own cases serves: families, groups (full run, first look), questions, tokens. A first look

@@ -6,21 +6,17 @@ import functools
 import itertools
 import re
 from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Expectation, Form, content_of, parsed
+from validation.cases import Case, Expectation, Form, content_of, parsed
 from validation.documents import Question
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from validation.cases import Case
-    from validation.families.group import Group
+from validation.families.group import Group
 
 _Text = Annotated[str, Field(min_length=1)]
 _WRONG = "{} is not of the expected form"

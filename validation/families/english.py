@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 from validation import documents
-from validation.cases import Expectation
+from validation.cases import Case, Expectation
 from validation.documents import Document, Question
-from validation.families.group import ask, turns_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from validation.cases import Case
-    from validation.families.group import Group
-    from validation.prompts import Turn
+from validation.families.group import Group, ask, turns_of
+from validation.prompts import Turn
 
 _INSTRUCTIONS = tuple(documents.WORDS["english instructions"].splitlines())
 # Most documents of one prompt, and the most characters of the prose in one.

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
-from validation.documents import Document, counted_list
-from validation.prompts import Turn
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from validation.documents import Question
-    from validation.prompts import PromptForm
+from validation.documents import Document, Question, counted_list
+from validation.prompts import PromptForm, Turn
 
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40
@@ -126,20 +120,6 @@ class Group:
             )
             for index, each in enumerate(asked)
         ]
-
-
-def grown(case: Case, form: PromptForm, generations: int) -> Case:
-    """Return the case with donors that reach `generations`, as far as it has documents: before its own donor come
-    others, each with the first documents of the next one, at least half of them, under another instruction."""
-    *others, last = case.donors
-    beginnings = [form.render_pages(each, []) for each in form.instructions]
-    free = [each for each in beginnings if not (last.startswith(each) or case.prompt.startswith(each))]
-    mark = form.render_pages("", [""]).removeprefix(form.render_pages("", []))
-    documents = last.split(mark)[1:]
-    first = -(-len(documents) // 2)
-    ends = sorted({first + (len(documents) - first) * part // generations for part in range(generations)})
-    growing = [begin + mark + mark.join(documents[:end]) for begin, end in zip(free, ends, strict=False)]
-    return replace(case, donors=(*others, *growing, last))
 
 
 @lru_cache(maxsize=1)  # every group asks

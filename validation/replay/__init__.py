@@ -1,1 +1,1 @@
-"""Replays request telemetry through the eviction policies; every time is predicted by a model, none is measured."""
+"""Replay request telemetry through eviction policies, and through a fleet whose times are simulated."""

@@ -5,13 +5,16 @@ The report has figures with intervals: as JSON, and as a Markdown page, which is
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -21,12 +24,6 @@ from validation.replay.fleet import Fleet, Served, serve_fleet
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
 from validation.results import Measured, Results
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 3
@@ -47,29 +44,29 @@ complete, 2 bad usage, an error, or nothing could be read, 130 interrupted.
 def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a replay; exit with status 2 if argparse refuses any."""
     parser = arguments.Parser("replay", _DESCRIPTION)
-    told = "request telemetry or a published trace, as JSON lines"
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=told)
+    text = "request telemetry or a published trace, as JSON lines"
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=text)
     parser.add_argument("--requests", type=int, metavar="N", help="the first N requests of the file (default: all)")
     arguments.add(parser, "--seed", help="seed of the bootstrap")
     names = [each.value for each in ReplayPolicy]
-    told = f"eviction policies: {', '.join(names)}; lru is always among them"
-    parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
-    told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
-    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=told)
+    text = f"eviction policies: {', '.join(names)}; lru is always among them"
+    parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=text)
+    text = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
+    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=text)
     arguments.add(parser, "--min-match-length", help="shortest span that is reused, in tokens")
-    told = "first tokens of each reused span that are computed again"
-    parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
+    text = "first tokens of each reused span that are computed again"
+    parser.add_argument("--recompute-tokens", type=int, default=16, help=text)
     arguments.add(parser, "--output", default=Path("results/replay"), metavar="DIR", help="folder of the files")
-    told = "serve the trace by several workers, which fetch from each other what that makes faster; writes rows"
+    text = "serve the trace by several workers, which fetch from each other what that makes faster; writes rows"
     fleet = parser.add_argument_group("a fleet")
-    fleet.add_argument("--policy", choices=(PULL,), help=told)
-    told = "workers of the first third of the requests, and of the others"
-    fleet.add_argument("--workers", nargs=2, type=int, default=(2, 8), metavar="N", help=told)
+    fleet.add_argument("--policy", choices=(PULL,), help=text)
+    text = "workers of the first third of the requests, and of the others"
+    fleet.add_argument("--workers", nargs=2, type=int, default=(2, 8), metavar="N", help=text)
     fleet.add_argument("--gbits", nargs="+", type=int, default=(10, 25, 100, 400), metavar="N", help="Gb/s of a link")
-    told = "tokens that a worker prefills in a second (default: %(default)s)"
-    fleet.add_argument("--prefill-rate", type=int, default=27_000, metavar="N", help=told)
-    told = "bytes of KV a token (default: %(default)s, of an 8B model in bf16)"
-    fleet.add_argument("--token-bytes", type=int, default=131_072, metavar="N", help=told)
+    text = "tokens that a worker prefills in a second (default: %(default)s)"
+    fleet.add_argument("--prefill-rate", type=int, default=27_000, metavar="N", help=text)
+    text = "bytes of KV a token (default: %(default)s, of an 8B model in bf16)"
+    fleet.add_argument("--token-bytes", type=int, default=131_072, metavar="N", help=text)
     return parser.parse_args(given)
 
 
@@ -89,7 +86,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         "source": str(options.trace),
         "facts": facts,
         "rules": list(map(asdict, rules)),
-        "lines": list(map(asdict, lines)),
+        "lines": lines,
         "unlimited_share": unlimited,
         "settings": arguments.settings_in_text(options),
         "measured": asdict(measured),
@@ -97,9 +94,9 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     write_json(document, {"schema": SCHEMA, **found, **asdict(measured)})
     parts = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()]
     for rule in rules:
-        told = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
-        own = [line for line in lines if line.rule == rule.name]
-        parts += [f"## {rule.name}", told, markdown_table(_HEADINGS, map(_cells, own))]
+        what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
+        own = [line for line in lines if line["rule"] == rule.name]
+        parts += [f"## {rule.name}", what, markdown_table(_HEADINGS, map(_cells, own))]
     text = "\n\n".join(parts) + "\n"
     write_text(page, text)
     for line in (*text.splitlines(), *paths):
@@ -109,8 +106,8 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
 
 def run_pull(options: argparse.Namespace, command: str) -> bool:
     """Serve the trace by a fleet without and with fetches, and write rows; always True. Raises as `run_replay`."""
-    name = f"{PULL_ROWS}_{re.sub(r'[^A-Za-z0-9_-]+', '_', options.trace.stem)}"
-    check_writable(options.output / f"{name}.json")
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", options.trace.stem)
+    check_writable(options.output / f"{PULL_ROWS}_{stem}.json")
     trace = trace_file(options.trace, options.requests)
     rule, capacity = _rules(trace, options)[-1], (options.capacity_tokens or [FLEET_CAPACITY])[0]
     first, last = options.workers
@@ -120,12 +117,10 @@ def run_pull(options: argparse.Namespace, command: str) -> bool:
         alone = serve_fleet(trace, rule, fleet)
         on_step("placement alone")
         for gbits in options.gbits:
-            _add_pull(
-                rows, f"{gbits}g_{name.removeprefix(PULL_ROWS + '_')}", alone, serve_fleet(trace, rule, fleet, gbits)
-            )
+            _add_pull(rows, f"{gbits}g_{stem}", alone, serve_fleet(trace, rule, fleet, gbits))
             on_step(f"{gbits} Gb/s")
     say(f"{' '.join(_facts(trace))} Served by {fleet.first}, then {fleet.last} workers of {capacity:,} tokens each.")
-    rows.write(options.output, name)
+    rows.write(options.output, f"{PULL_ROWS}_{stem}")
     return True
 
 
@@ -133,10 +128,10 @@ def _add_pull(rows: Results, name: str, alone: Served, found: Served) -> None:
     tokens = int(found.tokens.sum())
     before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
     first, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
-    told = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
-    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", told, better="higher")
-    told = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
-    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", told)
+    text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
+    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", text, better="higher")
+    text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
+    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", text)
 
 
 def _rules(trace: Trace, options: argparse.Namespace) -> list[ReuseRule]:
@@ -167,55 +162,34 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate and its bounds at CONFIDENCE."""
-
-    estimate: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
-
-    rule: str
-    policy: str
-    capacity_tokens: int
-    hit_share: float
-    saved_tokens: int
-    evictions: int
-    regrets: int
-    hit_share_over_lru: Interval | None
-
-
 def _replayed(
     trace: Trace, rules: Sequence[ReuseRule], options: argparse.Namespace
-) -> tuple[list[Line], dict[str, float]]:
-    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache."""
-    prompts = np.array(trace.prompt_tokens(), dtype=np.int64)
-    distinct = sum(trace.spans.tokens)
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache.
+
+    Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
+    prompts = np.array([tokens for *_, tokens in trace.requests(as_prefixes=False)], dtype=np.int64)
+    distinct, total = sum(trace.spans.tokens), trace.tokens
     defaults = sorted({max(1, round(distinct * share)) for share in _DEFAULT_SHARES})
     capacities = list(dict.fromkeys(options.capacity_tokens or defaults))
     policies = list(dict.fromkeys((BASELINE, *options.policies, OPTIMUM)))
-    lines, unlimited = list[Line](), dict[str, float]()
+    lines, unlimited = list[dict[str, Any]](), dict[str, float]()
     with progress("Replaying", len(rules) * (len(capacities) * len(policies) + 1)) as on_step:
         for rule in rules:
             for capacity in capacities:
-                of_lru = np.zeros_like(prompts)
+                of_lru = prompts
                 for policy in policies:
-                    found, over_lru = simulate(trace, rule, policy, capacity), None
-                    if policy == BASELINE:
-                        of_lru = found.reused
-                    else:
-                        over_lru = ratio_interval(found.reused - of_lru, prompts, options.seed)
-                    saved = int(found.reused.sum())
-                    share, counted = saved / int(prompts.sum()), (found.evictions, found.regrets)
-                    lines.append(Line(rule.name, policy, capacity, share, saved, *counted, over_lru))
+                    reused, cache = simulate(trace, rule, policy, capacity)
+                    of_lru = reused if policy == BASELINE else of_lru
+                    interval = None if policy == BASELINE else ratio_interval(reused - of_lru, prompts, options.seed)
+                    saved = int(reused.sum())
+                    line = {"rule": rule.name, "policy": policy, "capacity_tokens": capacity}
+                    line |= {"hit_share": saved / total, "saved_tokens": saved}
+                    line |= {"evictions": cache.evictions, "regrets": cache.regrets, "hit_share_over_lru": interval}
+                    lines.append(line)
                     on_step(policy)
-            everything = simulate(trace, rule, BASELINE, max(1, sum(rule.blocks(trace).tokens)))
-            unlimited[rule.name] = float(everything.reused.sum() / prompts.sum())
+            everything, _ = simulate(trace, rule, BASELINE, max(1, sum(rule.blocks(trace).tokens)))
+            unlimited[rule.name] = float(everything.sum() / total)
             on_step("unlimited")
     return lines, unlimited
 
@@ -223,8 +197,8 @@ def _replayed(
 def _facts(trace: Trace) -> list[str]:
     held = trace.held_prefix_blocks
     facts = [
-        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
-        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
+        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {trace.tokens:,} tokens, "
+        f"{len(trace.spans.tokens):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
         f"Blocks of a prefix that an earlier request had: {held:,}, {held / trace.block_uses:.1%} of all blocks.",
     ]
     if trace.form is TraceFormat.MOONCAKE:
@@ -238,9 +212,9 @@ CONFIDENCE = 0.95
 RESAMPLES = 2_000
 
 
-def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
-    """Return the sum of `numerators` over that of `denominators`, [requests] in order, with bounds; None below 4
-    requests.
+def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> dict[str, float] | None:
+    """Return the sum of `numerators` over that of `denominators`, [requests] in order, as `estimate`, with its bounds
+    `low` and `high` at CONFIDENCE; None below 4 requests.
 
     A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive requests are resampled, since
     requests reuse the blocks of earlier ones. Equal seeds give equal bounds."""
@@ -252,7 +226,7 @@ def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed:
     drawn = np.random.default_rng(seed).integers(0, len(starts), (RESAMPLES, len(starts)))
     ratios = above[drawn].sum(axis=1) / np.maximum(below[drawn].sum(axis=1), 1e-300)
     low, high = np.quantile(ratios, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+    return {"estimate": float(above.sum() / below.sum()), "low": float(low), "high": float(high)}
 
 
 _HEADINGS = "policy | capacity | reused | saved tokens | evicted | regrets | reused - lru, points"
@@ -270,10 +244,18 @@ marks those that exclude 0.
 """
 
 
-def _cells(line: Line) -> tuple[str, ...]:
-    found, difference = line.hit_share_over_lru, "-"
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    found, difference = line["hit_share_over_lru"], "-"
     if found is not None:
-        estimate, low, high = (100 * value for value in (found.estimate, found.low, found.high))
+        estimate, low, high = (100 * value for value in found.values())
         difference = f"{estimate:+.1f} [{low:+.1f}, {high:+.1f}]{'*' * (low > 0.0 or high < 0.0)}"
-    saved, evicted, regrets = (f"{value:,}" for value in (line.saved_tokens, line.evictions, line.regrets))
-    return line.policy, f"{line.capacity_tokens:,}", f"{line.hit_share:.1%}", saved, evicted, regrets, difference
+    saved, evicted, regrets = (f"{line[name]:,}" for name in ("saved_tokens", "evictions", "regrets"))
+    return (
+        line["policy"],
+        f"{line['capacity_tokens']:,}",
+        f"{line['hit_share']:.1%}",
+        saved,
+        evicted,
+        regrets,
+        difference,
+    )

@@ -6,23 +6,15 @@ any wait it pays where the bits a second are above 8 x bytes a token x prefilled
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
-from validation.replay.simulation import BlockCache
-from validation.replay.trace import NONE
-from validation.replay.trace_line import BlockKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from validation.replay.simulation import ReuseRule
-    from validation.replay.trace import Trace
+from validation.replay.simulation import BlockCache, ReuseRule
+from validation.replay.trace import NONE, BlockKind, Trace
 
 # In the middle fifth of the requests, one in three asks about one document instead.
 HOT_TOKENS, HOT_QUESTION_TOKENS, HOT_EVERY = 16_384, 512, 3
@@ -42,8 +34,7 @@ class Fleet:
     token_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class Served(NamedTuple):
     """By request, int64 [requests]: the prompt's tokens, those that were not computed, and those that were fetched. And
     the seconds to the first token, float64 [requests]."""
 
@@ -62,8 +53,7 @@ class _Worker:
     link: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):
     """How a worker would serve a prompt: `fetched` tokens come from `source`, and the first token at `ttft`."""
 
     ttft: float
@@ -80,7 +70,9 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
     hot = blocks.number(("hot document",), HOT_TOKENS, BlockKind.RETRIEVED_CONTEXT)
     workers = [_Worker(BlockCache(blocks, policy_of(Eviction.LRU), fleet.capacity_tokens)) for _ in range(fleet.last)]
     served = list[tuple[int, int, int, float]]()
-    for index, seconds, request, tokens in _requests(trace, rule, hot):
+    for index, (seconds, request, tokens) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
+        if 2 * len(trace) <= 5 * index < 3 * len(trace) and index % HOT_EVERY == 0:
+            request, tokens = [hot, NONE], HOT_TOKENS + HOT_QUESTION_TOKENS
         active = workers[: fleet.first if 3 * index < len(trace) else fleet.last]
         held = [rule.reused(request, each.cache.held(request), each.cache, tokens) for each in active]
         most = max(zip(active, held, strict=True), key=lambda each: each[1])
@@ -94,18 +86,6 @@ def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0)
         best.worker.cache.serve(request, seconds)
         served.append((tokens, best.reused, best.fetched, best.ttft - seconds))
     return Served(*map(np.array, zip(*served, strict=True)))
-
-
-def _requests(trace: Trace, rule: ReuseRule, hot: int) -> Iterator[tuple[int, float, Sequence[int], int]]:
-    """Yield number, seconds, blocks and tokens of each request."""
-    count = len(trace)
-    for index, ((seconds, request), tokens) in enumerate(
-        zip(trace.requests(as_prefixes=rule.as_prefixes), trace.prompt_tokens(), strict=True)
-    ):
-        if 2 * count <= 5 * index < 3 * count and index % HOT_EVERY == 0:
-            yield index, seconds, (hot, NONE), HOT_TOKENS + HOT_QUESTION_TOKENS
-        else:
-            yield index, seconds, request, tokens
 
 
 def _way(

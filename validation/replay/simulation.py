@@ -9,24 +9,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
-from validation.replay.trace import NONE
-from validation.replay.trace_line import BlockKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from validation.replay.trace import Blocks, Trace
+from validation.replay.trace import NONE, BlockKind, Blocks, Trace
 
 
 @dataclass(slots=True)
@@ -121,7 +114,7 @@ class AdaptiveSemanticEviction(EvictionPolicy[BlockHistory]):
     `candidates` merges the rankings, and blocks are ranked again only when t has moved."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives the seconds in which `BlockHistory.last_seconds` counts."""
+        """Rank by a `clock`, which gives the seconds in which `BlockHistory.last_seconds` counts."""
         super().__init__(self._logarithm)
         self._use, self._clock = KindUse(), clock
         self._last_seconds: dict[str, float] = {}
@@ -175,7 +168,7 @@ def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:
 
 
 class ReplayPolicy(str, Enum):
-    """Names of the policies that a replay plays."""
+    """The policies that a replay plays, by name."""
 
     FIFO = "fifo"
     LRU = "lru"
@@ -295,7 +288,7 @@ class Optimum(EvictionPolicy[BlockHistory]):
     hits where all blocks have one size; where sizes differ it is no bound."""
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
-        """`requests`: the blocks of each request in order. `request` returns the number of the one that is served."""
+        """Read `requests`, the blocks of each in order. `request` returns the number of the one that is served."""
         super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, blocks in enumerate(requests):
@@ -333,7 +326,12 @@ class ReuseRule:
 
     def reused(self, request: Sequence[int], hits: frozenset[int], cache: BlockCache, tokens: int) -> int:
         """Return how many of a prompt's `tokens` are not computed if the cache holds `hits`."""
-        spans = _spans(request, hits, cache)
+        spans, last = [0], NONE
+        for block in request:
+            if block not in hits or cache.before[block] != last:
+                spans.append(0)
+            spans[-1] += cache.blocks.tokens[block] if block in hits else 0
+            last = block
         kept = sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
         return min(kept, tokens - 1)
 
@@ -342,47 +340,30 @@ class ReuseRule:
         if self.as_prefixes:
             return "What counts is the leading run of held blocks, at no cost but that of a reused token."
         return (
-            f"What counts is every run of held blocks, wherever it stands, of at least {self.min_tokens:,} tokens that "
-            f"stood in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
+            f"What counts is every run of held blocks, at any place, of at least {self.min_tokens:,} tokens that "
+            f"were in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """`reused` int64 [requests]: tokens that each request did not compute, in the order of `Trace.requests`. `regrets`
-    counts the blocks that were asked for again after their eviction."""
+def simulate(
+    trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int
+) -> tuple[npt.NDArray[np.int64], BlockCache]:
+    """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM.
 
-    reused: npt.NDArray[np.int64]
-    evictions: int
-    regrets: int
-
-
-def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -> Outcome:
-    """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM."""
-    blocks, looks_ahead = rule.blocks(trace), policy == OPTIMUM
-    index, seconds = 0, 0.0
-    cache = BlockCache(
-        blocks,
-        Optimum((request for _, request in trace.requests(as_prefixes=rule.as_prefixes)), lambda: index)
-        if looks_ahead
-        else replay_policy(ReplayPolicy(policy), lambda: seconds),
-        capacity_tokens,
-        looks_ahead=looks_ahead,
+    Return the tokens that each request did not compute, int64 [requests], and the cache, which counts."""
+    requests, looks_ahead, index, seconds = (
+        list(trace.requests(as_prefixes=rule.as_prefixes)),
+        policy == OPTIMUM,
+        0,
+        0.0,
     )
-    prompt_tokens = trace.prompt_tokens()
-    reused = np.zeros(len(prompt_tokens), dtype=np.int64)
-    for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, prompt_tokens[index])
-    return Outcome(reused, cache.evictions, cache.regrets)
-
-
-def _spans(request: Sequence[int], hits: frozenset[int], cache: BlockCache) -> Iterator[int]:
-    """Yield the tokens of each run of held blocks in the order in which they came."""
-    span, last = 0, NONE
-    for block in request:
-        if block not in hits or cache.before[block] != last:
-            yield span
-            span = 0
-        span += cache.blocks.tokens[block] if block in hits else 0
-        last = block
-    yield span
+    chosen = (
+        Optimum((blocks for _, blocks, _ in requests), lambda: index)
+        if looks_ahead
+        else replay_policy(ReplayPolicy(policy), lambda: seconds)
+    )
+    cache = BlockCache(rule.blocks(trace), chosen, capacity_tokens, looks_ahead=looks_ahead)
+    reused = np.zeros(len(requests), dtype=np.int64)
+    for index, (seconds, request, tokens) in enumerate(requests):
+        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, tokens)
+    return reused, cache

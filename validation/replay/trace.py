@@ -5,25 +5,86 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, open_input, too_long
-from validation.replay.trace_line import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
-    from pathlib import Path
-
-    from validation.replay.trace_line import BlockKind
-
 
 NONE = -1
+MAX_BLOCKS = 1 << 17
+MAX_TOKENS = 1 << 28
+MAX_REQUESTS = 1_000_000
+MAX_BLOCK_USES = 4_000_000
+_MOONCAKE_BLOCK = 512
+
+_Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+_Milliseconds = Annotated[float, Field(ge=0)]
+_Label = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class BlockKind(str, Enum):
+    """Kinds of prompt text. OTHER is text without a role that is known."""
+
+    SYSTEM_PROMPT = "system_prompt"
+    TEMPLATE = "template"
+    RETRIEVED_CONTEXT = "retrieved_context"
+    TOOL_OUTPUT = "tool_output"
+    CODE = "code"
+    LEGAL_EVIDENCE = "legal_evidence"
+    ASSISTANT_HISTORY = "assistant_history"
+    USER_QUERY = "user_query"
+    OTHER = "other"
+
+
+# The SemanticKV system writes the names of some roles for kinds.
+_KIND_BY_NAME = {each.value: each for each in BlockKind} | {
+    "system": BlockKind.SYSTEM_PROMPT,
+    "user": BlockKind.USER_QUERY,
+    "assistant": BlockKind.ASSISTANT_HISTORY,
+    "tool": BlockKind.TOOL_OUTPUT,
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class TraceBlock(_Part):
+    """A block of a prompt. Equal `content_hash`: the same tokens of the same tenant."""
+
+    content_hash: _Label | None = None
+    semantic_type: _Label = BlockKind.OTHER.value
+    token_count: _Tokens
+    text: str | None = None
+
+    @property
+    def kind(self) -> BlockKind:
+        """Return the block's kind; OTHER for an unknown name."""
+        return _KIND_BY_NAME.get(self.semantic_type.lower(), BlockKind.OTHER)
+
+
+class TraceLine(_Part):
+    """One request: its blocks in the prompt's order; `timestamp_ms` is the arrival, since 1970."""
+
+    request_id: _Label
+    timestamp_ms: _Milliseconds
+    tenant_id: _Label | None = None
+    model_name: _Label | None = None
+    blocks: Annotated[list[TraceBlock], Field(max_length=MAX_BLOCKS)]
+
+
+class _MooncakeLine(_Part):
+    timestamp: _Milliseconds
+    input_length: _Tokens
+    hash_ids: Annotated[list[StrictInt], Field(max_length=MAX_BLOCKS)]
 
 
 class Blocks:
@@ -43,9 +104,6 @@ class Blocks:
             self.kinds.append(kind)
         return found
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
 
 class Skipped:
     """Lines that were passed over: their count for each reason, and the first of them."""
@@ -60,8 +118,8 @@ class Skipped:
 
     def sentence(self) -> str:
         """Return what was passed over; empty where nothing was."""
-        told = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
-        return f"Passed over: {told}." if told else ""
+        each = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
+        return f"Passed over: {each}." if each else ""
 
 
 class TraceFormat(str, Enum):
@@ -73,12 +131,10 @@ class TraceFormat(str, Enum):
 
 # The key by which a line's format is recognised.
 _KEYS = {"blocks": TraceFormat.SEMANTIC_KV, "hash_ids": TraceFormat.MOONCAKE}
-MAX_REQUESTS = 1_000_000
-MAX_BLOCK_USES = 4_000_000
 
 
 class Trace:
-    """Requests in the order of their times, without texts and metadata.
+    """Requests, without texts and metadata.
 
     Blocks of `spans` differ by tenant, model, content and length; those of `prefixes` also by all blocks before them,
     the last of which is their parent. A block without content_hash and text is not shared. `empty` counts requests
@@ -87,9 +143,9 @@ class Trace:
     def __init__(self) -> None:
         self.form = TraceFormat.SEMANTIC_KV
         self.spans, self.prefixes = Blocks(), Blocks()
-        self.empty, self.skipped = 0, Skipped()
-        self._span_uses, self._prefix_uses = array("q"), array("q")
-        self._starts, self._prompt_tokens, self._seconds = array("q", [0]), array("q"), array("d")
+        self.empty, self.skipped, self.block_uses = 0, Skipped(), 0
+        # Of each: seconds, the prompt's tokens, and its blocks in `spans` and in `prefixes`.
+        self._requests: list[tuple[float, int, array[int], array[int]]] = []
 
     def add(self, line: TraceLine) -> None:
         """Add a request, without its empty blocks. Raises ConfigurationError if there are too many."""
@@ -97,12 +153,13 @@ class Trace:
         if not blocks:
             self.empty += 1
             return
-        if len(self) >= MAX_REQUESTS or len(self._span_uses) + len(blocks) > MAX_BLOCK_USES:
+        self.block_uses += len(blocks)
+        if len(self) >= MAX_REQUESTS or self.block_uses > MAX_BLOCK_USES:
             raise ConfigurationError(
                 f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay the first ones "
                 "with --requests."
             )
-        parent, chain_holds = NONE, True
+        spans, prefixes, parent, chain_holds = array("q"), array("q"), NONE, True
         for block in blocks:
             content = block.content_hash
             if content is None and block.text is not None:
@@ -113,41 +170,33 @@ class Trace:
                 span = self.spans.number(_digest(repr(name)), block.token_count, block.kind)
             if chain_holds:
                 parent = self.prefixes.number((parent, span), block.token_count, block.kind, parent)
-            self._span_uses.append(span)
-            self._prefix_uses.append(parent if chain_holds else NONE)
-        self._starts.append(len(self._span_uses))
-        self._seconds.append(line.timestamp_ms / 1000.0)
-        self._prompt_tokens.append(sum(block.token_count for block in blocks))
+            spans.append(span)
+            prefixes.append(parent if chain_holds else NONE)
+        tokens = sum(block.token_count for block in blocks)
+        self._requests.append((line.timestamp_ms / 1000.0, tokens, spans, prefixes))
 
-    def requests(self, *, as_prefixes: bool) -> Iterator[tuple[float, list[int]]]:
-        """Yield the seconds since 1970 and the blocks, or NONE, of each request."""
-        uses = self._prefix_uses if as_prefixes else self._span_uses
-        for index in self._order():
-            yield self._seconds[index], uses[self._starts[index] : self._starts[index + 1]].tolist()
-
-    def prompt_tokens(self) -> list[int]:
-        """Return the tokens of each request's prompt."""
-        return [self._prompt_tokens[index] for index in self._order()]
+    def requests(self, *, as_prefixes: bool) -> Iterator[tuple[float, list[int], int]]:
+        """Yield each request's seconds since 1970, its blocks, or NONE, and its tokens, in the order of the times."""
+        self._requests.sort(key=itemgetter(0))
+        for seconds, tokens, *numbered in self._requests:
+            yield seconds, numbered[as_prefixes].tolist(), tokens
 
     @property
-    def block_uses(self) -> int:
-        return len(self._span_uses)
+    def tokens(self) -> int:
+        """The tokens of all prompts."""
+        return sum(tokens for _, tokens, *_ in self._requests)
 
     @property
     def held_prefix_blocks(self) -> int:
         """The uses of blocks that an unlimited prefix cache answers."""
-        seen: set[int] = {NONE}
-        held = 0
-        for _, request in self.requests(as_prefixes=True):
+        seen, held = {NONE}, 0
+        for _, request, _ in self.requests(as_prefixes=True):
             held += sum(block in seen and block != NONE for block in request)
             seen.update(request)
         return held
 
     def __len__(self) -> int:
-        return len(self._seconds)
-
-    def _order(self) -> list[int]:
-        return sorted(range(len(self)), key=self._seconds.__getitem__)
+        return len(self._requests)
 
 
 def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
@@ -156,8 +205,8 @@ def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
     for line in lines:
         trace.add(line)
     if not len(trace):
-        told = f"the trace holds no request with tokens; there is nothing to replay. {trace.skipped.sentence()}"
-        raise ConfigurationError(told.rstrip())
+        why = f"the trace holds no request with tokens; there is nothing to replay. {trace.skipped.sentence()}"
+        raise ConfigurationError(why.rstrip())
     return trace
 
 
@@ -200,19 +249,8 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
             yield request
 
 
-_MOONCAKE_BLOCK = 512
-
-
-class _MooncakeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
-
-    timestamp: Milliseconds
-    input_length: Tokens
-    hash_ids: Annotated[list[StrictInt], Field(max_length=MAX_BLOCKS)]
-
-
 def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat]:
-    """Return the request and its format, which is `form` unless that is None. Raises UnreadError and ValidationError.
+    """Return the request and its format, which is `form` if that is given. Raises UnreadError and ValidationError.
     The last block of a Mooncake request may have fewer tokens, with an id or without."""
     try:
         values = from_json(text)
@@ -225,7 +263,7 @@ def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat
         raise UnreadError(f"of another format, {found.value}")
     if found is TraceFormat.SEMANTIC_KV:
         return TraceLine.model_validate(values), found
-    seen = _MooncakeRequest.model_validate(values)
+    seen = _MooncakeLine.model_validate(values)
     ids, tokens, size = seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK
     if not (len(ids) - 1) * size < tokens < (len(ids) + 1) * size:
         raise UnreadError(f"with ids of blocks of {size} tokens that do not fit its length")

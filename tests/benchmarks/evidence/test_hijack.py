@@ -1,7 +1,5 @@
 """A planter in the victim's own tenant: what stands in the rows, and that a check which sees nothing is found out."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.evidence import hijack
@@ -32,7 +30,7 @@ def test_a_check_that_sees_nothing_is_found_out(tmp_path):
     forged = evidence(terms_name("verified", 0, check))
     blind = profile.model_copy(update={"check": check, "figures": forged})
     blind.write(tmp_path / "profile.json")
-    found = attack(replace(shipped, profile=tmp_path / "profile.json"), tries=3, victims=2)
+    found = attack(shipped._replace(profile=tmp_path / "profile.json"), tries=3, victims=2)
     assert found.hijacked["verified"] >= 3
     assert found.fires["verified"] >= 3
     assert found.wrong["exact"] == 0

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
 import validation
 from benchmarks.yardstick_model import tasks, train
 from benchmarks.yardstick_model.tokenizer import SEPARATOR, CorpusError, read_books
-from benchmarks.yardstick_model.train import PlaceProbe, hidden_states
+from benchmarks.yardstick_model.train import PlaceProbe
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -110,21 +110,3 @@ def test_a_model_is_trained_and_saved(tmp_path, prose, monkeypatch):
     assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 4
     first, step = (json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines())
     assert (first["seed"], step["step"]) == (1, 1)
-
-
-def test_states_are_taken_behind_the_probed_layer():
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
-    ids = tokenizer("<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>", return_tensors="pt").input_ids
-    behind = []
-    model.model.layers[1].register_forward_hook(lambda *called: behind.append(called[-1]))
-    with torch.inference_mode():
-        last, early = hidden_states(model, ids, probed=2)
-        assert torch.equal(model.lm_head(last), model(ids).logits)
-    assert torch.equal(early, behind[0])
-
-
-def test_no_time_to_train_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        train.parse(["--text", "books.txt", "--out", "out", "--minutes", "0"])
-    assert "must be above 0" in capsys.readouterr().err

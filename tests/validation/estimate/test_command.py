@@ -126,6 +126,42 @@ def test_a_model_and_a_profile_say_how_large_the_kv_is(log, tiny_qwen2_path, tmp
     assert found["shares"]["added"] > 0.1
 
 
+@pytest.mark.parametrize("policy", ["verified", "exact", "off", "epic", "position_fix"])
+def test_what_is_set_is_shown_beside_any_run(policy, log, monkeypatch, capsys):
+    """A profile of the environment counts, and one without evidence is refused as in service."""
+    monkeypatch.setenv("SEMBLEND_POLICY", policy)
+    found = estimated(log)
+    assert found["terms"] == "any run, without a profile"
+    if policy == "position_fix":
+        assert "compared" not in found
+        return
+    compared = found["compared"]
+    assert compared["terms"].startswith(f"as set: policy {policy}")
+    assert compared["shares"]["prefix_cache"] == found["shares"]["prefix_cache"]
+    assert (compared["shares"]["added"] > 0.1) is (policy == "epic")
+    assert (compared["prompts_without_donors"] == {"policy_off": 20}) is (policy == "off")
+    assert compared["terms"] in capsys.readouterr().out
+
+
+def test_a_profile_is_shown_beside_any_run_and_one_without_evidence_allows_exact_runs(log, monkeypatch, tmp_path):
+    path, check = tmp_path / "profile.json", ProfileCheck(layer=1, threshold=0.1)
+    shown = []
+    for figures in (evidence("verified layer 1 threshold 0.1"), []):
+        profile("verified", check=check, figures=figures).write(path)
+        monkeypatch.setenv("SEMBLEND_PROFILE", str(path))
+        shown.append(estimated(log)["compared"])
+        assert estimated(log, "--kv-bytes-a-token", "100")["compared"]["shares"] == shown[-1]["shares"]
+    proven, unproven = shown
+    assert "refused" in unproven["terms"]
+    assert unproven["shares"]["added"] == 0 < 0.1 < proven["shares"]["added"]
+    monkeypatch.delenv("SEMBLEND_PROFILE")
+    assert main(["estimate", str(log), "--profile", str(path)]) == 2
+    profile("verified", check=check, figures=evidence("verified layer 1 threshold 0.1")).write(path)
+    named = estimated(log, "--profile", str(path))
+    assert named["shares"] == proven["shares"]
+    assert named["compared"]["terms"] == "any run, without a profile"
+
+
 def test_times_of_ones_own_are_taken(log, tmp_path):
     own = tmp_path / "ttft.json"
     seen = [{"ttft_ms": 5.0 + n, "computed": n, "reused": 0} for n in (10, 50, 100, 500, 1000, 5000)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from validation.families.catalog import write_family
+from validation.families.catalog import FamilyRequest, write_family
 from validation.models import shipped_model
 from validation.prompts import SHIPPED, YARDSTICK, PromptForm
 
@@ -23,7 +23,7 @@ class Writer:
 
     def write(self, name, **changes):
         asked = {"seed": 3, "groups": 2, "questions": 4, "tokens": 900} | changes
-        return write_family(name, self.form, self.count, **asked)
+        return write_family(name, self.form, self.count, FamilyRequest(**asked))
 
 
 @pytest.fixture(scope="session", params=[SHIPPED, YARDSTICK], ids=lambda form: form.name)

@@ -7,7 +7,7 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from validation import prompts
 from validation.cases import Expectation, groups
-from validation.families.catalog import FAMILIES, TIMED, Kind, family, write_family, write_timed
+from validation.families.catalog import FAMILIES, TIMED, FamilyRequest, Kind, family, write_family, write_timed
 from validation.prompts import PLAIN
 
 BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
@@ -109,7 +109,8 @@ def test_cut_turns_are_the_end_of_a_longer_conversation(writer):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_plain_form_has_no_marks(name):
-    for case in write_family(name, PLAIN, lambda text: len(text.split()), 1, 1, 2, 1_000):
+    asked = FamilyRequest(groups=1, questions=2, tokens=1_000, seed=1)
+    for case in write_family(name, PLAIN, lambda text: len(text.split()), asked):
         assert all("<|" not in text for text in (*case.donors, case.prompt))
         assert name != "unit_trap" or re.search(r"How many \w+ are in \w+ in \w+\?\nAnswer: $", case.prompt)
 

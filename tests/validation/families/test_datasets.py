@@ -6,7 +6,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation.families import datasets
-from validation.families.catalog import FAMILIES, write_family
+from validation.families.catalog import FAMILIES, FamilyRequest, write_family
 from validation.prompts import SHIPPED
 
 NAMES = [each.name for each in FAMILIES if each.needs_eval_data]
@@ -15,6 +15,10 @@ WORDS = "the old clock on the wall of the long hall stood still for years"
 
 def words(text):
     return len(text.split())
+
+
+def asked(folder, groups=1, questions=2):
+    return FamilyRequest(groups=groups, questions=questions, tokens=700, seed=1, eval_data=folder)
 
 
 @pytest.fixture
@@ -59,8 +63,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_donor_holds_the_pieces_in_another_order(folder, name):
-    cases = write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
-    assert cases == write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
+    cases = write_family(name, SHIPPED, words, asked(folder, 3))
+    assert cases == write_family(name, SHIPPED, words, asked(folder, 3))
     assert len(cases) == 6
     for case in cases:
         [donor] = case.donors
@@ -96,24 +100,32 @@ def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summ
         (f"Summarise {noun.lower()} 8 in one sentence.", "It is 7.")
     ]
     assert not first.general
-    for case in write_family(name, SHIPPED, words, 1, 3, 2, 700, folder):
+    for case in write_family(name, SHIPPED, words, asked(folder, 3)):
         number = case.prompt.partition("<|q|>")[2].split()[2]
         assert f"<|doc|>{noun} {number}\n" in case.prompt
+
+
+SQUAD, QMSUM, SQUALITY = (
+    ("squad", "squad-dev-v1.1.json"),
+    ("qmsum", "qmsum/M1.json"),
+    ("squality", "squality-dev.jsonl"),
+)
+DIALOGSUM, XSUM = (("dialogsum", "dialogsum.test.jsonl"), ("xsum", "xsum.test.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("name", "path", "content", "message"),
     [
-        ("squad", "squad-dev-v1.1.json", '{"data": [{"paragraphs": [{"context": ""}]}]}', r"data\.0\.paragraphs\.0"),
-        ("squad", "squad-dev-v1.1.json", "nonsense", "squad-dev-v1.1.json is not of the expected form"),
-        ("squality", "squality-dev.jsonl", '{"document": "x"}', "questions: Field required"),
-        ("qmsum", "qmsum/M1.json", "[]", "M1.json is not of the expected form"),
-        ("squad", "squad-dev-v1.1.json", None, "cannot be read: No such file"),
-        ("qmsum", "qmsum/M1.json", None, "holds no meeting"),
-        ("dialogsum", "dialogsum.test.jsonl", None, r"holds no dialogsum\*.jsonl; put the published file there"),
-        ("dialogsum", "dialogsum.test.jsonl", '{"dialogue": "x"}', "summary: Field required"),
-        ("xsum", "xsum.test.jsonl", '{"summary": "x"}', "xsum.test.jsonl is not of the expected form: document"),
-        ("xsum", "xsum.test.jsonl", "", "No text of xsum answers 2 questions"),
+        (*SQUAD, '{"data": [{"paragraphs": [{"context": ""}]}]}', r"data\.0\.paragraphs\.0"),
+        (*SQUAD, "nonsense", "squad-dev-v1.1.json is not of the expected form"),
+        (*SQUALITY, '{"document": "x"}', "questions: Field required"),
+        (*QMSUM, "[]", "M1.json is not of the expected form"),
+        (*SQUAD, None, "cannot be read: No such file"),
+        (*QMSUM, None, "holds no meeting"),
+        (*DIALOGSUM, None, r"holds no dialogsum\*.jsonl; put the published file there"),
+        (*DIALOGSUM, '{"dialogue": "x"}', "summary: Field required"),
+        (*XSUM, '{"summary": "x"}', "xsum.test.jsonl is not of the expected form: document"),
+        (*XSUM, "", "No text of xsum answers 2 questions"),
     ],
 )
 def test_other_files_are_refused(folder, name, path, content, message):
@@ -121,28 +133,19 @@ def test_other_files_are_refused(folder, name, path, content, message):
     if content is not None:
         (folder / path).write_text(content, "utf-8")
     with pytest.raises(ConfigurationError, match=message):
-        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
-
-
-SQUAD, QMSUM, SQUALITY = "squad-dev-v1.1.json", "qmsum/M1.json", "squality-dev.jsonl"
+        write_family(name, SHIPPED, words, asked(folder))
 
 
 @pytest.mark.parametrize(
     ("name", "path", "field", "question", "message"),
     [
-        ("squad", SQUAD, "qas", {"question": "When?", "answers": []}, "qas.0.answers: List should have at least 1"),
-        ("squad", SQUAD, "qas", {"query": "When?", "answers": [{"text": "1"}]}, "qas.0.question: Field required"),
-        ("squad", SQUAD, "qas", {"question": "When?", "answer": "1"}, "qas.0.answers: Field required"),
-        ("squad", SQUAD, "qas", {"question": "When?", "answers": [{"text": "1"}, {}]}, "qas.0.answers.1.text: Field"),
-        ("qmsum", QMSUM, "specific_query_list", {"question": "When?", "answer": "1"}, "list.0.query: Field required"),
-        ("qmsum", QMSUM, "general_query_list", {"query": "When?"}, "general_query_list.0.answer: Field required"),
-        ("squality", SQUALITY, "questions", {"question": "When?"}, "questions.0.question_text: Field required"),
-        (
-            *("squality", SQUALITY, "questions"),
-            {"question_text": "When?", "responses": [{"response_text": ""}]},
-            "questions.0.responses.0.response_text: String should have at least 1 character",
-        ),
-        ("squality", SQUALITY, "questions", {"question_text": "When?", "answer": "1"}, "0.responses: Field required"),
+        (*SQUAD, "qas", {"question": "When?", "answers": []}, "qas.0.answers: List should have at least 1"),
+        (*SQUAD, "qas", {"query": "When?", "answers": [{"text": "1"}]}, "qas.0.question: Field required"),
+        (*SQUAD, "qas", {"question": "When?", "answers": [{"text": "1"}, {}]}, "qas.0.answers.1.text: Field"),
+        (*QMSUM, "specific_query_list", {"question": "When?", "answer": "1"}, "list.0.query: Field required"),
+        (*QMSUM, "general_query_list", {"query": "When?"}, "general_query_list.0.answer: Field required"),
+        (*SQUALITY, "questions", {"question": "When?"}, "questions.0.question_text: Field required"),
+        (*SQUALITY, "questions", {"question_text": "When?", "answer": "1"}, "0.responses: Field required"),
     ],
 )
 def test_a_question_of_another_form_is_refused_by_the_name_of_its_field(folder, name, path, field, question, message):
@@ -151,12 +154,12 @@ def test_a_question_of_another_form_is_refused_by_the_name_of_its_field(folder, 
     holder[field] = [question]
     (folder / path).write_text(json.dumps(content), "utf-8")
     with pytest.raises(ConfigurationError, match=message):
-        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
+        write_family(name, SHIPPED, words, asked(folder))
 
 
 def test_too_few_questions_are_refused(folder):
     with pytest.raises(ConfigurationError, match="No text of squality answers 9 questions"):
-        write_family("squality", SHIPPED, words, 1, 1, 9, 700, folder)
+        write_family("squality", SHIPPED, words, asked(folder, questions=9))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from semblend_trt.discovery.span_index import SpanIndex
-from validation.families.catalog import FAMILIES, Kind, family, write_family
+from validation.families.catalog import FAMILIES, FamilyRequest, Kind, family, write_family
 from validation.prompts import PLAIN
 
 NAMES = [each.name for each in FAMILIES if each.marks is False]
@@ -18,7 +18,7 @@ def tokens(text):
 
 
 def write(name, size=1_200):
-    return write_family(name, PLAIN, lambda text: len(tokens(text)), 5, 3, 4, size)
+    return write_family(name, PLAIN, lambda text: len(tokens(text)), FamilyRequest((), 3, 4, size, 5))
 
 
 def reused(case):

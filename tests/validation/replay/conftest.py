@@ -1,7 +1,6 @@
 """Lines and traces that several tests of the replay build."""
 
-from validation.replay.trace import trace_of
-from validation.replay.trace_line import TraceBlock, TraceLine
+from validation.replay.trace import TraceBlock, TraceLine, trace_of
 
 
 def line(index, contents, tokens, tenant=None, **fields):
@@ -15,3 +14,8 @@ def line(index, contents, tokens, tenant=None, **fields):
 def trace_from(requests, tokens):
     """A trace of requests, each a sequence of contents, given the tokens of each content."""
     return trace_of(line(i, names, [tokens[name] for name in names]) for i, names in enumerate(requests))
+
+
+def write_trace(path, lines, end=""):
+    path.write_text("".join(each.model_dump_json(exclude_none=True) + "\n" for each in lines) + end)
+    return str(path)

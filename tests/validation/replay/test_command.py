@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.validation.replay.conftest import line
+from tests.validation.replay.conftest import line, write_trace
 from validation.cli import main
 from validation.replay.command import FILE_NAMES, parse_replay, ratio_interval
 
@@ -17,10 +17,9 @@ def run(arguments, output):
 
 def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(each.to_json() + "\n" for each in seen) + "no line\n")
+    path = write_trace(tmp_path / "trace.jsonl", seen, "no line\n")
     asked = ["--policies", "adaptive_semantic", "--capacity-tokens", "2000", "5000", "2000"]
-    document = run(["--trace", str(path), *asked], tmp_path / "out")
+    document = run(["--trace", path, *asked], tmp_path / "out")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted(FILE_NAMES)
     lines = document["lines"]
     expected = [
@@ -64,6 +63,10 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
         (["--trace", "t", "--requests", "1000001"], "it must be at most 1000000"),
         (["--trace", "t", "--min-match-length", "0"], "--min-match-length is 0"),
         (["--trace", "t", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
+        (["--trace", "t", "--policy", "pull", "--workers", "4", "2"], "--workers is 4 2; it must ascend"),
+        (["--trace", "t", "--policy", "pull", "--workers", "0", "2"], "--workers is 0 2"),
+        (["--trace", "t", "--policy", "pull", "--gbits", "25", "0"], "--gbits holds 0"),
+        (["--trace", "t", "--policy", "pull", "--prefill-rate", "0"], "--prefill-rate is 0"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
@@ -79,7 +82,7 @@ def test_the_default_capacities_are_named_in_the_help_alone(capsys):
 
 def test_equal_differences_leave_no_doubt_and_a_few_requests_say_nothing():
     interval = ratio_interval([2.0] * 50, [4.0] * 50)
-    assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert interval == pytest.approx({"estimate": 0.5, "low": 0.5, "high": 0.5})
     assert ratio_interval([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) is None
 
 
@@ -88,8 +91,8 @@ def test_what_follows_from_itself_says_less_than_independent_requests():
     steps = random.normal(size=40)
     slow, shuffled = np.repeat(steps, 40), random.permutation(np.repeat(steps, 40))
     wide, narrow = (ratio_interval(values, np.ones(1_600)) for values in (slow, shuffled))
-    assert wide.estimate == pytest.approx(narrow.estimate)
-    assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
+    assert wide["estimate"] == pytest.approx(narrow["estimate"])
+    assert wide["high"] - wide["low"] > 3 * (narrow["high"] - narrow["low"])
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
@@ -97,5 +100,5 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     held = 0
     for _ in range(200):
         interval = ratio_interval(random.normal(1.0, 3.0, size=900), np.ones(900))
-        held += interval.low <= 1.0 <= interval.high
+        held += interval["low"] <= 1.0 <= interval["high"]
     assert 175 <= held <= 199

@@ -14,8 +14,7 @@ from semblend_trt.donors.eviction import policy_of
 from tests.validation.replay.conftest import line, trace_from
 from validation.replay import simulation
 from validation.replay.simulation import BlockCache, BlockHistory, ReplayPolicy, ReuseRule, replay_policy, simulate
-from validation.replay.trace import NONE, trace_of
-from validation.replay.trace_line import BlockKind
+from validation.replay.trace import NONE, BlockKind, trace_of
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)
@@ -64,8 +63,8 @@ def lru(blocks, capacity):
 )
 def test_what_counts_as_reused(requests, by_prefix, by_span):
     trace = trace_from(requests, TOKENS)
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == by_span
-    assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == by_prefix
+    assert simulate(trace, SPAN, "lru", 10_000)[0].tolist() == by_span
+    assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000)[0].tolist() == by_prefix
 
 
 def corpus(requests):
@@ -96,7 +95,7 @@ def conversations(requests):
 
 def test_policies_differ_and_equal_traces_give_equal_outcomes():
     def reused(policy):
-        return simulate(corpus(150), SPAN, policy, 12_000).reused.tolist()
+        return simulate(corpus(150), SPAN, policy, 12_000)[0].tolist()
 
     assert reused("adaptive_semantic") == reused("adaptive_semantic")
     assert len({sum(reused(policy)) for policy in ("lru", "lfu", "size_aware", "adaptive_semantic")}) == 4
@@ -107,7 +106,7 @@ def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(make, other)
     """Turns of conversations want the least recently used to go, documents of a corpus the least often used."""
     trace = make(400)
     capacity = sum(trace.spans.tokens) // 4
-    adaptive, plain = (simulate(trace, SPAN, policy, capacity).reused.sum() for policy in ("adaptive_semantic", other))
+    adaptive, plain = (simulate(trace, SPAN, policy, capacity)[0].sum() for policy in ("adaptive_semantic", other))
     assert adaptive > 0.97 * plain
 
 
@@ -120,11 +119,11 @@ def test_what_holds_after_every_request(policy, as_prefixes, requests, capacity)
     blocks = trace.prefixes if as_prefixes else trace.spans
     now = [0.0]
     cache = BlockCache(blocks, replay_policy(policy, lambda: now[0]), capacity)
-    for seconds, request in trace.requests(as_prefixes=as_prefixes):
+    for seconds, request, _ in trace.requests(as_prefixes=as_prefixes):
         now[0] = seconds
-        before = {block for block in range(len(blocks)) if block in cache}
+        before = {block for block in range(len(blocks.tokens)) if block in cache}
         hits = cache.serve(request, seconds)
-        held = {block for block in range(len(blocks)) if block in cache}
+        held = {block for block in range(len(blocks.tokens)) if block in cache}
         assert hits == before & set(request)
         assert hits <= held <= before | set(request)  # a request evicts none of its own
         assert cache.used_tokens == sum(blocks.tokens[block] for block in held) <= capacity
@@ -136,11 +135,11 @@ def test_what_holds_after_every_request(policy, as_prefixes, requests, capacity)
 def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has_is_not_held():
     trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
     cache = lru(trace.spans, 8)
-    hits = [len(cache.serve(request, seconds)) for seconds, request in trace.requests(as_prefixes=False)]
+    hits = [len(cache.serve(request, seconds)) for seconds, request, _ in trace.requests(as_prefixes=False)]
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
     trace = trace_from([["c"], ["c"]], SIZES)
     cache = lru(trace.spans, 8)
-    served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
+    served = [cache.serve([NONE, *request], seconds) for seconds, request, _ in trace.requests(as_prefixes=False)]
     assert served == [frozenset(), frozenset({0})]
     assert cache.serve([], 9.0) == frozenset()
     assert cache.used_tokens == SIZES["c"]
@@ -152,8 +151,8 @@ def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has
 def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(as_prefixes, requests, places):
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     rule = ReuseRule("rule", as_prefixes)
-    best = simulate(trace, rule, simulation.OPTIMUM, 10 * places).reused.sum()
-    assert all(simulate(trace, rule, policy.value, 10 * places).reused.sum() <= best for policy in Eviction)
+    best = simulate(trace, rule, simulation.OPTIMUM, 10 * places)[0].sum()
+    assert all(simulate(trace, rule, policy.value, 10 * places)[0].sum() <= best for policy in Eviction)
 
 
 @settings(max_examples=30)
@@ -170,8 +169,8 @@ def test_the_optimum_hits_as_much_as_any_choice_could(requests, places):
         return len(held & sets[index]) + max(best(index + 1, each) for each in kept)
 
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
-    found = simulate(trace, ReuseRule("rule", as_prefixes=False), simulation.OPTIMUM, 10 * places)
-    assert found.reused.sum() == 10 * best(0, frozenset())
+    found, _ = simulate(trace, ReuseRule("rule", as_prefixes=False), simulation.OPTIMUM, 10 * places)
+    assert found.sum() == 10 * best(0, frozenset())
 
 
 WHAT = st.sampled_from(["add", "use", "remove", "evict", "wait"])

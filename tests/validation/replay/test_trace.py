@@ -5,14 +5,13 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from tests.validation.replay.conftest import line
 from validation.replay import trace as trace_module
-from validation.replay.trace import TraceFormat, trace_file, trace_of
-from validation.replay.trace_line import TraceBlock
+from validation.replay.trace import BlockKind, TraceBlock, TraceFormat, trace_file, trace_of
 
 
 def uses(trace):
     """The blocks of each request by content, and by all before them."""
     by_span, by_prefix = (
-        [request for _, request in trace.requests(as_prefixes=as_prefixes)] for as_prefixes in (False, True)
+        [request for _, request, _ in trace.requests(as_prefixes=as_prefixes)] for as_prefixes in (False, True)
     )
     return by_span, by_prefix
 
@@ -21,7 +20,7 @@ def test_blocks_are_told_apart_by_content_or_by_all_before():
     trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
     assert uses(trace) == ([[0, 1], [2, 1], [0, 1]], [[0, 1], [2, 3], [0, 1]])
     assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
-    assert (len(trace), trace.block_uses, trace.prompt_tokens()) == (3, 6, [3, 5, 3])
+    assert (len(trace), trace.block_uses, trace.tokens) == (3, 6, 11)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,7 @@ def test_what_has_no_tokens_is_left_out():
 
 def test_requests_are_replayed_in_the_order_of_their_times():
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
-    assert [seconds for seconds, _ in trace.requests(as_prefixes=False)] == [1.0, 1.0, 2.0]
-    assert trace.prompt_tokens() == [2, 3, 1]
+    assert list(trace.requests(as_prefixes=False)) == [(1.0, [1], 2), (1.0, [2], 3), (2.0, [0], 1)]
 
 
 MOONCAKE = """
@@ -68,9 +66,9 @@ def read(tmp_path, content, requests=None):
 def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
     trace = read(tmp_path, MOONCAKE)
     assert (trace.form, trace.skipped.counts) == (TraceFormat.MOONCAKE, {})
-    assert list(trace.requests(as_prefixes=True)) == [(90, [0, 1, 2, 3]), (108, [0, 4, 5, 6]), (168, [0, 1, 2, 3])]
+    first, last = ((seconds, [0, 1, 2, 3], 1902) for seconds in (90, 168))
+    assert list(trace.requests(as_prefixes=True)) == [first, (108, [0, 4, 5, 6], 1661), last]
     assert list(trace.prefixes.tokens) == [512, 512, 512, 366, 512, 512, 125]
-    assert trace.prompt_tokens() == [1902, 1661, 1902]
     assert trace.held_prefix_blocks == 5
     assert len(read(tmp_path, MOONCAKE, 2)) == 2
 
@@ -98,7 +96,7 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, line, reason):
 
 def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
-    good = line(0, "a", [1]).to_json()
+    good = line(0, "a", [1]).model_dump_json()
     negative = good.replace('"token_count":1', '"token_count":-1')
     trace = read(tmp_path, "\n".join([good, "{", "", " " * (2 << 20), negative, good]))
     told = "1 not JSON (first in line 2), 1 longer than 1 MiB (first in line 4), 1 blocks.token_count: Input should be "
@@ -125,3 +123,17 @@ def test_too_much_is_refused(monkeypatch, bound):
     assert len(trace_of([line(0, "a", [1])] * 2)) == 2
     with pytest.raises(ConfigurationError, match="replay the first ones with --requests"):
         trace_of([line(0, "a", [1])] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("system", BlockKind.SYSTEM_PROMPT),
+        ("user", BlockKind.USER_QUERY),
+        ("Assistant", BlockKind.ASSISTANT_HISTORY),
+        ("legal_evidence", BlockKind.LEGAL_EVIDENCE),
+        *((name, BlockKind.OTHER) for name in ("poem", "developer", "function", "ipython", "observation")),
+    ],
+)
+def test_kinds_have_either_systems_names(name, kind):
+    assert TraceBlock(semantic_type=name, token_count=1).kind is kind
