@@ -9,7 +9,6 @@ and `v1/worker/lora_model_runner_mixin.py`: both runners set the step's mapping 
 from __future__ import annotations
 
 import hashlib
-import json
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ import torch
 from vllm.lora.layers import LoRAMapping
 
 from semblend_trt.errors import LayoutError
-from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.runtime import AdapterWeights
 
 if TYPE_CHECKING:
@@ -27,11 +25,6 @@ if TYPE_CHECKING:
 
     from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.sparse_prefill import SequenceRows
-
-
-def identity_of(name: str, weights: AdapterWeights | None) -> str:
-    """Return what KV of this adapter belongs to; it equals no other value while vLLM has not loaded the adapter."""
-    return unknown_value() if weights is None else json.dumps([name, content_value(weights.digest)])
 
 
 class LoadedAdapters:

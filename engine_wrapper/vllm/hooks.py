@@ -3,7 +3,7 @@
 `docs/vllm.md` lists the changes. Each change has a function here. To undo it, call what the function returns, or leave
 its context. If a method is changed already, it is refused (`engine_wrapper.patches`). A step's change is logged once.
 
-Facts: vLLM (0.25.1 to 0.32), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
+Facts: vLLM (0.25.1 to 0.33), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
 `reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (`collective_rpc` runs all that
 runs in the worker, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
 `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`,

@@ -10,6 +10,7 @@ Facts: vLLM (0.25.1 to 0.32), `v1/core/sched/output.py`, and `Scheduler.reset_pr
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import struct
 import threading
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine_wrapper.vllm.adapters import identity_of
 from engine_wrapper.vllm.engine_spec import learn_caches
 from engine_wrapper.vllm.hooks import (
     around_update,
@@ -37,6 +37,7 @@ from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
+from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
@@ -449,7 +450,7 @@ class VllmScheduler:
             return None
         known = self._runtime.adapters.get(adapter.lora_int_id)
         self._adapters[number] = adapter.lora_int_id, known
-        return identity_of(adapter.lora_name, known)
+        return _identity_of(adapter.lora_name, known)
 
     def _keep_apart(self, number: int, name: str, num_computed_tokens: int) -> None:
         """Keep no donor of a request whose adapter is not loaded yet, or that goes on from vLLM's own prefix under a
@@ -483,3 +484,8 @@ class VllmScheduler:
         if request_id not in self._numbers:
             self._numbers[request_id] = next(self._next_number)
         return self._numbers[request_id]
+
+
+def _identity_of(name: str, weights: AdapterWeights | None) -> str:
+    """Return what KV of this adapter belongs to; it equals no other value while vLLM has not loaded the adapter."""
+    return unknown_value() if weights is None else json.dumps([name, content_value(weights.digest)])
