@@ -25,7 +25,8 @@ from rich.table import Table
 
 from benchmarks.agents.histories import Variants, read_histories
 from benchmarks.program import FOLDER, parser_of
-from benchmarks.vllm.arm import OF_SMOLLM2, PLAIN, STOCK, VERIFIED, Sizes, VllmArm
+from benchmarks.vllm.arm import OF_SMOLLM2, STOCK, VERIFIED, Sizes, VllmArm
+from benchmarks.vllm.forms import PLAIN
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.reuse_profile import ReuseProfile

@@ -12,24 +12,22 @@ import time
 from collections import Counter, deque
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, SHAPES, SMOLLM2, adapter_in
+from benchmarks.vllm.served import Served, sums
 from semblend_trt.connector.lookup import ProfileMatcher
-from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.calibration.observer import trial_of
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
-from validation.output import write_json
 from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
@@ -48,42 +46,6 @@ IN_TURNS = ("ttft", "miss", APART, *OF_BOUNDS)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 # Times by size, of which `semblend-trt estimate` makes its latency model.
 OBSERVATIONS = "observations"
-# Of the adapters.
-RANK = 16
-# If less than this share of the tokens in donors is reused, a figure says nothing about reuse.
-SERVED_SHARE = 0.9
-# What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA); K and V on two
-# ranks, each half of the heads, and of a LoRA adapter.
-PLAIN, FP8, MLA, TP2, LORA = KV_FORMS = ("plain", "fp8", "mla", "tp2", "lora")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    FP8: {"kv_cache_dtype": "fp8"},
-    MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
-    TP2: {"tensor_parallel_size": 2},
-    LORA: {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK},
-}
-_SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
-BIG, LITTLE, SMOLLM2 = "7b", "small", "smollm2"
-# Sizes of HuggingFaceTB/SmolLM2-135M-Instruct, config.json, in Qwen2's layers; with positions for an answer.
-_MODELS: dict[str, dict[str, Any] | None] = {BIG: None}
-_MODELS[SMOLLM2] = {
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 16384,
-}
-_MODELS[LITTLE] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": 8192,
-}
 # Requests that decode, and tokens of each; steps in which they are alone, and prefills that pass.
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
 # Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
@@ -130,28 +92,6 @@ SMALL = Sizes(3_072, 128, 3, 12, turns=2, miss_turns=2, device_bytes=1 << 26, mo
 OF_SMOLLM2 = Sizes(long=8_192, model=SMOLLM2, compared=Sizes().compared[:-1])
 
 
-@dataclass(slots=True)
-class Served:
-    """How our connector served some requests: empty in stock vLLM."""
-
-    counts: dict[str, Any] = field(default_factory=dict)
-
-    def problem(self, in_donors: int) -> str | None:
-        """Return why the requests do not show reuse: `in_donors` of their tokens are in donors."""
-        counts = self.counts
-        if not counts:
-            return None
-        if counts["mode"] != EngineMode.WRAPPER.value or counts["refusal"] or counts["faults"]:
-            return f"mode {counts['mode']}, refusal {counts['refusal']}, faults {counts['faults']}"
-        declined = counts["outcomes"].get("backend_declined_reuse", 0)
-        if declined:
-            return f"{declined} of {counts['requests']} requests were declined: {counts['reasons']}"
-        reused = counts["exact_prefix_tokens"] + counts["reused_tokens"]
-        if reused < SERVED_SHARE * in_donors:
-            return f"{reused} of {in_donors} tokens in donors were reused: {counts['outcomes']}, {counts['reasons']}"
-        return None
-
-
 class VllmArm:
     """The arm's engine, started with vLLM's defaults and `options`. `turn` is entered for all that is measured in
     turns. `check` changes the check of sampled_ms; `kv` is one of KV_FORMS."""
@@ -173,7 +113,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        config = write_config(folder, _MODELS[sizes.model], is_latent=kv == MLA)
+        config = write_config(folder, MODELS[sizes.model], is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -183,7 +123,7 @@ class VllmArm:
             "max_model_len": longest,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            **_OPTIONS[kv],
+            **OPTIONS[kv],
         }
         if not self._is_stock:
             settings = {
@@ -198,7 +138,7 @@ class VllmArm:
             }
             given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
         # What is asked with: no adapter, or one of these.
-        self._adapters = [_lora(folder, config, number) for number in (1, 2)] if kv == LORA else []
+        self._adapters = [adapter_in(folder, config, number) for number in (1, 2)] if kv == LORA else []
         self._adapter = next(iter(self._adapters), None)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
@@ -229,7 +169,7 @@ class VllmArm:
         namespace = None if self._is_stock else self._scheduler.namespace
         return {
             "vllm": vllm.__version__,
-            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
+            "model": f"{SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -350,8 +290,8 @@ class VllmArm:
             "mode": runtime.mode.value,
             "donors": 0 if index is None else index.held().donors,
             "largest_kept": max((each.largest_kept or 0.0 for each in known), default=0.0),
-            "sampled": _sums([each for each in known if each.sampled_tokens]),
-        } | _sums(known)
+            "sampled": sums([each for each in known if each.sampled_tokens]),
+        } | sums(known)
 
     def ttft(self) -> dict[str, Any]:
         """Measure the long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
@@ -640,32 +580,3 @@ class VllmArm:
 def _runner_of(worker: Any) -> str:
     """The module of a worker's model runner; vLLM calls it in the worker's process."""
     return type(worker.model_runner).__module__
-
-
-def _lora(folder: Path, config: Any, number: int) -> Any:
-    """Write a random adapter of the attention's projections into `folder`; return vLLM's request for it."""
-    from vllm.lora.request import LoRARequest
-
-    hidden, head, path = config.hidden_size, config.hidden_size // config.num_attention_heads, folder / f"lora{number}"
-    widths = {
-        "q_proj": hidden,
-        "k_proj": head * config.num_key_value_heads,
-        "v_proj": head * config.num_key_value_heads,
-    }
-    generator, tensors = torch.Generator().manual_seed(number), dict[str, torch.Tensor]()
-    for layer, (name, width) in product(range(config.num_hidden_layers), widths.items()):
-        at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-        tensors[f"{at}A.weight"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
-        tensors[f"{at}B.weight"] = torch.randn(width, RANK, generator=generator) / RANK**0.5
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    write_json(
-        path / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*widths]}
-    )
-    return LoRARequest(path.name, number, str(path))
-
-
-def _sums(reports: Sequence[Any]) -> dict[str, int]:
-    """Tokens of some requests together, by what became of them."""
-    names = ("exact_prefix_tokens", "offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens")
-    return {"requests": len(reports)} | {name: sum(getattr(each, name) or 0 for each in reports) for name in names}

@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.bench_model import NEW_TOKENS
 from benchmarks.program import parser_of
-from benchmarks.vllm.arm import PLAIN, SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
+from benchmarks.vllm.arm import SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
+from benchmarks.vllm.forms import PLAIN
 from kernels.device import HostCopy
 from validation.results import Results
 

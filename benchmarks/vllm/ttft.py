@@ -39,23 +39,19 @@ from benchmarks.vllm.arm import (
     BOUNDS,
     CHECK_LAYER,
     IN_TURNS,
-    KV_FORMS,
-    LORA,
     NEVER_SLOWER,
     OBSERVATIONS,
     OF_BOUNDS,
     OF_SMOLLM2,
     PARTS,
-    PLAIN,
     POSITION_FIX,
     SMALL,
-    SMOLLM2,
     STOCK,
-    TP2,
     VERIFIED,
     Sizes,
     VllmArm,
 )
+from benchmarks.vllm.forms import KV_FORMS, LORA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
 from validation.output import write_json, write_text
 from validation.results import Measured, Results, command, write_rows

@@ -6,7 +6,9 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.vllm import ttft
-from benchmarks.vllm.arm import ARMS, FP8, MLA, PLAIN, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
+from benchmarks.vllm.arm import ARMS, POSITION_FIX, STOCK, VERIFIED, Sizes
+from benchmarks.vllm.forms import FP8, MLA, PLAIN
+from benchmarks.vllm.served import Served
 from validation.estimate.figures import recorded_observations
 from validation.scoreboard import read_rows
 
