@@ -8,10 +8,7 @@ from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
 
-pytestmark = [
-    pytest.mark.every_version,
-    pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards"),
-]
+pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
 
 
