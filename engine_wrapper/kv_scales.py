@@ -37,8 +37,8 @@ def scales_in(held: Any, owner: str, name: str, heads: int) -> tuple[float, ...]
         raise LayoutError("kv_scales", f"{owner} has {held.numel()} values of {name}, where {needed} is needed")
     found: list[float] = held.detach().flatten().tolist()
     if not all(math.isfinite(each) and each > 0 for each in found):
-        told = ", ".join(map(repr, found))
-        raise LayoutError("kv_scales", f"{owner} has a {name} of {told}; one above 0 is needed")
+        shown = ", ".join(map(repr, found))
+        raise LayoutError("kv_scales", f"{owner} has a {name} of {shown}; one above 0 is needed")
     return tuple(found)
 
 
@@ -60,8 +60,8 @@ def _scale(attention: Any, kind: str, name: str) -> Scale:
     held, value = (getattr(attention, f"_{kind}_scale{each}", None) for each in ("", "_float"))
     found = scales_in(held, name, f"{kind}_scale", getattr(attention, "num_kv_heads", 1))
     if not isinstance(value, float) or not math.isclose(max(found), value, rel_tol=1e-6):
-        told = ", ".join(map(repr, found))
-        raise LayoutError("kv_scales", f"{name} has a {kind}_scale of {told}, and {value!r} on the host")
+        shown = ", ".join(map(repr, found))
+        raise LayoutError("kv_scales", f"{name} has a {kind}_scale of {shown}, and {value!r} on the host")
     return value if len(found) == 1 else found
 
 

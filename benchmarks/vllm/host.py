@@ -1,4 +1,4 @@
-"""The host's time of one planned step in vLLM, beside that of stock's own eager step over as many rows.
+"""The host's time of one planned step in vLLM, beside that of stock's own eager step over the same rows.
 
 `python -m benchmarks.vllm.host --json DIR` serves Qwen2.5-7B's shape with dummy weights in one engine. A step without a
 plan is stock's: our forward hands it on. A plan is unchecked, or its sample passes. The card is idle before each step,
@@ -97,9 +97,9 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
         if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
             raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
         planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
-        told = f"stock's eager step over {NEW_TOKENS} rows: {stock:.2f} ms; {layers} layers, {arm.sizes.long} tokens"
-        rows.add(f"{name}_forward_host_ms", planned, "ms", told, GOAL * stock)
-        rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", told, GOAL)
+        shown = f"stock's eager step over {NEW_TOKENS} rows: {stock:.2f} ms; {layers} layers, {arm.sizes.long} tokens"
+        rows.add(f"{name}_forward_host_ms", planned, "ms", shown, GOAL * stock)
+        rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", shown, GOAL)
         watch.profile = profile
         for _ in range(_STEPS if profile is not None else 0):
             arm.ask([arm.prompts.shifted(document)])

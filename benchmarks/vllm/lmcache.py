@@ -305,8 +305,8 @@ def _shown(engine: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print and write."""
     parser = parser_of(__doc__)
-    told = "compare the answers of this model, in place of times"
-    parser.add_argument("--answers", type=Path, metavar="FOLDER", help=told)
+    described = "compare the answers of this model, in place of times"
+    parser.add_argument("--answers", type=Path, metavar="FOLDER", help=described)
     options = parser.parse_args(arguments)
     if options.answers is not None and not (options.answers / "config.json").is_file():
         parser.error(f"{options.answers} holds no config.json; name a model's folder")

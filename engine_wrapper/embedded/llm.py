@@ -103,7 +103,7 @@ class LLM:
             if ranks is None:
                 raise ConfigurationError(
                     f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of "
-                    f"{size}; start as many processes, and call torch.distributed.init_process_group in each"
+                    f"{size}; start that number of processes, and call torch.distributed.init_process_group in each"
                 )
             runner = ModelRunner(
                 asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision, ranks=ranks

@@ -40,7 +40,7 @@ def rows_batch(batch: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> 
 def range_batch(batch: Any, row: int, token_ids: torch.Tensor, begin: int, slots: torch.Tensor) -> Any:
     """Return a batch of one request, SGLang's in `row`: its tokens from position `begin` on.
 
-    `token_ids`, int64 [tokens]; `slots`, where their KV goes, as many."""
+    `token_ids`, int64 [tokens]; `slots`, where their KV goes, of the same length."""
     end = begin + len(token_ids)
     own = rows_batch(batch, token_ids, torch.arange(begin, end, device=token_ids.device))
 
@@ -62,7 +62,7 @@ def range_batch(batch: Any, row: int, token_ids: torch.Tensor, begin: int, slots
 def stock_rows(runner: Any, batch: Any) -> torch.Tensor:
     """Have SGLang's own decoder compute `batch`, as `range_batch` makes it; return its rows, [tokens, hidden].
 
-    It needs the attention backend's metadata, which SGLang makes anew for its own forward after this one."""
+    It needs the attention backend's metadata, which SGLang makes again for its own forward after this one."""
     with in_forward(runner, batch):
         runner.attn_backend.init_forward_metadata(batch)
         hidden: torch.Tensor = runner.model.model(batch.input_ids, batch.positions, batch)

@@ -70,7 +70,7 @@ class LoadedAdapters:
         return self._map(adapters, [each.count for each in sequences])
 
     def map_none(self, rows: int) -> None:
-        """Give so many rows no adapter."""
+        """Give this number of rows no adapter."""
         self._map([0], [rows])
 
     def _map(self, adapters: list[int], counts: list[int]) -> bool:

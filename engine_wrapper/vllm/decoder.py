@@ -403,8 +403,8 @@ def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -
     """Raise LayoutError for layers that, of `longest` tokens, see others than the configuration says. A window over the
     whole sequence hides nothing."""
     longest = max(longest, facts.max_positions)
-    told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
-    for what, (name, wanted) in told.items():
+    compared = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
+    for what, (name, wanted) in compared.items():
         found = [getattr(each, name, None) for each in attention]
         shown = [None if each is None or each >= longest else each for each in found]
         if shown != list(wanted):
