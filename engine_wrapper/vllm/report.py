@@ -89,6 +89,10 @@ class Reporter:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._sent, self._faults = runtime, RankState(), Counter[str]()
 
+    def start(self, caches: Caches) -> StartReport:
+        """Return what is known before the first step."""
+        return StartReport(self._runtime.refusal, self._runtime.pool, caches)
+
     def report(self, *, begins_again: bool) -> StepReport | None:
         """Return what is new since the last call, or None."""
         runtime = self._runtime

@@ -32,7 +32,6 @@ from engine_wrapper.vllm.hooks import (
     watch_worker_calls,
 )
 from engine_wrapper.vllm.refusals import request_refusal
-from engine_wrapper.vllm.report import RemoteWeights, StepReport
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.vllm.report import StartReport
+    from engine_wrapper.vllm.report import RemoteWeights, StartReport
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.runtime import AdapterWeights
@@ -289,7 +288,11 @@ class VllmScheduler:
     def __init__(self, arguments: EngineSpec, *, is_apart: bool) -> None:
         """`is_apart`: the workers run in processes of their own."""
         self._runtime, self._arguments = runtime_for(arguments), arguments
-        self._weights = RemoteWeights() if is_apart else None
+        self._weights: RemoteWeights | None = None
+        if is_apart:
+            from engine_wrapper.vllm.report import RemoteWeights
+
+            self._weights = RemoteWeights()
         self._scheduler = SemBlendKvConnectorScheduler(arguments)
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count(1)
@@ -436,7 +439,7 @@ class VllmScheduler:
         report = getattr(getattr(output, "kv_connector_output", None), "kv_connector_worker_meta", None)
         if self._weights is None or not isinstance(metadata := step.kv_connector_metadata, StepMetadata):
             return
-        if isinstance(report, StepReport):
+        if report is not None:
             report.apply(self._runtime, self._weights)
             if report.begins_again:
                 self._recovery.begin_again()

@@ -10,7 +10,6 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
-from engine_wrapper.vllm.adapters import LoadedAdapters
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -24,7 +23,6 @@ from engine_wrapper.vllm.decoder import (
 from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.refusals import are_workers_apart
-from engine_wrapper.vllm.report import Reporter, StartReport
 from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
 from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
@@ -39,9 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine_wrapper.kv_scales import Scale
+    from engine_wrapper.vllm.adapters import LoadedAdapters
     from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.report import StepReport
+    from engine_wrapper.vllm.report import Reporter, StartReport, StepReport
     from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.layout import LayeredPool
     from semblend_trt.connector.engine_spec import EngineSpec
@@ -79,7 +78,11 @@ class VllmWorker:
         self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
         self._arguments, self._suspicions = arguments, 0
-        self._reporter = Reporter(self._runtime) if are_workers_apart(vllm_config) else None
+        self._reporter: Reporter | None = None
+        if are_workers_apart(vllm_config):
+            from engine_wrapper.vllm.report import Reporter
+
+            self._reporter = Reporter(self._runtime)
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -110,8 +113,7 @@ class VllmWorker:
         """Return what the scheduler's process has to know of this rank; None if it is this process."""
         if self._reporter is None:
             return None
-        runtime = self._runtime
-        return StartReport(runtime.refusal, runtime.pool, self._arguments.read_caches())
+        return self._reporter.start(self._arguments.read_caches())
 
     @never_raises(lambda: None)
     def step_report(self) -> StepReport | None:
@@ -261,6 +263,8 @@ class VllmWorker:
                     assert self._runtime.pool is not None
                     self.recovery.bind_apart(self._config, self._runtime.pool.num_blocks)
                 if runner.adapters is not None:
+                    from engine_wrapper.vllm.adapters import LoadedAdapters
+
                     self._adapters = LoadedAdapters(runner.adapters, self._runtime.adapters)
                 decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
                 is_timed = self._settings.min_saving > 0
