@@ -58,6 +58,13 @@ _lock = threading.Lock()
 _recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDictionary()
 
 
+@dataclass(slots=True)
+class DraftedRequest(RequestData):
+    """A scheduled request of vLLM. `grows_by`: tokens that a step may add after the prompt, drafts included."""
+
+    grows_by: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks; `adapter` is an id, or 0."""
@@ -115,7 +122,7 @@ class Steps:
                 begin = min(begin, self._certain.get(request_id, begin)) if found is known else begin
                 self._certain[request_id], count = end, end - begin
             found.append(
-                RequestData(
+                DraftedRequest(
                     request_id=number,
                     new_tokens=[],
                     new_block_ids=list(new_blocks),

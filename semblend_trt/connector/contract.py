@@ -47,14 +47,12 @@ class RequestData(ScheduledRequest):
     """As main describes it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
     `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1. With more
-    than one group `new_block_ids` is empty. -1 is a block without a page. `grows_by`: tokens that a step may add after
-    the prompt, drafts included."""
+    than one group `new_block_ids` is empty. -1 is a block without a page."""
 
     block_hashes: list[int] = field(default_factory=list)
     priorities: list[int] | None = None
     cache_salt: str | None = None
     new_block_ids_by_layer_group: list[list[int]] = field(default_factory=list)
-    grows_by: int = 1
 
 
 @dataclass(slots=True)
