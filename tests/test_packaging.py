@@ -119,7 +119,7 @@ def test_wheel_carries_the_licence_and_the_extras(wheel, wheel_files):
         assert "Apache License" in archive.read(licence).decode()
         headers = email.message_from_string(archive.read(metadata).decode())
     assert headers["Requires-Python"] == ">=3.10"
-    extras = "trtllm vllm gpu embedded semantic embedder onnx onnx-gpu nats litellm validation metrics dev"
+    extras = "trtllm vllm sglang gpu embedded semantic embedder onnx onnx-gpu nats litellm validation metrics dev"
     assert set(headers.get_all("Provides-Extra", [])) == set(extras.split())
 
 
