@@ -115,8 +115,10 @@ def _plain(messages: Iterable[dict[str, Any]]) -> Iterator[Message]:
         content = each.get("content") or json.dumps(
             [call["function"] for call in each.get("tool_calls") or ()], ensure_ascii=False
         )
-        role = "user" if each["role"] in ("tool", "function") else each["role"]
-        yield {"role": role, "content": f"Tool result:\n{content}" if each["role"] == "tool" else content}
+        if each["role"] in ("tool", "function"):
+            yield {"role": "user", "content": f"Tool result:\n{content}"}
+        else:
+            yield {"role": each["role"], "content": content}
 
 
 def _with_volatile_head(messages: list[Message], turn: int) -> list[Message]:

@@ -96,13 +96,17 @@ def _kl(cold: Mapping[int, float], warm: Mapping[int, float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the arms one after the other, print the table, and write the rows and all turns."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    beside = [*ARMS][1:] if options.arms is None else options.arms.split(",")
+    if unknown := {*beside} - {*ARMS}:
+        parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
     try:
         tokenizer = load_tokenizer(options.tokenizer)
         histories = read_histories(options.histories, options.sessions, options.tokens)
         variants = Variants(tokenizer, options.tokens, options.turns).of(histories)
         played = {}
-        for name in ARMS if options.arms is None else (STOCK, *options.arms.split(",")):
+        for name in dict.fromkeys((STOCK, *beside)):
             # vLLM holds one engine a process.
             with ProcessPoolExecutor(1, get_context("spawn")) as process:
                 played[name] = process.submit(_served, name, ARMS[name], variants, options).result()
