@@ -53,6 +53,8 @@ _IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
 # What `bounded` measures: the share of the tokens that is computed at any deviation, and whether all are compared.
 VOLATILE, CHECK_LAYER = "volatile_ms", 3
 BOUNDS = {VOLATILE: (0.0, False), "chosen_ms": (0.15, True), "chosen_by_sample_ms": (0.15, False)}
+# The share that is computed of retrieval prompts within a bound.
+RAG_BOUNDED, RAG_SHARE = "rag_bounded", 0.25
 # Moved text is placed as it is.
 UNCHECKED = "unchecked_ms"
 # Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
@@ -448,6 +450,11 @@ class VllmArm:
         """Measure retrieval prompts a second in random order, _AT_ONCE of them all the time."""
         return self._serve_retrieval(2, None)
 
+    def rag_bounded(self) -> dict[str, Any]:
+        """Measure the same with a bound that computes RAG_SHARE of the tokens at any deviation."""
+        self.use_bound(None, RAG_SHARE)
+        return self._serve_retrieval(2, None, 1 - RAG_SHARE)
+
     def arrivals(self, per_second: float) -> dict[str, Any]:
         """Measure times to the first token when such prompts come by chance, `per_second` of them."""
         gaps = np.random.default_rng(3).exponential(1 / per_second, self.sizes.requests)
@@ -525,13 +532,14 @@ class VllmArm:
         drawn = [[documents[index] for index in rng.permutation(3 * shown)[:shown]] for _ in range(count)]
         return [[*instruction, *chain(*each), *prompts.fresh(QUESTION)] for each in drawn]
 
-    def _serve_retrieval(self, seed: int, arrivals: list[float] | None) -> dict[str, Any]:
+    def _serve_retrieval(self, seed: int, arrivals: list[float] | None, kept: float = 1.0) -> dict[str, Any]:
+        """Serve retrieval prompts; `kept`: the share of their tokens in donors that is to be reused."""
         self.serve(self._retrieval(1, self.sizes.requests // 6))  # warms up
         prompts = self._retrieval(seed, self.sizes.requests)
         gc.collect()
         with self.watched() as served:
             _, found = self.serve(prompts, arrivals)
-        problem = served.problem(self.sizes.per_prompt * self.sizes.document * len(prompts))
+        problem = served.problem(int(kept * self.sizes.per_prompt * self.sizes.document * len(prompts)))
         return found | {"served": served.counts, "problem": problem}
 
     def _add(self, prompt: list[int], new_tokens: int, **options: Any) -> str:

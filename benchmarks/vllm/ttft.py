@@ -9,7 +9,8 @@ and `--kv mla` another model, whose attention is latent; `--kv tp2` has two rank
 an adapter: of these the single prompts are measured, with position_fix.
 `--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--arms stock,verified
 --parts bounded,never_slower` measures reuse within a bound, and prompts of all lengths for which it may not pay, also
-with SmolLM2-135M's shape. `--small` is a dry run, for which no card is needed.
+with SmolLM2-135M's shape; `--parts rag_bounded` retrieval prompts of which a share is computed. `--small` is a dry
+run, for which no card is needed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from benchmarks.vllm.arm import (
     OF_SMOLLM2,
     PARTS,
     POSITION_FIX,
+    RAG_BOUNDED,
+    RAG_SHARE,
     SMALL,
     STOCK,
     VERIFIED,
@@ -68,7 +71,7 @@ VLLM_VERIFIED_OVER_EXACT_HIT = 1.2
 VLLM_OVER_COLD = {POSITION_FIX: 0.03, VERIFIED: 0.13}
 VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
-VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0}
+VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0, RAG_BOUNDED: 4.0}
 VLLM_RAG_P95_RATIO = 0.25
 # Within a bound, by what BOUNDS names: the row, with the prompt's size, and its goal.
 VLLM_BOUNDED = {
@@ -89,7 +92,7 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
-_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, OBSERVATIONS)
+_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, RAG_BOUNDED, OBSERVATIONS)
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # At the end of the names of rows of the second model runner, by the module that vLLM has it in.
@@ -161,7 +164,7 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
 
 def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
     if (part in ("contaminated", APART) and arm.name == STOCK) or (
-        part in (*OF_BOUNDS, SMOLLM2) and arm.name == POSITION_FIX
+        part in (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED) and arm.name == POSITION_FIX
     ):
         return
     given = []
@@ -297,11 +300,13 @@ def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> N
 
 def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     gain, goal = ours["requests_per_s"] / stock["requests_per_s"], VLLM_RAG_GAIN[arm]
+    computed = f"{RAG_SHARE:.0%} chosen and computed; " if arm == RAG_BOUNDED else ""
     baseline = (
         f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
-        f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {_reused(ours['served'])}"
+        f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {computed}"
+        f"{_reused(ours['served'])}"
     )
-    rows.add(f"vllm_rag_throughput_gain_{arm}", gain, "x", baseline, goal, "higher")
+    rows.add(f"vllm_rag_throughput_gain_{arm.removeprefix('rag_')}", gain, "x", baseline, goal, "higher")
 
 
 def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
@@ -331,6 +336,7 @@ _ROWS = {
     SMOLLM2: _never_slower_rows,
     "decode": _decode_rows,
     "rag": _rag_rows,
+    RAG_BOUNDED: lambda _, *given: _rag_rows(RAG_BOUNDED, *given),
     "arrivals": _arrival_rows,
     "contaminated": _contaminated_rows,
 }
