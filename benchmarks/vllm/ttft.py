@@ -9,8 +9,8 @@ and `--kv mla` another model, whose attention is latent; `--kv tp2` has two rank
 an adapter: of these the single prompts are measured, with position_fix.
 `--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--arms stock,verified
 --parts bounded,never_slower` measures reuse within a bound, and prompts of all lengths for which it may not pay, also
-with SmolLM2-135M's shape; `--parts rag_bounded` retrieval prompts of which a share is computed. `--small` is a dry
-run, for which no card is needed.
+with SmolLM2-135M's shape (alone: `--parts smollm2`); `--parts rag_bounded` retrieval prompts of which a share is
+computed. `--small` is a dry run, for which no card is needed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
-_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, RAG_BOUNDED, OBSERVATIONS)
+_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED, OBSERVATIONS)
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # At the end of the names of rows of the second model runner, by the module that vLLM has it in.
@@ -411,10 +411,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts += [APART] if options.kv == LORA else []
     options.out.mkdir(parents=True, exist_ok=True)
     failed = _run(arms, [part for part in parts if part in IN_TURNS], options, in_turns=True)
-    if NEVER_SLOWER in parts and not options.small:
+    if {NEVER_SLOWER, SMOLLM2} & {*parts} and not options.small:
         failed += _run(arms, [SMOLLM2], options, in_turns=True)
     for arm in arms if options.kv == PLAIN else []:
-        failed += _run([arm], [part for part in parts if part not in IN_TURNS], options, in_turns=False)
+        failed += _run([arm], [part for part in parts if part not in (*IN_TURNS, SMOLLM2)], options, in_turns=False)
     problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
     for problem in problems:
         print(f"no figure: {problem}", file=sys.stderr)

@@ -102,6 +102,10 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Do nothing: `bind_connector_metadata` begins the step."""
 
+    def has_connector_metadata(self) -> bool:
+        """False: vLLM then calls neither of the two methods below."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are ordered before the forward."""
 

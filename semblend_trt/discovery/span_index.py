@@ -91,8 +91,9 @@ class ScanBounds:
     `max_repeats`: anchors kept per hash and donor. `max_bucket`: places tried per anchor, the newest first.
     `max_pairs`: places tried in all, the newest of every anchor first. `max_extensions`: places compared by tokens, or
     one for every GUARANTEED_RUN tokens of a longer prompt; the best place of each anchor comes first, by its donor's
-    number of anchors at the same distance. `max_compared`: equal tokens after which no further place is compared; the
-    lookup may exceed it by the prompt's tokens and two.
+    number of anchors at the same distance. `max_alternatives`: places compared before those are passed over whose
+    anchors are all in runs, unless their text may be exact. `max_compared`: equal tokens after which no further place
+    is compared; the lookup may exceed it by the prompt's tokens and two.
 
     Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the found
     runs are right, but some may be missing: see `Scan.hidden_end`."""
@@ -101,6 +102,7 @@ class ScanBounds:
     max_bucket: int = 32
     max_pairs: int = 1 << 16
     max_extensions: int = 1024
+    max_alternatives: int = 16
     max_compared: int = 1 << 22
 
 
@@ -480,14 +482,17 @@ class SpanIndex:
             if len(ranked) > _FEW_NOMINATIONS:
                 ranked, best = _best_first(ranked, which[order], ends - begins)
                 ranked, others = np.split(ranked, [max(best, bounds.max_extensions)])
-                scan.left += [targets[order[begins[each] : ends[each]]] for each in others.tolist()]
-            nominations = []
-            for begin, end in zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True):
-                first = order[begin]
-                donor = self._by_number[numbers[first]]
+                is_left = np.zeros(len(begins), dtype=np.bool_)
+                is_left[others] = True
+                scan.left.append(targets[order[np.repeat(is_left, ends - begins)]])
+            nominations, firsts, targets = [], order[begins[ranked]], targets[order]
+            shifts = (places[firsts] - anchors.positions[which[firsts]]).tolist()
+            bounds_of = zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True)
+            for number, shift, (begin, end) in zip(numbers[firsts].tolist(), shifts, bounds_of, strict=True):
+                donor = self._by_number[number]
                 # Another namespace's anchor may have the same key.
                 if donor is not None and donor.space is space:
-                    nominations.append((donor, int(places[first] - targets[first]), targets[order[begin:end]]))
+                    nominations.append((donor, shift, targets[begin:end]))
             return nominations
 
 
@@ -500,19 +505,33 @@ class Scan:
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
         self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
+        self._alternatives = bounds.max_alternatives
         self._most = max(bounds.max_extensions, len(prompt) // GUARANTEED_RUN), bounds.max_compared
         self.runs: list[Run] = []
+        self._is_held = np.zeros(len(prompt), dtype=np.bool_)  # prompt positions in runs
         self.left: list[Positions] = []
         self.unread: list[Positions] = []
         self.places = self.extensions = self.compared = 0
 
     def compare(self, nominations: list[_Nomination]) -> None:
         """Add the runs at the nominated places until a bound is reached; sort the runs."""
-        for number, (donor, shift, targets) in enumerate(nominations):
-            if not self._follow(donor, shift, sorted(targets.tolist())):
-                self.left += [targets for *_, targets in nominations[number:]]
-                break
+        while nominations:
+            for number, (donor, shift, targets) in enumerate(nominations[: self._alternatives]):
+                if not self._follow(donor, shift, sorted(targets.tolist())):
+                    self.left += [targets for *_, targets in nominations[number:]]
+                    nominations = []
+                    break
+            nominations = self._of_other_text(nominations[self._alternatives :])
         self.runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
+
+    def _of_other_text(self, nominations: list[_Nomination]) -> list[_Nomination]:
+        """Return those with an anchor outside all runs, and those at shift 0, where a run may be exact."""
+        if not nominations:
+            return []
+        anchors = [targets for *_, targets in nominations]
+        begins = np.cumsum([0, *map(len, anchors[:-1])])
+        are_held = np.logical_and.reduceat(self._is_held[np.concatenate(anchors)], begins)
+        return [each for each, is_held in zip(nominations, are_held.tolist(), strict=True) if not (is_held and each[1])]
 
     @cached_property
     def hidden_end(self) -> int:
@@ -551,6 +570,7 @@ class Scan:
             self.extensions, self.compared = self.extensions + 1, self.compared + ahead + behind + 2
             if ahead + behind >= self._shortest:
                 self.runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
+                self._is_held[target - behind : target + ahead] = True
             at = bisect_left(targets, target + max(ahead, 1))
         return True
 

@@ -14,7 +14,12 @@ from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
 UNBOUNDED = ScanBounds(
-    max_repeats=1 << 20, max_bucket=1 << 20, max_pairs=1 << 40, max_extensions=1 << 40, max_compared=1 << 40
+    max_repeats=1 << 20,
+    max_bucket=1 << 20,
+    max_pairs=1 << 40,
+    max_extensions=1 << 40,
+    max_alternatives=1 << 40,
+    max_compared=1 << 40,
 )
 BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
@@ -100,6 +105,28 @@ def assert_equal_tokens(runs, donors, prompt):
     for run in runs:
         donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
         assert np.array_equal(donor, prompt[run.target_start : run.target_end])
+
+
+def test_of_text_that_many_donors_hold_few_places_are_compared_and_nothing_is_lost():
+    """What no run covers of a run by brute force has no anchor: it is shorter than a guaranteed run."""
+    rng = np.random.default_rng(4)
+    document = random_tokens(rng, 600, 1000)
+    donors = {"first": document[:90]}
+    for number in range(60):
+        begin = int(rng.integers(0, 300))
+        part = document[begin : begin + int(rng.integers(60, 300))]
+        donors[f"{number:02}"] = np.concatenate([random_tokens(rng, 20, 1000), part, random_tokens(rng, 20, 1000)])
+    work = index_of(donors).find("space", document)
+    found, alternatives = work.runs, BOUNDS.max_alternatives
+    assert_found(found, donors, document, every=False)
+    assert work.extensions < 3 * alternatives
+    assert "first" in {run.donor_id for run in found}
+    covered = np.zeros(len(document), dtype=bool)
+    for run in found:
+        covered[run.target_start : run.target_end] = True
+    for donor in donors.values():
+        for _, start, length, _ in maximal_runs(donor, document, 32):
+            assert covered[start + 31 : start + length - 31].all()
 
 
 @pytest.mark.parametrize(("collide", "indexes"), [(ALL_BITS, 8), (3 << 40, 5), (0, 3)], indirect=["collide"])
