@@ -192,7 +192,16 @@ class KvCacheConnectorManager:
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            self._check_grouped_methods()
+            if self.scheduler is not None and self._num_groups > 1:
+                # An older contract's base has neither method.
+                base, own = KvCacheConnectorScheduler, type(self.scheduler)
+                names = sorted(GROUPED_SCHEDULER_METHODS)
+                if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
+                    raise ConnectorContractError(
+                        "grouped_methods",
+                        f"the cache has {self._num_groups} layer groups, and the scheduler must implement "
+                        f"{' and '.join(flat)}",
+                    )
             self.worker.register_kv_cache_layout(layout)
         if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
@@ -385,19 +394,6 @@ class KvCacheConnectorManager:
         }
         names = {each.name for each in fields(self.version.request_data)}
         return self.version.request_data(**{name: value for name, value in values.items() if name in names})
-
-    def _check_grouped_methods(self) -> None:
-        """Refuse a scheduler that takes flat block ids only, if there are several layer groups."""
-        if self.scheduler is None or self._num_groups < 2:
-            return
-        # An older contract's base has neither method.
-        base, own = KvCacheConnectorScheduler, type(self.scheduler)
-        names = sorted(GROUPED_SCHEDULER_METHODS)
-        if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
-            raise ConnectorContractError(
-                "grouped_methods",
-                f"the cache has {self._num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
-            )
 
     def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
         return [list(block_ids) for _ in range(self._num_groups)]

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp.test_utils import TestClient, TestServer
 
-from engine_wrapper.embedded.server import Worker, listening
+from engine_wrapper.embedded.server import Worker
 from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import COLD
 from validation import models
@@ -36,10 +36,7 @@ async def receipts(llm, cases, stop_token_ids):
     worker, found = Worker(llm, "model"), []
     asked = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "stop_token_ids": list(stop_token_ids)}
     try:
-        async with (
-            listening(worker.app(), "127.0.0.1", 0) as address,
-            ClientSession(address, raise_for_status=True) as client,
-        ):
+        async with TestClient(TestServer(worker.app()), raise_for_status=True) as client:
             for group in groups(cases):
                 for donor in group[0].donors:
                     await post(client, prompt=donor, max_tokens=1)
