@@ -140,12 +140,6 @@ def test_lost_donor_costs_a_cold_prefill(engine, taught):
     assert serve(taught, text(8, 50) + DOCUMENT + QUESTION).reuse_outcome == "cold_fallback"
 
 
-def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
-    _, output = shifted(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
-    assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
-    assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
-
-
 def test_every_request_ends_in_exactly_one_outcome(engine):
     llm = engine()
     outcomes = []

@@ -49,15 +49,6 @@ def test_a_prompt_equals_the_plain_forward(family_bench, length):
     assert close(family_bench.cold(tokens)[0], family_bench.reference(tokens))
 
 
-def test_a_batch_equals_single_runs(family_bench):
-    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 33), (2, 1), (3, 58), (4, 16))}
-    together = family_bench.run(*(family_bench.slice(request_id, tokens) for request_id, tokens in prompts.items()))
-    family_bench.clear()
-    for (request_id, tokens), logits in zip(prompts.items(), together, strict=True):
-        assert close(logits, family_bench.reference(tokens))
-        assert close(family_bench.cold(tokens, request_id)[0], logits)
-
-
 def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
     first, second = tokens_of(50, 1), tokens_of(40, 2)
     family_bench.run(family_bench.slice(2, second, 0, 37))

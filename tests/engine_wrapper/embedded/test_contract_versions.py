@@ -276,26 +276,16 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
-@pytest.mark.parametrize("is_pinned", [True, False], ids=["disaggregated", "without block reuse"])
-def test_what_a_save_pins_in_other_set_ups(make_engine, is_pinned):
-    changes = (
-        {"cache_transceiver_config": {"backend": "DEFAULT"}} if is_pinned else {"cache": {"enable_block_reuse": False}}
-    )
-    llm, _ = twins_being_saved(make_engine, "1.2", **changes)
-    if is_pinned:
-        evict_prefixes(llm)
-        assert len(llm.block_manager._tree) > 0
-    else:
-        assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    llm.settle()
+def test_a_save_pins_nothing_without_block_reuse(make_engine):
+    llm, _ = twins_being_saved(make_engine, "1.2", cache={"enable_block_reuse": False})
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    llm.settle()
 
 
 @pytest.mark.parametrize("contract", [*FIELDS, "embedded"])
 def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract):
     llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
-    donor = prompt(40)
-    conftest.teach_recorded(llm, record, donor)
+    conftest.teach_recorded(llm, record, donor := prompt(40))
     (output,) = llm.generate([donor], SIX)
     assert record.count("get_num_new_matched_tokens") == 0
     assert record.count("update_state_after_alloc") == 1

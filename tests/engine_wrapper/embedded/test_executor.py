@@ -159,20 +159,6 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
         assert (answers(llm.generate(prompts, SIX)), llm.block_manager.num_free_blocks) == (expected, free)
 
 
-def test_only_written_chunks_are_reusable(make_llm):
-    tokens = prompt(60)
-    (cold,) = make_llm().generate([tokens], SIX)
-    llm = make_llm(max_num_tokens=20)  # chunks of 16, 16, 16 and 12; the second prompt enters beside the last
-    first = llm.generate_async(tokens, SIX)
-    llm.executor.step()
-    second = llm.generate_async(tokens, SIX)
-    *_, last = first
-    *_, also = second
-    assert token_ids(last) == token_ids(also) == token_ids(cold)
-    assert len(llm.block_manager._tree) == 8  # 60 + 5 written tokens
-    assert also.cached_tokens == 48
-
-
 def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):
     llm = type(make_recorded_llm()[0])(model=tiny_qwen2_path, runner=runner)
     llm.generate([prompt(5)], TWO)
