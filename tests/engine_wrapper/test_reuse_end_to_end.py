@@ -108,20 +108,6 @@ def test_spans_of_two_donors_with_holes_between(taught):
     assert output.computed_tokens == 30 + 25 + len(QUESTION)
 
 
-@pytest.mark.known_defect(13)
-@pytest.mark.parametrize(("settings", "chunk"), [({}, 64), (BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": 2}, 280)])
-def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
-    # Behind a boundary the lowest layers run on the document as well, all of it at once.
-    prompt = serving.OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
-    outputs = []
-    for budget in (4096, chunk):
-        llm = engine(max_num_tokens=budget, max_batch_size=4, **settings)
-        teach(llm, DONOR)
-        outputs.append(serve(llm, prompt))
-    assert outputs[1].reused_tokens == len(DOCUMENT)
-    assert_same(*outputs)
-
-
 @pytest.mark.known_defect(14)
 def test_every_layer_of_a_reused_span_is_written(taught):
     taught.executor.pool.tensor.fill_(float("nan"))
