@@ -3,7 +3,7 @@
 import pytest
 
 from engine_wrapper import batch as batch_module
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
+from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
 from tests.engine_wrapper.watching import watched
 
 UNBOUNDED = 4096

@@ -13,11 +13,21 @@ from kernels.rope import saturated
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.builders import engine as serving
+from tests.builders.engine import (
+    DOCUMENT,
+    DONOR,
+    SHIFTED,
+    assert_same,
+    evict_prefixes,
+    geometry_of,
+    logits_of,
+    serve,
+    serve_and_drain,
+    teach,
+)
 from tests.conftest import FAMILIES, save_tiny_model
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.embedded_llm import evict_prefixes, geometry_of
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, assert_same, logits_of, serve, serve_and_drain, teach
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.kernels.builders import FP8, error_of

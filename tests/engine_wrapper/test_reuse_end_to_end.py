@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.builders import engine as serving
+from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 NUM_LAYERS = 3
 STOCK = "semblend_trt.connector"

@@ -11,7 +11,7 @@ from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
 from semblend_trt.cost import CostModel
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.serving import DONOR, SHIFTED, serve, teach
+from tests.builders.engine import DONOR, SHIFTED, serve, teach
 
 
 def test_everything_is_run_though_the_first_differs():

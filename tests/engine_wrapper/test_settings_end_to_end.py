@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.builders import engine as serving
+from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 

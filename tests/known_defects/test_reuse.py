@@ -9,7 +9,7 @@ from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.transfer import staging
-from tests.engine_wrapper.serving import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
+from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
 
 STOCK = "semblend_trt.connector"
 

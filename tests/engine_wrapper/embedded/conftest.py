@@ -13,7 +13,7 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
-from tests.engine_wrapper.embedded_llm import evict_prefixes
+from tests.builders.engine import evict_prefixes
 
 BLOCK = 8
 LAYERS = 3

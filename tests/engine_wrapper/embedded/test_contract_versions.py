@@ -10,11 +10,11 @@ from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, _SchedulerBase
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from tests.builders.engine import evict_prefixes, published_nodes
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, answers, form, prompt
-from tests.engine_wrapper.embedded_llm import evict_prefixes, published_nodes
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {

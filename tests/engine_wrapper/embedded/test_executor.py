@@ -8,12 +8,11 @@ import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded_llm import unfinished
-from tests.engine_wrapper.serving import token_ids
+from tests.builders.engine import token_ids, unfinished
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 
 
 def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):

@@ -12,9 +12,8 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from tests.builders.engine import token_ids, unfinished
 from tests.conftest import FAMILIES
-from tests.engine_wrapper.embedded_llm import unfinished
-from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)

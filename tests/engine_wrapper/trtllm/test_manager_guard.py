@@ -8,7 +8,7 @@ import torch
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
 from semblend_trt.runtime import ActivePlans
-from tests.engine_wrapper.embedded_llm import published_nodes
+from tests.builders.engine import published_nodes
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 
 GEOMETRY = KvGeometry(2, 1, 8, BLOCK)
