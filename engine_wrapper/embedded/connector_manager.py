@@ -312,7 +312,7 @@ class KvCacheConnectorManager:
         _require(has_blocks, "nothing_to_save", f"{about} ended without blocks; none can be held for a save")
         if saving:
             self._saves.begin(request)
-        return saving
+        return bool(saving)
 
     def is_loading(self, request_id: int) -> bool:
         return request_id in self._loads.ids

@@ -127,8 +127,9 @@ class ModelRunner:
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             found: list[CheckEvidence] = []
             hidden = decoder(schedule, self._before_layer(), self.after_layer, found.append)
-            for evidence in () if sink is None else found:
-                sink(evidence)
+            if sink is not None:
+                for evidence in found:
+                    sink(evidence)
             return hidden
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
