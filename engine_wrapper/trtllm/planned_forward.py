@@ -53,15 +53,14 @@ BlockTable = Callable[[Sequence[int]], list[list[int]]]
 def table_for(manager: Any) -> BlockTable | None:
     """Return the table of a cache manager; None for one that is neither V1 nor V2, or lacks the method."""
     kind = type(manager).__name__
-    if kind == "KVCacheManager" and callable(indices := getattr(manager, "get_batch_cache_indices", None)):
-        return lambda request_ids: [list(map(int, ids)) for ids in indices(list(request_ids))]
-    pages = getattr(manager, "get_page_indices_by_layer_group", None)
-    if kind != "KVCacheManagerV2" or not callable(pages):
+    if kind == "KVCacheManager" and callable(getattr(manager, "get_batch_cache_indices", None)):
+        return lambda ids: [list(map(int, own)) for own in manager.get_batch_cache_indices(list(ids))]
+    if kind != "KVCacheManagerV2" or not callable(getattr(manager, "get_page_indices_by_layer_group", None)):
         return None
 
     def rows(request_id: int) -> list[int]:
         # All that V2 reads of a request is its id.
-        groups = pages(SimpleNamespace(py_request_id=request_id))
+        groups = manager.get_page_indices_by_layer_group(SimpleNamespace(py_request_id=request_id))
         if len(groups) != 1:
             raise LayoutError("layer_groups", f"request {request_id} has blocks of {len(groups)} layer groups, not one")
         return list(map(int, groups[0]))
