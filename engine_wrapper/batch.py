@@ -69,7 +69,10 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
         while True:
             rows = len(rest.positions)
             room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
-            end = _end(rest, num_layers, room)
+            end = rows
+            if rows > room:
+                together = rest.together(num_layers)
+                end = together.start if together.start < room <= together.stop else max(0, room)
             if not end and found[-1]:
                 found.append([])
                 continue
@@ -81,14 +84,6 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
             found[-1].append(Part(rest.part(0, end, max(1, scheduled)), owner, scheduled))
             rest = rest.part(end, rows, rest.outputs - scheduled)
     return found
-
-
-def _end(work: SequenceWork, num_layers: int, room: int) -> int:
-    """Return how many of the first rows of `work` fit into `room` rows; 0 if none can be split off."""
-    if len(work.positions) <= room:
-        return len(work.positions)
-    together = work.together(num_layers)
-    return together.start if together.start < room <= together.stop else max(0, room)
 
 
 def run_works(

@@ -165,6 +165,9 @@ def measured(
         return float(min(later, default=first))
 
     try:
+        layer = min(2, kv.geometry.num_layers - 1)
+        sampled = SpanCheck(layer, KEEP_ALL, sample_every=16, sample_threshold=KEEP_ALL)
+        checks = (None, SpanCheck(layer, KEEP_ALL), sampled)[: 2 + samples]
         for length in (*_LENGTHS, *_LONGER):
             if length > longest or (length in _LONGER and took > _LONG_SECONDS):
                 break
@@ -173,7 +176,10 @@ def measured(
                 run(prompt, 0, blocks, None)  # the first forward of all takes memory
             took = seconds(partial(run, prompt, 0, blocks, None))
             cold.append((cold_work(0, length), took))
-            for plan in _plans(prompt, kv, samples)[:: 3 if took > _LONG_SECONDS and planned else 1]:
+            # Plans that compute a few rows, or half of them: unchecked, and checked whole and by a sample.
+            few = [plan_over(prompt, kv.geometry, 0, length - 16, check) for check in checks]
+            half = plan_over(prompt, kv.geometry, length // 4, 3 * length // 4, None)
+            for plan in [few[0], half, *few[1:]][:: 3 if took > _LONG_SECONDS and planned else 1]:
                 planned.append((plan_work(plan), seconds(partial(run, prompt, plan.prefix_end, blocks, plan))))
         # A card reads pinned memory of the host in place.
         held = torch.zeros(*kv.sizes[:3], kv.capacity - 1, kv.sizes[3], dtype=kv.memory.dtype)
@@ -188,11 +194,3 @@ def measured(
 
 def _again(some: Sequence[int], count: int) -> list[int]:
     return [some[index % len(some)] for index in range(count)]
-
-
-def _plans(prompt: list[int], kv: PagedKv, samples: bool) -> list[SemanticKvPlan]:
-    """Return plans that compute a few rows, or half of them: unchecked, and checked whole and by a sample."""
-    size, layer = len(prompt), min(2, kv.geometry.num_layers - 1)
-    checks = [SpanCheck(layer, KEEP_ALL), SpanCheck(layer, KEEP_ALL, sample_every=16, sample_threshold=KEEP_ALL)]
-    few = [plan_over(prompt, kv.geometry, 0, size - 16, check) for check in (None, *checks[: 1 + samples])]
-    return [few[0], plan_over(prompt, kv.geometry, size // 4, 3 * size // 4, None), *few[1:]]
