@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -70,7 +69,10 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
         while True:
             rows = len(rest.positions)
             room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
-            end = _end(rest, num_layers, room)
+            end = rows
+            if rows > room:
+                together = rest.together(num_layers)
+                end = together.start if together.start < room <= together.stop else max(0, room)
             if not end and found[-1]:
                 found.append([])
                 continue
@@ -82,14 +84,6 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
             found[-1].append(Part(rest.part(0, end, max(1, scheduled)), owner, scheduled))
             rest = rest.part(end, rows, rest.outputs - scheduled)
     return found
-
-
-def _end(work: SequenceWork, num_layers: int, room: int) -> int:
-    """Return how many of the first rows of `work` fit into `room` rows; 0 if none can be split off."""
-    if len(work.positions) <= room:
-        return len(work.positions)
-    together = work.together(num_layers)
-    return together.start if together.start < room <= together.stop else max(0, room)
 
 
 def run_works(
@@ -241,6 +235,61 @@ class EngineForward:
     max_rows: int | None = None
     keys_per_row: int = 0
 
+    def hidden(
+        self,
+        works: Sequence[SequenceWork],
+        device: torch.device,
+        sink: EvidenceSink | None,
+        input_ids: torch.Tensor | None = None,
+        *,
+        is_arriving: bool = False,
+    ) -> torch.Tensor:
+        """Run the forwards that `works` need; return the hidden rows of their outputs, [rows, hidden].
+
+        `input_ids`: [rows], the tokens of these rows if the engine knows them on its device alone."""
+        num_layers = self.geometry.num_layers
+
+        def moved(schedule: LayerSchedule) -> LayerSchedule:
+            schedule = schedule.to(device)
+            return (
+                schedule if input_ids is None else replace(schedule, token_ids=schedule.token_ids.to(input_ids.dtype))
+            )
+
+        def lowest(works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
+            return self.lowest(lowest_schedule(works, layer, num_layers).to(device))
+
+        def weigh(works: Sequence[SequenceWork]) -> list[torch.Tensor]:
+            return attention_of(
+                works, num_layers, self.max_rows, self.ranks, lambda schedule: self.run(moved(schedule), None)
+            )
+
+        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
+            hidden, done = [], 0
+            for parts in micro_batches(works, num_layers, self.max_rows):
+                end = done + sum(part.scheduled for part in parts)
+                schedule = moved(schedule_of([part.work for part in parts], num_layers))
+                if input_ids is not None:
+                    _fill(schedule.token_ids, parts, input_ids[done:end])
+                own = self.run(schedule, sink)
+                asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
+                if not asked.all():
+                    own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
+                hidden.append(own)
+                done = end
+            return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+        return run_works(works, num_layers, self.max_rows, lowest, weigh, sink, run, is_arriving=is_arriving)
+
+
+def _fill(tokens: torch.Tensor, parts: Sequence[Part], input_ids: torch.Tensor) -> None:
+    """Write the scheduled tokens of `parts`, which are after the plan's rows of each sequence, into a forward's."""
+    if len(parts) == 1:  # most often: nothing has to be copied to the device
+        tokens[len(tokens) - len(input_ids) :] = input_ids
+        return
+    ends = np.cumsum([len(part.work.positions) for part in parts])
+    rows = [np.arange(last - part.scheduled, last) for last, part in zip(ends, parts, strict=True)]
+    tokens[to_device(torch.from_numpy(np.concatenate(rows)), tokens.device)] = input_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -264,47 +313,12 @@ class Batch:
 
         `plans` by request id; `blocks`: every request's block ids. Raises PlanError if a plan does not fit its request,
         ValueError if a block is missing."""
-        num_layers, slices = forward.geometry.num_layers, []
+        slices = []
         for request_id, begin, length, held in zip(self.request_ids, self.begins, self.lengths, blocks, strict=True):
             plan, end = plans.get(request_id), begin + length
             # Without a plan the tokens are not read.
             tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin:end].tolist())
             own = held[: forward.geometry.blocks_for(end)]
             slices.append(SequenceSlice(request_id, begin, tokens, tuple(own), plan))
-
-        def below(works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
-            return forward.lowest(lowest_schedule(works, layer, num_layers).to(self.input_ids.device))
-
-        works = works_of(slices, num_layers, forward.keys_per_row)
-
-        def run_alone(schedule: LayerSchedule) -> None:
-            schedule = schedule.to(self.input_ids.device)
-            forward.run(replace(schedule, token_ids=schedule.token_ids.to(self.input_ids.dtype)), None)
-
-        def weigh(works: Sequence[SequenceWork]) -> list[torch.Tensor]:
-            return attention_of(works, num_layers, forward.max_rows, forward.ranks, run_alone)
-
-        run = partial(self._run, forward=forward, sink=evidence_sink)
-        return run_works(works, num_layers, forward.max_rows, below, weigh, evidence_sink, run)
-
-    def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
-        num_layers = forward.geometry.num_layers
-        hidden, done = [], 0
-        for parts in micro_batches(works, num_layers, forward.max_rows):
-            end = done + sum(part.scheduled for part in parts)
-            schedule = schedule_of([part.work for part in parts], num_layers).to(self.input_ids.device)
-            tokens = schedule.token_ids.to(self.input_ids.dtype)
-            # In each sequence the scheduled tokens are after the plan's rows.
-            if len(parts) == 1:  # most often: nothing has to be copied to the device
-                tokens[len(tokens) - (end - done) :] = self.input_ids[done:end]
-            else:
-                ends = np.cumsum([len(part.work.positions) for part in parts])
-                rows = [np.arange(last - part.scheduled, last) for last, part in zip(ends, parts, strict=True)]
-                tokens[to_device(torch.from_numpy(np.concatenate(rows)), tokens.device)] = self.input_ids[done:end]
-            own = forward.run(replace(schedule, token_ids=tokens), sink)
-            asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
-            if not asked.all():
-                own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
-            hidden.append(own)
-            done = end
-        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        works = works_of(slices, forward.geometry.num_layers, forward.keys_per_row)
+        return forward.hidden(works, self.input_ids.device, evidence_sink, self.input_ids)

@@ -258,7 +258,7 @@ class SparseForward:
 
     def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, ranks: Ranks | None = None) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
-        self._model, self._pool, self._geometry = model, pool, geometry
+        self._model, self._pool, self.geometry = model, pool, geometry
         self._ranks = ranks or Ranks()
 
     @torch.inference_mode()
@@ -273,8 +273,8 @@ class SparseForward:
 
         The hooks get the layer's index around every layer, and `evidence_sink` each check's evidence. The host waits
         for the device at checks only. Raises ValueError if a sequence exceeds its blocks, or a block id the pool."""
-        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
-        return follow_all(rows, schedule, self._geometry.num_layers, self._ranks, evidence_sink)
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self.geometry, before_layer, after_layer)
+        return follow_all(rows, schedule, self.geometry.num_layers, self._ranks, evidence_sink)
 
     @torch.inference_mode()
     def lowest(
@@ -282,8 +282,8 @@ class SparseForward:
     ) -> torch.Tensor:
         """Run a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call. Returns
         the deviations of the checked tokens, float32, without waiting for them."""
-        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
-        deviations = follow(rows, schedule, self._geometry.num_layers, self._ranks)
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self.geometry, before_layer, after_layer)
+        deviations = follow(rows, schedule, self.geometry.num_layers, self._ranks)
         assert schedule.check is not None
         assert deviations is not None
         if after_layer is not None:

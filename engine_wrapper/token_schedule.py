@@ -210,22 +210,15 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         stays = closed(computed, positions, keys_per_row)
         drops_at[rows[stays[:-1]]] = num_layers
     entering = drops_at > 0
-    positions = begin + np.flatnonzero(entering)
+    positions, head = begin + np.flatnonzero(entering), execution.head_tokens
+    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
+    starts = [(int(np.count_nonzero(entering[: each.start - begin])), len(each)) for each in checked if each]
+    compared = tuple(range(start, start + length) for start, length in starts)
     tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
         own,
         token_ids=np.concatenate([tokens, own.token_ids]),
         positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
-        pending=_pending(plan, entering, keys_per_row),
+        pending=PendingCheck(plan, compared, keys_per_row) if plan.is_checked else None,
     )
-
-
-def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> PendingCheck | None:
-    """Return the plan's check with the rows that it compares. `entering`: bool [promised tokens], with a row."""
-    if not plan.is_checked:
-        return None
-    begin, head = plan.num_computed_tokens, plan.execution.head_tokens
-    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
-    starts = [(int(np.count_nonzero(entering[: each.start - begin])), len(each)) for each in checked if each]
-    return PendingCheck(plan, tuple(range(start, start + length) for start, length in starts), keys_per_row)

@@ -60,7 +60,7 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
 
     def rows(begin: int, end: int, plan: SemanticKvPlan | None = None) -> torch.Tensor:
         part = SequenceSlice(0, begin, tuple(tokens[begin:end]), blocks, plan)
-        return wrapped.forward([part], all_rows=True)[0]
+        return wrapped.forward([part], all_rows=True)
 
     # A row that is read before it is written shows as NaN without a plan, as a large value under one.
     pool.fill_(float("nan"))

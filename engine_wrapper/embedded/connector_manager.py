@@ -111,6 +111,11 @@ class ConnectorContractError(SemBlendError, RuntimeError):
         self.rule = rule
 
 
+def _require(holds: bool, rule: str, message: str) -> None:
+    if not holds:
+        raise ConnectorContractError(rule, message)
+
+
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +197,13 @@ class KvCacheConnectorManager:
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            self._check_grouped_methods()
+            if self.scheduler is not None and self._num_groups > 1:
+                # An older contract's base has neither method.
+                base, own = KvCacheConnectorScheduler, type(self.scheduler)
+                names = sorted(GROUPED_SCHEDULER_METHODS)
+                flat = [name for name in names if getattr(own, name, None) is getattr(base, name, None)]
+                has = f"the cache has {self._num_groups} layer groups, and the scheduler must implement"
+                _require(not flat, "grouped_methods", f"{has} {' and '.join(flat)}")
             self.worker.register_kv_cache_layout(layout)
         if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
@@ -205,30 +216,20 @@ class KvCacheConnectorManager:
         V1 takes all, V2 at most `most` and never the prompt's last one. If the connector provides them asynchronously,
         the request counts as loading from now on, even if the engine takes none."""
         request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
-        if request_id in self._asked:
-            raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
+        about, is_new = f"request {request_id} was", request_id not in self._asked
+        _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
         handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
-        if not (isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]):
-            raise ConnectorContractError(
-                "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
-            )
+        is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
+        _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
         matched, asynchronous = answer
-        if matched < 0:
-            raise ConnectorContractError(
-                "matched_not_negative", f"request {request_id} was offered {matched} tokens; the least is 0"
-            )
-        if asynchronous and not matched:
-            raise ConnectorContractError(
-                "asynchronous_needs_tokens", f"request {request_id} was answered with (0, True); nothing can be awaited"
-            )
-        if matched > left and not self._num_groups:
-            raise ConnectorContractError(
-                "one_token_left",
-                f"request {request_id} was offered {matched} tokens beyond {num_computed_tokens} of a prompt of "
-                f"{request.prompt_len}; at least one must stay uncomputed",
-            )
+        _require(matched >= 0, "matched_not_negative", f"{about} offered {matched} tokens; the least is 0")
+        has_tokens = bool(matched) or not asynchronous
+        _require(has_tokens, "asynchronous_needs_tokens", f"{about} answered with (0, True); nothing can be awaited")
+        offer = f"{about} offered {matched} tokens beyond {num_computed_tokens} of a prompt of {request.prompt_len}"
+        leaves_one = matched <= left or self._num_groups > 0
+        _require(leaves_one, "one_token_left", f"{offer}; at least one must stay uncomputed")
         taken: int = min(matched, left if most is None else min(left, most))
         if asynchronous:
             self._loads.begin(request)
@@ -304,17 +305,14 @@ class KvCacheConnectorManager:
             saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
         else:
             saving = self._on_leader(lambda: self.scheduler.request_finished(request, list(block_ids)))
-        if not isinstance(saving, bool):
-            raise ConnectorContractError(
-                "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
-            )
-        if saving and not block_ids:
-            raise ConnectorContractError(
-                "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
-            )
+        about = f"request {request.request_id}"
+        is_told = isinstance(saving, bool)
+        _require(is_told, "finished_returns_bool", f"{about} was answered with {saving!r}; True or False")
+        has_blocks = bool(block_ids) or not saving
+        _require(has_blocks, "nothing_to_save", f"{about} ended without blocks; none can be held for a save")
         if saving:
             self._saves.begin(request)
-        return saving
+        return bool(saving)
 
     def is_loading(self, request_id: int) -> bool:
         return request_id in self._loads.ids
@@ -385,19 +383,6 @@ class KvCacheConnectorManager:
         }
         names = {each.name for each in fields(self.version.request_data)}
         return self.version.request_data(**{name: value for name, value in values.items() if name in names})
-
-    def _check_grouped_methods(self) -> None:
-        """Refuse a scheduler that takes flat block ids only, if there are several layer groups."""
-        if self.scheduler is None or self._num_groups < 2:
-            return
-        # An older contract's base has neither method.
-        base, own = KvCacheConnectorScheduler, type(self.scheduler)
-        names = sorted(GROUPED_SCHEDULER_METHODS)
-        if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
-            raise ConnectorContractError(
-                "grouped_methods",
-                f"the cache has {self._num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
-            )
 
     def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
         return [list(block_ids) for _ in range(self._num_groups)]

@@ -208,7 +208,15 @@ class Executor:
             try:
                 yield
             except BaseException as error:
-                self._fail(error)
+                self.failure = f"{type(error).__name__}: {error}"
+                for request in [*self._waiting, *self._active.values()]:
+                    if not request.is_finished:
+                        request.error = f"the engine stopped: {self.failure}"
+                        request.complete("error")
+                    self.block_manager.release(request.request_id)
+                self._waiting.clear()
+                self._active.clear()
+                self._sampled.clear()
                 raise
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
@@ -378,17 +386,6 @@ class Executor:
         if self.connector is not None:
             self.connector.forget(request.request_id)
         line_up(self._waiting, request, first=True)
-
-    def _fail(self, error: BaseException) -> None:
-        self.failure = f"{type(error).__name__}: {error}"
-        for request in [*self._waiting, *self._active.values()]:
-            if not request.is_finished:
-                request.error = f"the engine stopped: {self.failure}"
-                request.complete("error")
-            self.block_manager.release(request.request_id)
-        self._waiting.clear()
-        self._active.clear()
-        self._sampled.clear()
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

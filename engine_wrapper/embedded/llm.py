@@ -182,7 +182,8 @@ class LLM:
         if cold:
             salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
         params = sampling_params or SamplingParams()
-        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only, cold=cold)
+        options = {"priority": priority, "exact_only": exact_only, "cold": cold}
+        request = self._request(prompt, params, salt, lora_request, **options)
         self._enqueue([request])
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
@@ -219,15 +220,7 @@ class LLM:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str | None,
-        lora_request: str | None,
-        priority: int = 0,
-        *,
-        exact_only: bool = False,
-        cold: bool = False,
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **options: Any
     ) -> LlmRequest:
         arrival_time = perf_counter()
         forced, vocabulary = params.forced_token_ids, self._vocabulary
@@ -249,9 +242,7 @@ class LLM:
             lora_task_id=None if lora_request is None else adapters[lora_request],
             lora_path=lora_request,
             arrival_time=arrival_time,
-            priority=priority,
-            exact_only=exact_only,
-            cold=cold,
+            **options,
         )
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:

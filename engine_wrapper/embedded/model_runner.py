@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.batch import attention_of, micro_batches, run_works
+from engine_wrapper.batch import EngineForward
 from engine_wrapper.embedded.models import adopt_model, load_model
-from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.self_check import measured
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.timing import measured
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
 from kernels.layout import indexable
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
-    from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
@@ -113,28 +110,34 @@ class ModelRunner:
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._max_rows = max_rows
 
-    @overload
-    def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
-
-    @overload
-    def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[True]) -> list[torch.Tensor]: ...
-
-    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor | list[torch.Tensor]:
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:
         """Run one iteration; return logits, float32 [len(slices), vocabulary], of each slice's last row.
 
-        With `all_rows`, returns one [tokens, vocabulary] a slice. Raises PlanError when a plan does not fit its slice,
+        With `all_rows`, returns those of all slices' tokens. Raises PlanError when a plan does not fit its slice,
         ConfigurationError without a pool."""
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
-        num_layers, max_rows, sink = self.facts.num_layers, self._max_rows, self.evidence_sink
+        decoder = self._forward
         if (source := self.plan_source) is not None:
             slices = [replace(each, plan=source(each.request_id)) if each.plan is None else each for each in slices]
-        works = works_of(slices, num_layers)
+        works = works_of(slices, self.facts.num_layers)
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
-        run = partial(self._run_divided, all_rows=all_rows)
+
+        def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
+            found: list[CheckEvidence] = []
+            hidden = decoder(schedule, self._before_layer(), self.after_layer, found.append)
+            if sink is not None:
+                for evidence in found:
+                    sink(evidence)
+            return hidden
+
+        def lowest(schedule: LayerSchedule) -> torch.Tensor:
+            return decoder.lowest(schedule, self._before_layer(), self.after_layer)
+
+        forward = EngineForward(decoder.geometry, self.ranks, run, lowest, self._max_rows)
         arriving = self.readiness is not None and self.readiness.is_arriving
-        return run_works(works, num_layers, max_rows, self._run_lowest, self._weigh, sink, run, is_arriving=arriving)
+        return decoder.logits(forward.hidden(works, self.device, self.evidence_sink, is_arriving=arriving))
 
     def replay(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Run a recorded decode step, in which no hook runs; return logits as `forward` does.
@@ -153,7 +156,7 @@ class ModelRunner:
             self.plan_source, self.before_layer, self.after_layer = hooks
 
     def measured_costs(self, kv: PagedKv, rotation: Rotation, longest: int) -> CostModel | None:
-        """Measure what plans cost, over blocks that are zero before and after it (`engine_wrapper.timing`)."""
+        """Measure what plans cost, over blocks that are zero before and after it (`engine_wrapper.self_check`)."""
 
         def run(tokens: list[int], begin: int, blocks: list[int], plan: SemanticKvPlan | None) -> None:
             self.forward([SequenceSlice(0, begin, tuple(tokens[begin:]), tuple(blocks), plan)])
@@ -163,48 +166,6 @@ class ModelRunner:
             found = measured(run, some, kv, rotation, self.ranks, min(longest, self._max_rows or longest))
             indexable(kv.memory)[kv.block_ids] = 0
         return found
-
-    def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
-        """Run works that can be divided, one forward after the other; return logits as `forward` does."""
-        found: list[list[torch.Tensor]] = [[] for _ in works]
-        batches = micro_batches(works, self.facts.num_layers, self._max_rows)
-        for parts in batches:
-            logits, lengths = self._run([part.work for part in parts]), [part.work.outputs for part in parts]
-            if len(batches) == 1:
-                return list(logits.split(lengths)) if all_rows else logits
-            for part, rows in zip(parts, logits.split(lengths), strict=True):
-                if part.scheduled:
-                    found[part.owner].append(rows)
-        logits_of = [torch.cat(rows) for rows in found]
-        return logits_of if all_rows else torch.cat(logits_of)
-
-    def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
-        """Run one forward; return logits of its output rows. The evidence sink gets what its checks found."""
-        assert self._forward is not None
-        schedule = schedule_of(works, self.facts.num_layers).to(self.device)
-        found: list[CheckEvidence] = []
-        hidden = self._forward(schedule, self._before_layer(), self.after_layer, found.append)
-        logits = self._forward.logits(hidden)
-        if self.evidence_sink is not None:
-            for evidence in found:
-                self.evidence_sink(evidence)
-        return logits
-
-    def _run_lowest(self, works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
-        """Run the lowest layers of parts of works (see `engine_wrapper.batch`)."""
-        assert self._forward is not None
-        schedule = lowest_schedule(works, layer, self.facts.num_layers).to(self.device)
-        return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
-
-    def _weigh(self, works: Sequence[SequenceWork]) -> list[torch.Tensor]:
-        """Return the attention that each token of each work gets from its last rows (see `engine_wrapper.batch`)."""
-        forward = self._forward
-        assert forward is not None
-
-        def run(schedule: LayerSchedule) -> None:
-            forward(schedule.to(self.device), self._before_layer(), self.after_layer)
-
-        return attention_of(works, self.facts.num_layers, self._max_rows, self.ranks, run)
 
     def _before_layer(self) -> LayerHook | None:
         """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""

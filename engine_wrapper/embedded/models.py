@@ -99,7 +99,22 @@ def load_model(
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
     loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
-    weights = _rank_part(_load_weights(str(model), target_dtype, revision), ranks).to(target_device)
+    try:
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
+            str(model),
+            dtype=target_dtype or "auto",
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with their names
+        )
+    except Exception as error:  # safetensors, hub and torch each raise their own types
+        raise ConfigurationError(f"model {model}: its weights cannot be read: {reason_of(error)}") from error
+    for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise ConfigurationError(
+                f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
+            )
+    weights = _rank_part(loaded, ranks).to(target_device)
     files = files or _states(str(model), revision)  # the model was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
     return weights, loaded_tokenizer, facts, source
@@ -183,26 +198,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) -> Any:
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype or "auto",
-            revision=revision,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with their names
-        )
-    except Exception as error:  # safetensors, hub and torch each raise their own types
-        raise ConfigurationError(f"model {name}: its weights cannot be read: {reason_of(error)}") from error
-    for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
-        names = sorted(key if isinstance(key, str) else key[0] for key in keys)
-        if names:
-            raise ConfigurationError(
-                f"model {name}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
-            )
-    return model
-
-
 def _rank_part(model: Any, ranks: Ranks) -> Any:
     """Return this rank's part of the model; of one that takes images, only what reads and writes text."""
     text = model
@@ -225,24 +220,6 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
     that the ranks do not divide, and for a norm that needs all heads."""
     if ranks.size == 1:
         return
-    _check_divisible(model, ranks)
-    config = model.config
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-            kept = _part(linear.out_features, ranks)
-            linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
-            if linear.bias is not None:
-                linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
-            linear.out_features //= ranks.size
-        attention.o_proj = SharedLinear(attention.o_proj, ranks)
-        mlp.down_proj = SharedLinear(mlp.down_proj, ranks)
-    config.num_attention_heads //= ranks.size
-    config.num_key_value_heads //= ranks.size
-
-
-def _check_divisible(model: Any, ranks: Ranks) -> None:
     config, layers = model.config, model.model.layers
     if getattr(config, "kv_lora_rank", None):
         raise ConfigurationError(
@@ -259,13 +236,25 @@ def _check_divisible(model: Any, ranks: Ranks) -> None:
             raise ConfigurationError(
                 f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
             )
-    attention = layers[0].self_attn
-    norm = getattr(attention, "k_norm", None)
-    if norm is not None and len(norm.weight) != attention.head_dim:
+    norm = getattr(layers[0].self_attn, "k_norm", None)
+    if norm is not None and len(norm.weight) != layers[0].self_attn.head_dim:
         raise ConfigurationError(
             f"model type {config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
             "which ranks with some of the heads cannot; use 1 rank"
         )
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            kept = _part(linear.out_features, ranks)
+            linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
+            linear.out_features //= ranks.size
+        attention.o_proj = SharedLinear(attention.o_proj, ranks)
+        mlp.down_proj = SharedLinear(mlp.down_proj, ranks)
+    config.num_attention_heads //= ranks.size
+    config.num_key_value_heads //= ranks.size
 
 
 def _part(count: int, ranks: Ranks) -> slice:

@@ -93,7 +93,7 @@ class SamplingParams:
     forced_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise ConfigurationError(f"max_tokens is {self.max_tokens!r}; it must be an integer >= 1")
         for name in ("stop_token_ids", "forced_token_ids"):
             ids = getattr(self, name)
@@ -102,7 +102,7 @@ class SamplingParams:
             if not isinstance(ids, (list, tuple, set, frozenset)):
                 raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")
             for token in ids:
-                if not _is_integer(token) or token < 0:
+                if type(token) is not int or token < 0:
                     raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
             object.__setattr__(self, name, tuple(ids))
         if self.forced_token_ids is not None and not 1 <= len(self.forced_token_ids) <= self.max_tokens:
@@ -110,10 +110,6 @@ class SamplingParams:
                 f"forced_token_ids has {len(self.forced_token_ids)} tokens; it must have 1 to max_tokens "
                 f"({self.max_tokens})"
             )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:

@@ -12,13 +12,11 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,7 +33,7 @@ from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.prompts import PromptReader
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from aiohttp.typedefs import Handler
 
@@ -145,22 +143,21 @@ class Worker:
         app = web.Application(middlewares=[refusing], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", partial(self._serve, is_chat=False))
         app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
+        for path in ("/v1/models", "/health", "/metrics"):
+            app.router.add_get(path, self._told)
         return app
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    async def _told(self, request: web.Request) -> web.Response:
+        """Answer what is asked of the engine itself: its model, its health, its metrics."""
+        executor = self._llm.executor
+        if request.path == "/metrics":
+            from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.name, "max_model_len": self._llm.executor.max_seq_len}]})
-
-    async def _health(self, _: web.Request) -> web.Response:
-        if (failure := self._llm.executor.failure) is not None:
-            return web.json_response({"status": "stopped", "reason": failure}, status=503)
+            return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": self.name, "max_model_len": executor.max_seq_len}]})
+        if executor.failure is not None:
+            return web.json_response({"status": "stopped", "reason": executor.failure}, status=503)
         return web.json_response({"status": "ok", "running": self._running})
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.Response:
@@ -230,38 +227,6 @@ class Worker:
             time.sleep(IDLE_PAUSE)
 
 
-async def serve(app: web.Application, host: str, port: int, what: str) -> None:
-    """Serve until SIGINT or SIGTERM; write the address to standard error. Port 0 takes a free port.
-    Raise ConfigurationError when it cannot listen there."""
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with listening(app, host, port) as address:
-        sys.stderr.write(f"{what} on {address}\n")
-        sys.stderr.flush()
-        await ended.wait()
-
-
-@asynccontextmanager
-async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """Serve an application until the block ends; yield its address. A client that leaves cancels its request's handler.
-    Raise ConfigurationError when it cannot listen there."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_SECONDS)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-            raise ConfigurationError(
-                f"{host}:{port} cannot be listened on ({reason}); choose another address"
-            ) from None
-        shown_host, shown_port = runner.addresses[0][:2]
-        yield f"http://{shown_host}:{shown_port}"
-    finally:
-        await runner.cleanup()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted. Return 0, or the status of `command_line.ended`."""
     parser = argparse.ArgumentParser("python -m engine_wrapper.embedded.server", description=__doc__)
@@ -274,9 +239,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(model: str, port: int, dtype: str) -> int:
     llm = LLM(model, dtype=dtype, kv_connector_config=KvCacheConnectorConfig.ours())
-    worker = Worker(llm, Path(model).resolve().name)
+    worker, host = Worker(llm, Path(model).resolve().name), "127.0.0.1"
     try:
-        asyncio.run(serve(worker.app(), "127.0.0.1", port, f"serving {printable(worker.name)}"))
+        with socket.create_server((host, port)) as listener:
+            sys.stderr.write(f"serving {printable(worker.name)} on http://{host}:{listener.getsockname()[1]}\n")
+            sys.stderr.flush()
+            # A client that leaves cancels its request's handler.
+            options: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "print": None}
+            web.run_app(worker.app(), sock=listener, shutdown_timeout=GRACE_SECONDS, **options)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigurationError(f"{host}:{port} cannot be listened on ({reason}); choose another address") from None
     finally:
         worker.close()
     return 0

@@ -12,10 +12,9 @@ import torch
 
 from engine_wrapper.batch import Batch, EngineForward, micro_batches
 from engine_wrapper.layer_schedule import follow, follow_all, schedule_of
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, raise_difference, sample_difference
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
 from engine_wrapper.sglang.forward_batch import range_batch, stock_rows
 from engine_wrapper.sglang.rows import SglangRows, check_rotation
-from engine_wrapper.timing import measured
 from kernels.layout import PagedKv
 from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.trtllm.hooks import guard_publication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
@@ -77,17 +77,6 @@ def guard_refusal(manager: Any) -> str | None:
     return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
 
 
-@contextmanager
-def _as_dummy(request: Any) -> Iterator[None]:
-    """Mark the request as a dummy for a while: the C++ manager frees a dummy's blocks and stores none of them."""
-    before = request.is_dummy_request
-    request.is_dummy_request = True
-    try:
-        yield
-    finally:
-        request.is_dummy_request = before
-
-
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
     """Return the guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
     return _GUARDS[type(manager).__name__](manager, plans)
@@ -124,7 +113,11 @@ class V1Guard(ManagerGuard):
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        with _as_dummy(request) if self._plans.withholds(request.py_request_id) else nullcontext():
+        with ExitStack() as undo:
+            if self._plans.withholds(request.py_request_id):
+                # The C++ manager frees a dummy's blocks and stores none of them.
+                undo.callback(setattr, request, "is_dummy_request", request.is_dummy_request)
+                request.is_dummy_request = True
             freed = self._stock["free_resources"](request, pin_on_release)
         self._plans.released(request.py_request_id)
         return freed

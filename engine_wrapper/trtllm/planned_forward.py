@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,37 +52,20 @@ BlockTable = Callable[[Sequence[int]], list[list[int]]]
 
 def table_for(manager: Any) -> BlockTable | None:
     """Return the table of a cache manager; None for one that is neither V1 nor V2, or lacks the method."""
-    found = _TABLES.get(type(manager).__name__)
-    if found is None or not callable(getattr(manager, found[0], None)):
+    kind = type(manager).__name__
+    if kind == "KVCacheManager" and callable(getattr(manager, "get_batch_cache_indices", None)):
+        return lambda ids: [list(map(int, own)) for own in manager.get_batch_cache_indices(list(ids))]
+    if kind != "KVCacheManagerV2" or not callable(getattr(manager, "get_page_indices_by_layer_group", None)):
         return None
-    return found[1](manager)
 
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """All that V2 reads of a request."""
-
-    py_request_id: int
-
-
-def _v1(manager: Any) -> BlockTable:
-    return lambda request_ids: [list(map(int, ids)) for ids in manager.get_batch_cache_indices(list(request_ids))]
-
-
-def _v2(manager: Any) -> BlockTable:
     def rows(request_id: int) -> list[int]:
-        groups = manager.get_page_indices_by_layer_group(_Named(request_id))
+        # All that V2 reads of a request is its id.
+        groups = manager.get_page_indices_by_layer_group(SimpleNamespace(py_request_id=request_id))
         if len(groups) != 1:
             raise LayoutError("layer_groups", f"request {request_id} has blocks of {len(groups)} layer groups, not one")
         return list(map(int, groups[0]))
 
     return lambda request_ids: list(map(rows, request_ids))
-
-
-_TABLES = {
-    "KVCacheManager": ("get_batch_cache_indices", _v1),
-    "KVCacheManagerV2": ("get_page_indices_by_layer_group", _v2),
-}
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:

@@ -32,16 +32,8 @@ if TYPE_CHECKING:
 
 # Options of an attention call that change its result and are not supported; given alone or in `forward_args`.
 _UNKNOWN_OPTIONS = (
-    "attention_mask_data",
-    "attention_sinks",
-    "mrope_config",
-    "mrope_position_deltas",
-    "mrope_rotary_cos_sin",
-    "out_scale",
-    "out_scale_sf",
-    "output",
-    "relative_attention_bias",
-    "softmax_stats_tensor",
+    *("attention_mask_data", "attention_sinks", "relative_attention_bias", "softmax_stats_tensor"),
+    *("mrope_config", "mrope_position_deltas", "mrope_rotary_cos_sin", "out_scale", "out_scale_sf", "output"),
 )
 
 
@@ -139,16 +131,14 @@ class PlannedRows:
             alone = options.get(name)
             return getattr(options.get("forward_args"), name, None) if alone is None else alone
 
-        for name in _UNKNOWN_OPTIONS:
-            if asked(name) is not None:
-                raise LayoutError(
-                    "attention_call", f"the attention was called with {name}, which is not supported here"
-                )
-        mask, found, window = asked("attention_mask"), asked("attention_window_size"), self._windows[layer]
-        if mask is not None and str(getattr(mask, "value", mask)) != "causal":
-            raise LayoutError(
-                "attention_call", f"the attention was called with mask {mask!r}; only causal is supported"
-            )
+        window, mask, found = self._windows[layer], asked("attention_mask"), asked("attention_window_size")
+        problem = next(
+            (f"{name}, which is not supported here" for name in _UNKNOWN_OPTIONS if asked(name) is not None), ""
+        )
+        if not problem and mask is not None and str(getattr(mask, "value", mask)) != "causal":
+            problem = f"mask {mask!r}; only causal is supported"
+        if problem:
+            raise LayoutError("attention_call", f"the attention was called with {problem}")
         if found != window:
             raise LayoutError(
                 "attention_call",

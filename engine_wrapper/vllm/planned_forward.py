@@ -17,8 +17,7 @@ from vllm.forward_context import get_forward_context
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, raise_difference, sample_difference
-from engine_wrapper.timing import measured
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
 from engine_wrapper.vllm.decoder import check_rotation
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward

@@ -8,8 +8,7 @@ import torch
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.plan import PlanSpan
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.embedded_llm import geometry_of
-from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
+from tests.builders.engine import DONOR, SHIFTED, Engines, geometry_of, serve, teach
 from tests.kernels import builders
 from tests.semblend_trt.plans import plan_of
 from validation.models import shipped_model

@@ -52,10 +52,9 @@ class Bench:
 
     def run(self, *slices, max_rows=None, keys_per_row=0):
         """Logits of each slice; with `max_rows` plans that need more run their lowest layers in parts."""
-        self.evidence, self.lowest, self.weighed = [], [], []
+        self.evidence, self.lowest, self.weighed, self.forwards = [], [], [], 0
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-        self.forwards = 0
 
         def run(works):
             self.forwards += 1

@@ -14,8 +14,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import joined_ranks
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.embedded_llm import geometry_of
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
+from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, geometry_of, serve, text
 from tests.semblend_trt.held_donors import held_kv, whole
 
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)

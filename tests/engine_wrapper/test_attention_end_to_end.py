@@ -6,9 +6,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
+from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, evict_prefixes, serve, teach, text
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.embedded_llm import evict_prefixes
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, serve, teach, text
 from tests.random_models import CHUNK, WINDOW
 
 # In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.

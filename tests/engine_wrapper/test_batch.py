@@ -81,31 +81,6 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, t
 SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
-def evidence_over_own_kv(bench, plan):
-    """What the plan's check finds where KV does not deviate; the answer is a cold run's."""
-    wanted, kv = bench.cold(tuple(plan.prompt_token_ids.tolist()), plan.request_id)
-    for start, end in SPANS:
-        bench.place(plan.request_id, kv, start, end)
-    (logits,) = bench.run(bench.planned(plan))
-    assert close(logits, wanted[plan.prefix_end :])
-    (evidence,) = bench.evidence
-    return evidence
-
-
-def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench, make_plan):
-    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, check=SAMPLED))
-    [(sample, layer)] = bench.lowest
-    assert layer == 1
-    # The first window of each span, every second token behind it, and all that stands between the spans.
-    sampled = sum(4 + -(-(end - start - 4) // 2) for start, end in SPANS)
-    in_front = 9 + (66 - 40)
-    assert len(sample.positions) == sampled + in_front
-    assert (evidence.sampled_tokens, evidence.checked_tokens, evidence.recomputed_tokens) == (sampled, 0, 0)
-    assert evidence.reused_tokens == evidence.offered_tokens == sum(end - start for start, end in SPANS)
-    assert 0.0 <= evidence.largest_kept < 1e-4
-    assert bench.forwards == 1
-
-
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_wrapper.embedded import model_runner as runner_module
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
+from engine_wrapper import batch as batch_module
+from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, SOME_KEPT, assert_same, teach, text
 from tests.engine_wrapper.watching import watched
 
 UNBOUNDED = 4096
@@ -15,7 +15,7 @@ COLD = text(7, 130)
 def rows(monkeypatch):
     counted = []
     for name in ("schedule_of", "lowest_schedule"):
-        watched(monkeypatch, runner_module, name, lambda schedule, *_: counted.append(len(schedule.positions)))
+        watched(monkeypatch, batch_module, name, lambda schedule, *_: counted.append(len(schedule.positions)))
     return counted
 
 

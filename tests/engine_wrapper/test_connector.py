@@ -18,8 +18,8 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.builders.engine import text
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.serving import text
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
@@ -106,12 +106,24 @@ def settings(monkeypatch):
     monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
 
 
+@pytest.fixture
+def service_of(tiny_qwen2_path):
+    """Makes services that are closed when the test ends."""
+    made = []
+
+    def make(path=tiny_qwen2_path, **options):
+        made.append(Service(path, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
 @pytest.fixture(params=[("qwen2", "1.1"), ("gemma3_text", "1.2")], ids=lambda each: each[0])
-def service(request, tiny_model_paths):
+def service(request, tiny_model_paths, service_of):
     family, contract = request.param
-    service = Service(tiny_model_paths[family], contract=contract)
-    yield service
-    service.close()
+    return service_of(tiny_model_paths[family], contract=contract)
 
 
 def test_documents_at_other_places_are_reused_and_never_published(service):
@@ -127,18 +139,15 @@ def test_documents_at_other_places_are_reused_and_never_published(service):
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 
-def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(tiny_qwen2_path, monkeypatch):
+def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(service_of, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
+    service = service_of(kv_dtype=torch.float8_e4m3fn)
     assert service.worker.attachment.execution_refusal == "kv_cache_dtype"
     service.check_reuse_from_position_0()
-    other = Service(tiny_qwen2_path)
-    namespaces = [each.scheduler.namespace for each in (service, other)]
+    namespaces = [each.scheduler.namespace for each in (service, service_of())]
     assert [each.kv_dtype for each in namespaces] == ["float8_e4m3fn", "float32"]
     scales = hashlib.sha256(repr((KV_SCALE,) * 3).encode()).hexdigest()[:16]
     assert [each.cache_dtype for each in namespaces] == [f"auto+{scales}", "auto"]
-    for each in (service, other):
-        each.close()
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -150,14 +159,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(tmp_path, monkeypatch, family):
+def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(service_of, tmp_path, monkeypatch, family):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     changes, settings, reason = REFUSED[family]
     save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
-    service = Service(tmp_path, contract="1.4", **settings)
+    service = service_of(tmp_path, contract="1.4", **settings)
     assert service.worker.attachment.execution_refusal == reason
     service.check_reuse_from_position_0()
-    service.close()
 
 
 def test_approximate_kv_never_becomes_a_donor(service):
@@ -174,13 +182,13 @@ def test_approximate_kv_never_becomes_a_donor(service):
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("generations", [0, 1])
 def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_allows_it(
-    tiny_qwen2_path, tmp_path, monkeypatch, generations
+    tiny_qwen2_path, service_of, tmp_path, monkeypatch, generations
 ):
     monkeypatch.setenv("SEMBLEND_POLICY", "verified")
     monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.1")
     path = write_profile(tmp_path / "profile.json", tiny_qwen2_path, generations=generations)
     monkeypatch.setenv("SEMBLEND_PROFILE", path)
-    service = Service(tiny_qwen2_path)
+    service = service_of()
     first, second = text(1, 90), text(2, 80)
     service.serve(LlmRequest(1, [*text(3, 10), *first, *text(4, 5)]))
     published, held = set(service.manager.impl.tree), len(held_in(service.worker.store))
@@ -193,22 +201,16 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     if generations:  # a request of which nothing is reused is computed cold, and published
         assert service.manager.impl.tree == published
     assert sorted(service.manager.impl.free) == list(range(96))
-    service.close()
 
 
 @pytest.mark.usefixtures("trial")
 def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say_so(
-    tiny_qwen2_path, tmp_path, monkeypatch
+    tiny_qwen2_path, service_of, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SEMBLEND_POLICY", "verified")
-    monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
-    service = Service(tiny_qwen2_path)
-    namespace, geometry = service.scheduler.namespace, service.manager.geometry
-    service.close()
-    check = ProfileCheck(layer=1, threshold=1.0)
-    ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(tmp_path / "profile.json")
+    monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "profile.json", tiny_qwen2_path))
     digest = hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
-    service, document = Service(tiny_qwen2_path), text(1, 90)
+    service, document = service_of(), text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
     for number, broken in ((2, ["another"]), (3, ["another", digest]), (4, [])):
         request = LlmRequest(number, [*text(4 + number, 21), *document, *text(7, 9)])
@@ -223,12 +225,11 @@ def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say
     monkeypatch.setattr(service.scheduler._lookup, "_observers", [DonorObserver()])
     service.serve(LlmRequest(5, [*text(50, 21), *document, *text(7, 9)]))
     assert service.report(5).receipt["reason"] == "bound_broken"
-    service.close()
 
 
-def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(tiny_qwen2_path, monkeypatch):
+def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(service_of, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-    service = Service(tiny_qwen2_path, prefill_cuda_graph_backend="breakable")
+    service = service_of(prefill_cuda_graph_backend="breakable")
     assert service.worker.attachment.execution_refusal == "prefill_graphs"
     document = text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
@@ -241,7 +242,6 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(ti
     assert service.manager.impl.tree == published
     service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
     assert service.report(3).reason == "hole_needs_wrapper"
-    service.close()
 
 
 @pytest.mark.usefixtures("trial")

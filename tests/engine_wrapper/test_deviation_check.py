@@ -110,20 +110,6 @@ def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_r
     assert closed(found, positions, keys_per_row).tolist() == found.tolist()
 
 
-def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped():
-    values = np.where(np.arange(20) % 5 == 0, np.float32(1), np.float32(0.1))
-    choices = [
-        choose(
-            SpanCheck(1, 0.5), values, [20], 0, 20, lambda computed, keys=keys: closed(computed, np.arange(20), keys)
-        )
-        for keys in (4, 1)
-    ]
-    assert [choice.kept_tokens for choice in choices] == [16, 4]
-    assert [choice.largest_kept for choice in choices] == [np.float32(0.1)] * 2
-    choice = choose(SpanCheck(1, 0.5), values, [20], 0, 20, np.ones_like)
-    assert (choice.is_dropped, choice.kept_tokens) == (True, 0)
-
-
 @pytest.mark.parametrize(
     ("chosen", "computed"), [(range(0, 100, 8), 13), ([*range(20), *range(21, 40)], 40)], ids=["apart", "together"]
 )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from semblend_trt.donors.catalog import Tier
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
+from tests.builders import engine as serving
+from tests.builders.engine import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in
 
 pytestmark = pytest.mark.usefixtures("position_fix")

@@ -9,8 +9,8 @@ import pytest
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper.serving import assert_same, token_ids
-from tests.engine_wrapper.serving import serve_and_drain as serve
+from tests.builders.engine import assert_same, token_ids
+from tests.builders.engine import serve_and_drain as serve
 from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
 from validation.models import shipped_model

@@ -6,7 +6,7 @@ import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import Engines, serve_and_drain, token_ids
+from tests.builders.engine import Engines, serve_and_drain, token_ids
 from validation.documents import stock_list
 from validation.models import profile_of, shipped_model
 from validation.prompts import INSTRUCTIONS, render

@@ -7,9 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.embedded_llm import find_donors
-from tests.engine_wrapper.serving import PREFILL
+from tests.builders import engine as serving
+from tests.builders.engine import PREFILL, find_donors
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.llm import SamplingParams
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.builders import engine as serving
+from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 NUM_LAYERS = 3
 STOCK = "semblend_trt.connector"
@@ -108,20 +108,6 @@ def test_spans_of_two_donors_with_holes_between(taught):
     assert output.computed_tokens == 30 + 25 + len(QUESTION)
 
 
-@pytest.mark.known_defect(13)
-@pytest.mark.parametrize(("settings", "chunk"), [({}, 64), (BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": 2}, 280)])
-def test_chunked_suffix_equals_unchunked(engine, settings, chunk):
-    # Behind a boundary the lowest layers run on the document as well, all of it at once.
-    prompt = serving.OTHER_INSTRUCTION + DOCUMENT + text(70, 100)
-    outputs = []
-    for budget in (4096, chunk):
-        llm = engine(max_num_tokens=budget, max_batch_size=4, **settings)
-        teach(llm, DONOR)
-        outputs.append(serve(llm, prompt))
-    assert outputs[1].reused_tokens == len(DOCUMENT)
-    assert_same(*outputs)
-
-
 @pytest.mark.known_defect(14)
 def test_every_layer_of_a_reused_span_is_written(taught):
     taught.executor.pool.tensor.fill_(float("nan"))
@@ -138,12 +124,6 @@ def test_lost_donor_costs_a_cold_prefill(engine, taught):
     report = taught.connector_scheduler.reuse_of(output.request_id)
     assert (report.outcome, report.reason, report.reused_tokens) == ("backend_declined_reuse", "load_failed", 0)
     assert serve(taught, text(8, 50) + DOCUMENT + QUESTION).reuse_outcome == "cold_fallback"
-
-
-def test_impossible_boundary_is_a_standing_refusal(engine, shifted):
-    _, output = shifted(**BOUNDARY | {"RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS + 1})
-    assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
-    assert token_ids(output) == token_ids(serve(engine.cold(), SHIFTED))
 
 
 def test_every_request_ends_in_exactly_one_outcome(engine):

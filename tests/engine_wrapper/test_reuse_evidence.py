@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
-from tests.engine_wrapper.serving import (
+from tests.builders.engine import (
     DONOR,
     KEPT_BY_LEVEL,
     NONE_KEPT,

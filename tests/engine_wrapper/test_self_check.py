@@ -1,13 +1,17 @@
-"""What a self-check finds is the same on every rank."""
+"""What a self-check finds is the same on every rank, and reuse that does not pay is left out."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from engine_wrapper.self_check import LayoutError, differences, raise_difference
-from kernels.layout import KvGeometry
+from engine_wrapper import self_check
+from engine_wrapper.self_check import LayoutError, differences, measured, raise_difference
+from kernels.layout import KvGeometry, PagedKv
+from kernels.rope import still
+from semblend_trt.cost import CostModel
 from semblend_trt.ranks import Ranks
+from tests.builders.engine import DONOR, SHIFTED, serve, teach
 
 
 def test_everything_is_run_though_the_first_differs():
@@ -57,3 +61,69 @@ def test_where_an_engine_rounds_late_a_plan_is_compared_within_what_is_stored(of
     assert [each is None for each in behind_plans] == [offset == 0.0] * 2
     assert rounded == []
     assert [each is None for each in differences(*asked)] == [True, False, False]
+
+
+class Clock:
+    """Each row of a layer takes a second, and each forward a hundred; loads take none."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.ran = 0.0, []
+        monkeypatch.setattr(self_check, "seconds_of", self.seconds_of)
+
+    def seconds_of(self, call, _):
+        begin = self.now
+        call()
+        return self.now - begin or 1e-9
+
+    def run(self, tokens, begin, blocks, plan):
+        rows = len(tokens) - begin if plan is None else len(tokens) - sum(span.length for span in plan.spans)
+        self.ran.append((len(tokens), set(tokens), set(blocks)))
+        self.now += 100 + rows
+
+
+def measure(run, longest=300, samples=True):
+    geometry = KvGeometry(1, 2, 16, 8)
+    kv = PagedKv(torch.zeros(5, 1, 2, geometry.row_elements), torch.arange(1, 5), geometry)
+    return measured(run, [1, 2, 3], kv, still(16), Ranks(), longest, samples=samples)
+
+
+def test_prices_are_those_of_the_forwards_that_ran(monkeypatch):
+    found = measure(Clock(monkeypatch).run, samples=False)
+    assert found.cold_prices == pytest.approx((100, 1, 0), abs=1e-6)
+    assert found.cold(0, 1000) == pytest.approx(1100)
+    assert found.move_price < 1e-9
+
+
+@pytest.mark.parametrize(("longest", "last"), [(300, 256), (100, 96), (31, 0)])
+def test_no_prompt_is_longer_than_the_engine_takes(monkeypatch, longest, last):
+    clock = Clock(monkeypatch)
+    assert (measure(clock.run, longest) is None) is (last == 0)
+    assert max((length for length, _, _ in clock.ran), default=0) == last
+    assert all(tokens == {1, 2, 3} and blocks == {1, 2, 3, 4} for _, tokens, blocks in clock.ran)
+
+
+def test_what_fails_is_not_measured(caplog):
+    def fails(*_):
+        raise RuntimeError("no forward")
+
+    assert measure(fails) is None
+    assert "could not be measured" in caplog.text
+
+
+@pytest.mark.usefixtures("position_fix")
+@pytest.mark.parametrize(
+    ("share", "costs", "reason"),
+    [(0.0, None, None), (1.0, None, "does_not_pay"), (0.1, CostModel((0, 1, 0), (0, 1, 0, 0), 0), None)],
+)
+def test_reuse_in_an_engine_has_to_pay(engine, share, costs, reason):
+    llm = engine(MIN_SAVING=share)
+    runtime = llm.connector_scheduler._runtime
+    assert (runtime.costs is None) is (share == 0)
+    assert not llm.executor.pool.tensor.any()
+    runtime.costs = costs or runtime.costs
+    teach(llm, DONOR)
+    answer = serve(llm, SHIFTED)
+    assert answer.reuse_reason == reason
+    assert answer.reused_tokens == (0 if reason else 200)
+    cold = serve(engine.cold(), SHIFTED)
+    assert reason is None or answer.outputs[0].token_ids == cold.outputs[0].token_ids

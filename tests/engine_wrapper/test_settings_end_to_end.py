@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.engine_wrapper import serving
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.builders import engine as serving
+from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
@@ -99,6 +99,7 @@ def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
         ({"MIN_REUSE_RATIO": 0.69}, 0, "low_reuse"),
         ({"MIN_SPAN": 200}, 200, None),
         ({"MIN_SPAN": 201}, 0, "no_donor_match"),
+        ({"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": 4}, 0, "configuration"),  # of three layers
     ],
 )
 def test_bounds_of_what_is_worth_reusing(shifted, settings, reused, reason):

@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engine_wrapper.layer_schedule import schedule_of
 from engine_wrapper.sparse_forward import PagedAttention, latent_attention, latent_rows
-from engine_wrapper.token_schedule import works_of
 from kernels.layout import KvGeometry, pool_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import SequenceRows
@@ -47,15 +45,6 @@ def bench(benches):
 def test_a_prompt_equals_the_plain_forward(family_bench, length):
     tokens = tokens_of(length)
     assert close(family_bench.cold(tokens)[0], family_bench.reference(tokens))
-
-
-def test_a_batch_equals_single_runs(family_bench):
-    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 33), (2, 1), (3, 58), (4, 16))}
-    together = family_bench.run(*(family_bench.slice(request_id, tokens) for request_id, tokens in prompts.items()))
-    family_bench.clear()
-    for (request_id, tokens), logits in zip(prompts.items(), together, strict=True):
-        assert close(logits, family_bench.reference(tokens))
-        assert close(family_bench.cold(tokens, request_id)[0], logits)
 
 
 def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
@@ -105,15 +94,6 @@ def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_pl
     plan = make_plan(tokens, spans, boundary=boundary)
     assert close(bench.run(bench.planned(plan))[0], logits[plan.prefix_end :])
     assert close(bench.kv(1, 50), kv[:, :, :, :50])
-
-
-@pytest.mark.parametrize("boundary", [1, NUM_LAYERS])
-def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(bench, make_plan, boundary):
-    tokens = tokens_of(50)
-    plan = make_plan(tokens, [(3, 40)], boundary=boundary)
-    if boundary < NUM_LAYERS:
-        plan = plan.without_spans("donor_unavailable")
-    assert close(bench.run(bench.planned(plan))[0], bench.reference(tokens)[40:])
 
 
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS))
@@ -191,19 +171,6 @@ def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, fa
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
-def test_hooks_surround_every_layer(tiny_qwen2_path):
-    calls = []
-    bench = Bench(load(tiny_qwen2_path))
-    schedule = schedule_of(works_of([bench.slice(1, tokens_of(9))], NUM_LAYERS), NUM_LAYERS).to(DEVICE)
-    with rows_by_layer(bench.model) as counts:
-        bench.forward(
-            schedule,
-            before_layer=lambda layer: calls.append((f"before, {counts[layer]} rows", layer)),
-            after_layer=lambda layer: calls.append((f"after, {counts[layer]} rows", layer)),
-        )
-    assert calls == [(when, layer) for layer in range(NUM_LAYERS) for when in ("before, 0 rows", "after, 9 rows")]
-
-
 def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
     tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16))
     half.place(1, half.cold(tokens)[1], 5, 40)
@@ -225,27 +192,6 @@ def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan
     assert bench.evidence == [CheckEvidence(1, 34, 34, 0, 34, 0.0, is_dropped=True)]
 
 
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench, make_plan, layer):
-    """The same as a boundary at the layer over a donor whose KV of that layer is the request's own."""
-    tokens = tokens_of(50)
-    cold_logits, own = bench.cold(tokens)
-    donor = bench.cold(tokens_of(50, seed=9))[1]
-    bench.place(1, torch.cat([own[: layer + 1], donor[layer + 1 :]]), 4, 40)
-    wanted = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=layer)))[0]
-    bench.clear()
-    bench.place(1, donor, 4, 40)
-    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], check=SpanCheck(layer, 1e30))))[0]
-    assert close(logits, wanted)
-    assert layer == NUM_LAYERS - 1 or not close(logits, cold_logits[40:])
-    kv = bench.kv(1)[:, :, :, 4:40]
-    assert close(kv[: layer + 1], own[: layer + 1, :, :, 4:40])
-    assert torch.equal(kv[layer + 1 :], donor[layer + 1 :, :, :, 4:40])
-    (evidence,) = bench.evidence
-    assert (evidence.reused_tokens, evidence.recomputed_tokens, evidence.is_dropped) == (36, 0, False)
-    assert evidence.largest_kept > 0.1
-
-
 @pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, layer, kind):
@@ -262,23 +208,6 @@ def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, la
     (evidence,) = bench.evidence
     assert (evidence.checked_tokens, evidence.recomputed_tokens) == (40, len(planted))
     assert evidence.largest_kept < 1e-3
-
-
-@pytest.mark.parametrize("max_rows", [None, 20])
-def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(bench, make_plan, max_rows):
-    """Wrong in the check's layer at the planted tokens; NaN above in those and in short gaps."""
-    tokens, planted = tokens_of(60), [9, 11, 16, 22, 40]
-    between = [10, *range(12, 16), *range(17, 22), *range(41, 45)]
-    logits, own = bench.cold(tokens)
-    donor = own.clone()
-    donor[1, :, :, planted] *= 3
-    donor[2:, :, :, planted + between] = float("nan")
-    bench.place(1, donor, 5, 45)
-    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(1, 0.1))
-    assert close(bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=3)[0], logits[45:])
-    assert close(bench.kv(1, 60), own[:, :, :, :60])
-    (evidence,) = bench.evidence
-    assert (evidence.checked_tokens, evidence.reused_tokens, evidence.recomputed_tokens) == (40, 21, 19)
 
 
 def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(family_bench, make_plan):

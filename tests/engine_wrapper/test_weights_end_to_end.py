@@ -8,7 +8,7 @@ from torch import nn
 
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, PREFILL, SHIFTED, SOME_KEPT, logits_of, serve, teach, text
+from tests.builders.engine import DOCUMENT, DONOR, PREFILL, SHIFTED, SOME_KEPT, logits_of, serve, teach, text
 
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True, return_generation_logits=True)
 

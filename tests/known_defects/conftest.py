@@ -3,7 +3,7 @@
 import pytest
 
 from semblend_trt.transfer import load as loader
-from tests.engine_wrapper.serving import Engines
+from tests.builders.engine import Engines
 
 
 @pytest.fixture

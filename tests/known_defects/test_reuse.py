@@ -9,7 +9,7 @@ from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.transfer import staging
-from tests.engine_wrapper.serving import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
+from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
 
 STOCK = "semblend_trt.connector"
 
@@ -22,21 +22,6 @@ def test_shifted_document_saves_prefill_or_copies_nothing(engine, copied, module
     output = serve(llm, SHIFTED)
     assert (output.reused_tokens, sum(copied)) == (reused, reused)
     assert output.computed_tokens == len(SHIFTED) - reused
-
-
-@pytest.mark.known_defect(3)
-def test_blocks_given_to_other_requests_change_nothing_of_a_donor(engine):
-    """A donor's KV is its own copy: what becomes of the blocks that it was computed in does not matter."""
-    answers = []
-    for is_reassigned in (False, True):
-        llm = engine()
-        serve(llm, DONOR)
-        if is_reassigned:
-            llm.executor.pool.tensor.fill_(7.0)
-        output = serve(llm, SHIFTED)
-        assert output.reused_tokens == 200
-        answers.append(output.outputs[0].generation_logits[0])
-    assert torch.equal(*answers)
 
 
 @pytest.mark.known_defect(9)
@@ -96,17 +81,6 @@ def test_the_end_of_a_request_only_enqueues(engine, monkeypatch):
     assert not any(indexed)
     assert copying
     assert threading.current_thread() not in copying
-
-
-@pytest.mark.known_defect(21)
-def test_a_plan_of_many_donors_takes_none_of_another_tenant(engine):
-    """Of two documents in one prompt, the one that another tenant's donor holds is computed."""
-    llm, foreign = engine(MIN_REUSE_RATIO=0), text(11, 150)
-    serve(llm, text(1, 40) + DOCUMENT, cache_salt="mine")
-    serve(llm, text(2, 30) + foreign, cache_salt="theirs")
-    prompt = text(3, 25) + foreign + text(4, 10) + DOCUMENT + text(5, 20)
-    assert serve(llm, prompt, cache_salt="mine").reused_tokens == len(DOCUMENT)
-    assert serve(llm, prompt).reused_tokens == 0
 
 
 @pytest.mark.known_defect(24)

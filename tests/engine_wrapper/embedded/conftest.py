@@ -13,7 +13,7 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
-from tests.engine_wrapper.embedded_llm import evict_prefixes
+from tests.builders.engine import evict_prefixes
 
 BLOCK = 8
 LAYERS = 3
@@ -114,13 +114,13 @@ class RecordingScheduler(KvCacheConnectorScheduler):
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.record = record_of(llm_args)
-        self.offers = {}
-        self.loads = []
+        self.offers, self.loads, self.asked = {}, [], []
 
     def wait_for_initialization(self):
         self.record.calls.append(("wait_for_initialization",))
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.asked.append(request)
         self.record.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
         prompt = request.get_tokens(0)[: request.prompt_len - 1]
         best, length = None, num_computed_tokens
@@ -152,6 +152,17 @@ class RecordingScheduler(KvCacheConnectorScheduler):
             return True
         return False
 
+    def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
+        self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
+        if request.request_id in self.offers:
+            donor, begin, _ = self.offers[request.request_id]
+            self.offers[request.request_id] = (donor, begin, begin + request.py_num_connector_matched_tokens)
+        self.update_state_after_alloc(request, block_ids_by_layer_group[0])
+
+    def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
+        self.record.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
+        return self.request_finished(request, cache_block_ids_by_layer_group[0])
+
 
 class RecordingWorker(KvCacheConnectorWorker):
     """Copies KV out of the pool at the last poll of a save, and into it before the forward or at the end of a load."""
@@ -168,6 +179,10 @@ class RecordingWorker(KvCacheConnectorWorker):
     def register_kv_caches(self, kv_cache_tensor):
         self.record.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
         self.view = pool_view(kv_cache_tensor, KvGeometry(LAYERS, 2, 16, BLOCK))
+
+    def register_kv_cache_layout(self, layout):
+        self.register_kv_caches(layout.pool)
+        self.record.calls[-1] = ("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block)
 
     def start_load_kv(self, stream):
         self.record.calls.append(("start_load_kv",))

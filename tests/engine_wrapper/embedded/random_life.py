@@ -13,8 +13,8 @@ from engine_wrapper.embedded.request import LlmRequest, SamplingParams, Schedule
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
+from tests.builders.engine import disk_tier, drain, evict_block, published_nodes, unfinished
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_block, published_nodes, unfinished
 from tests.random_models import random_model
 from tests.semblend_trt.held_donors import whole
 from validation.embedded_engine import RANDOM_WEIGHTS, open_llm

@@ -76,13 +76,6 @@ def test_what_runs(kind):
     assert [engine.step() for _ in steps] == steps
 
 
-def test_generation_has_its_rows_before_any_prompt_and_stands_behind_it():
-    engine = Engine((3, 9), (3, 9), rows=6)
-    engine.step()
-    engine.waiting.append(request(3, 20))
-    assert engine.step() == [(3, 0, 4), (1, 3, 1), (2, 3, 1)]
-
-
 def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     engine = Engine((3, 1))
     for request_id, priority in ((2, 1), (3, 1), (4, 0)):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from semblend_trt.runtime import ActivePlans
-from tests.engine_wrapper.embedded_llm import published_nodes
+from tests.builders.engine import published_nodes
 
 KEY = RootKey()
 BLOCK = 4

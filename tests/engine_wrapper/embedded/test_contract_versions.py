@@ -10,11 +10,9 @@ from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, _SchedulerBase
 from semblend_trt.errors import ConfigurationError, SemBlendError
-
-# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, answers, form, prompt
-from tests.engine_wrapper.embedded_llm import evict_prefixes, published_nodes
+from tests.builders.engine import evict_prefixes, published_nodes
+from tests.engine_wrapper.embedded import conftest, test_connector_manager
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, form, prompt
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -30,41 +28,9 @@ FORMS = [
 ]
 
 
-class GroupedScheduler(RecordingScheduler):
-    def __init__(self, llm_args):
-        super().__init__(llm_args)
-        self.asked = []
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.asked.append(request)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
-        self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
-        if request.request_id in self.offers:
-            donor, begin, _ = self.offers[request.request_id]
-            self.offers[request.request_id] = (donor, begin, begin + request.py_num_connector_matched_tokens)
-        self.update_state_after_alloc(request, block_ids_by_layer_group[0])
-
-    def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
-        self.record.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
-        return self.request_finished(request, cache_block_ids_by_layer_group[0])
-
-
-class GroupedWorker(conftest.RecordingWorker):
-    def register_kv_cache_layout(self, layout):
-        self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
-        super().register_kv_caches(layout.pool)
-        self.record.calls.pop()
-
-
 @pytest.fixture
-def make_engine(make_llm):
-    def make(contract, groups, **fields):
-        llm = make_llm("GroupedScheduler", "GroupedWorker", module=__name__, **form(contract, groups, **fields))
-        return llm, conftest.record_of(llm.llm_args)
-
-    return make
+def make_engine(make_recorded_llm):
+    return lambda contract, groups, **fields: make_recorded_llm(**form(contract, groups, **fields))
 
 
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
@@ -276,26 +242,16 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
-@pytest.mark.parametrize("is_pinned", [True, False], ids=["disaggregated", "without block reuse"])
-def test_what_a_save_pins_in_other_set_ups(make_engine, is_pinned):
-    changes = (
-        {"cache_transceiver_config": {"backend": "DEFAULT"}} if is_pinned else {"cache": {"enable_block_reuse": False}}
-    )
-    llm, _ = twins_being_saved(make_engine, "1.2", **changes)
-    if is_pinned:
-        evict_prefixes(llm)
-        assert len(llm.block_manager._tree) > 0
-    else:
-        assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    llm.settle()
+def test_a_save_pins_nothing_without_block_reuse(make_engine):
+    llm, _ = twins_being_saved(make_engine, "1.2", cache={"enable_block_reuse": False})
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    llm.settle()
 
 
 @pytest.mark.parametrize("contract", [*FIELDS, "embedded"])
 def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract):
     llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
-    donor = prompt(40)
-    conftest.teach_recorded(llm, record, donor)
+    conftest.teach_recorded(llm, record, donor := prompt(40))
     (output,) = llm.generate([donor], SIX)
     assert record.count("get_num_new_matched_tokens") == 0
     assert record.count("update_state_after_alloc") == 1
@@ -326,4 +282,4 @@ def test_a_base_without_grouped_methods_is_read_as_one_that_takes_flat_ids(make_
     for name in GROUPED_SCHEDULER_METHODS:
         monkeypatch.delattr(_SchedulerBase, name)
     with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
-        make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("1.4", ((0, 1), (2,))))
+        make_llm("Scheduler", "Worker", module=test_connector_manager.__name__, **form("1.4", ((0, 1), (2,))))

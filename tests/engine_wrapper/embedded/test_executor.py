@@ -8,12 +8,11 @@ import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded_llm import unfinished
-from tests.engine_wrapper.serving import token_ids
+from tests.builders.engine import token_ids, unfinished
+from tests.engine_wrapper.embedded import conftest
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 
 
 def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
@@ -157,20 +156,6 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
         free = llm.block_manager.num_free_blocks
         assert answers(llm.generate(prompts, SIX)) == expected
         assert (answers(llm.generate(prompts, SIX)), llm.block_manager.num_free_blocks) == (expected, free)
-
-
-def test_only_written_chunks_are_reusable(make_llm):
-    tokens = prompt(60)
-    (cold,) = make_llm().generate([tokens], SIX)
-    llm = make_llm(max_num_tokens=20)  # chunks of 16, 16, 16 and 12; the second prompt enters beside the last
-    first = llm.generate_async(tokens, SIX)
-    llm.executor.step()
-    second = llm.generate_async(tokens, SIX)
-    *_, last = first
-    *_, also = second
-    assert token_ids(last) == token_ids(also) == token_ids(cold)
-    assert len(llm.block_manager._tree) == 8  # 60 + 5 written tokens
-    assert also.cached_tokens == 48
 
 
 def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):

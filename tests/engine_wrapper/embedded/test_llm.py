@@ -12,9 +12,8 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from tests.builders.engine import token_ids, unfinished
 from tests.conftest import FAMILIES
-from tests.engine_wrapper.embedded_llm import unfinished
-from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -119,22 +118,29 @@ def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "error", "message"),
+    ("prompts", "arguments", "message"),
     [
-        ("", ConfigurationError, "prompt is empty"),
-        ([], ConfigurationError, "prompt is empty"),
-        ([[]], ConfigurationError, "prompt is empty"),
-        ([TEXT, ""], ConfigurationError, "prompt is empty"),
-        ([[1, 2, 257]], ConfigurationError, r"token id 257; the model's ids are 0\.\.256"),
-        ([[1, "a"]], ConfigurationError, "nothing mixed"),
-        ([TEXT, [1] * 1021], CapacityError, "1021 tokens with 4 new ones exceeds max_seq_len 1024"),
-        ([TEXT, [1] * 510], CapacityError, "needs 65 blocks of 8 tokens, the KV pool has 64"),
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([[]], {}, "prompt is empty"),
+        ([TEXT, ""], {}, "prompt is empty"),
+        ([[1, 2, 257]], {}, r"token id 257; the model's ids are 0\.\.256"),
+        ([[1, "a"]], {}, "nothing mixed"),
+        ([TEXT, [1] * 1021], {}, "1021 tokens with 4 new ones exceeds max_seq_len 1024"),
+        ([TEXT, [1] * 510], {}, "needs 65 blocks of 8 tokens, the KV pool has 64"),
+        ([TEXT, TEXT], {"sampling_params": [FOUR]}, "1 entries for 2 prompts"),
+        ([TEXT], {"sampling_params": {"max_tokens": 3}}, "give one SamplingParams"),
+        ([TEXT, TEXT], {"cache_salt": ["a", 5]}, "give one str"),
+        ([TEXT], {"lora_request": "red"}, "'red' is not in lora_config"),
+        ([TEXT], {"lora_request": ""}, "'' is not in lora_config"),
+        ([TEXT], {"lora_request": ["red"]}, r"\['red'\] is not in lora_config"),
+        ([TEXT], {"sampling_params": SamplingParams(2, forced_token_ids=(1, 300))}, "forced_token_ids holds 300"),
     ],
 )
-def test_a_prompt_that_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, error, message):
+def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, arguments, message):
     llm = make_llm(cache={"max_tokens": 512})
-    with pytest.raises(error, match=message):
-        llm.generate(prompts, FOUR)
+    with pytest.raises((ConfigurationError, CapacityError), match=message):
+        llm.generate(prompts, **{"sampling_params": FOUR, **arguments})
     assert (unfinished(llm.executor), len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
@@ -142,25 +148,6 @@ def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
     llm = make_llm(enable_chunked_prefill=False, max_num_tokens=16)
     with pytest.raises(CapacityError, match="exceeds the 16 rows of max_num_tokens"):
         llm.generate([[1] * 17], FOUR)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sampling_params": [FOUR]}, "1 entries for 2 prompts"),
-        ({"sampling_params": {"max_tokens": 3}}, "give one SamplingParams"),
-        ({"cache_salt": ["a", 5]}, "give one str"),
-        ({"lora_request": "red"}, "'red' is not in lora_config"),
-        ({"lora_request": ""}, "'' is not in lora_config"),
-        ({"lora_request": ["red"]}, r"\['red'\] is not in lora_config"),
-        ({"sampling_params": SamplingParams(2, forced_token_ids=(1, 300))}, "forced_token_ids holds 300"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
-    llm = make_llm()
-    with pytest.raises(ConfigurationError, match=message):
-        llm.generate([TEXT, TEXT], **arguments)
-    assert unfinished(llm.executor) == 0
 
 
 @pytest.mark.parametrize(

@@ -247,14 +247,6 @@ def test_what_was_promised_is_loaded_beside_what_is_malformed(llm, output, fault
     assert dict(runtime.faults) == faults
 
 
-@pytest.mark.parametrize("number", ["many", [1], 1j])
-def test_a_lookup_that_fails_late_holds_no_donor(llm, number):
-    engine, _ = with_donor(llm)
-    engine.ask(1001, PROMPT, 0, number, None)
-    assert engine.scheduler.reuse_of(1001).reason == "internal_error"
-    assert engine.scheduler.donor_index.catalog.stats().leases == 0
-
-
 def test_the_same_id_is_a_new_request_behind_its_end(llm):
     engine, runtime = with_donor(llm)
     for tokens, reason in ((PROMPT[::-1], "no_donor_match"), (PROMPT, "not_honoured"), (PROMPT[:9], "short_prompt")):

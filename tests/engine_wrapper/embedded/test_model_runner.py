@@ -25,23 +25,6 @@ def runner(tiny_qwen2_path):
     return runner
 
 
-def test_a_pending_plan_is_executed_once(runner, make_plan):
-    tokens, block_ids = tokens_of(40), tuple(range(5))
-    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    plan = make_plan(tokens, [(4, 24)], boundary=1)
-    plans = ActivePlans()
-    plans.put(plan)
-    runner.plan_source = plans.take
-    rows = []
-    handle = runner.model.model.layers[-1].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    slice_ = SequenceSlice(1, 24, tokens[24:], block_ids)
-    torch.testing.assert_close(runner.forward([slice_]), whole, atol=TOLERANCE, rtol=0)
-    assert len(plans) == 0
-    runner.forward([slice_])
-    handle.remove()
-    assert rows == [4 + 16, 16]
-
-
 def test_evidence_comes_after_the_forward(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
@@ -104,12 +87,6 @@ def change_config(folder, **changes):
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}), "utf-8")
 
 
-def check_refusal(folder, error, message):
-    with pytest.raises(error, match=message) as refusal:
-        ModelRunner(folder, device="cpu")
-    assert "\n" not in str(refusal.value)
-
-
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
@@ -125,24 +102,31 @@ def test_an_unsupported_architecture_is_refused(model_folder, model_type, archit
     assert refusal.value.reason == reason
 
 
-def test_damaged_or_missing_weights_are_refused(model_folder):
-    weights = model_folder / "model.safetensors"
-    weights.write_bytes(b"not weights")
-    check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
-    weights.unlink()
-    check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
+def damaged(folder):
+    (folder / "model.safetensors").write_bytes(b"not weights")
 
 
-def test_weights_that_would_be_random_are_refused(model_folder):
-    change_config(model_folder, num_hidden_layers=4, layer_types=None)
-    check_refusal(model_folder, ConfigurationError, "12 weights are missing, the first is model.layers.3")
-    change_config(model_folder, num_hidden_layers=3, vocab_size=300)
-    check_refusal(model_folder, ConfigurationError, "2 weights are of another shape, the first is lm_head.weight")
-
-
-def test_a_missing_tokenizer_is_refused(model_folder):
-    (model_folder / "tokenizer.json").unlink()
-    check_refusal(model_folder, ConfigurationError, r"tokenizer .* (has no vocabulary|cannot be read)")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damaged, "its weights cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "its weights cannot be read"),
+        (
+            lambda folder: change_config(folder, num_hidden_layers=4, layer_types=None),
+            "12 weights are missing, the first is model.layers.3",
+        ),
+        (
+            lambda folder: change_config(folder, vocab_size=300),
+            "2 weights are of another shape, the first is lm_head.weight",
+        ),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer .* (has no vocabulary|cannot be read)"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused_in_one_sentence(model_folder, change, message):
+    change(model_folder)
+    with pytest.raises(ConfigurationError, match=message) as refusal:
+        ModelRunner(model_folder, device="cpu")
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

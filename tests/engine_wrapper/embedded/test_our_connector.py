@@ -5,10 +5,10 @@ import pytest
 from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from tests.builders.engine import evict_prefixes
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
 from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS
-from tests.engine_wrapper.embedded_llm import evict_prefixes
 from tests.semblend_trt.held_donors import held_in
 
 POOLED = FORMS[:-1]  # those in which one tensor describes the pool

@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.server import RequestRefusedError, Worker, main, read_body
-from tests.engine_wrapper.embedded_llm import unfinished
+from tests.builders.engine import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig.ours()

@@ -16,9 +16,9 @@ from semblend_trt.metrics import Metrics, Series
 from semblend_trt.outcome import TOKEN_KINDS
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.save import DonorSaver
+from tests.builders.engine import evict_prefixes
 from tests.engine_wrapper.embedded import random_life as random_life_module
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
-from tests.engine_wrapper.embedded_llm import evict_prefixes
 from tests.semblend_trt.held_donors import whole
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))

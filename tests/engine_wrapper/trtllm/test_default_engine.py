@@ -9,9 +9,8 @@ import pytest
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.plan import EngineMode
 from semblend_trt.transfer.save import DonorSaver
-from tests.engine_wrapper.embedded_llm import evict_prefixes, published_nodes
-from tests.engine_wrapper.serving import text
-from tests.engine_wrapper.trtllm.v2_engine import engine_of, runner_of
+from tests.builders.engine import evict_prefixes, published_nodes, text
+from tests.engine_wrapper.trtllm.stand_ins import engine_of, runner_of
 from tests.engine_wrapper.watching import watched
 
 SIX = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)

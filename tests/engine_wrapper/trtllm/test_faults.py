@@ -19,10 +19,8 @@ from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import Runtime
 from semblend_trt.transfer import load as load_module
 from semblend_trt.transfer.load import PlanLoader
-from tests.engine_wrapper.embedded_llm import evict_prefixes
-from tests.engine_wrapper.serving import text
-from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2
-from tests.engine_wrapper.trtllm.v2_engine import engine_of, runner_of
+from tests.builders.engine import evict_prefixes, text
+from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, engine_of, runner_of
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 DOCUMENT, DONOR = text(1, 90), [*text(3, 10), *text(1, 90), *text(4, 5)]

@@ -8,7 +8,7 @@ import torch
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
 from semblend_trt.runtime import ActivePlans
-from tests.engine_wrapper.embedded_llm import published_nodes
+from tests.builders.engine import published_nodes
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 
 GEOMETRY = KvGeometry(2, 1, 8, BLOCK)
@@ -157,12 +157,6 @@ def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch):
     assert guard_refusal(v1()) == "publication_unknown"
 
 
-def test_a_method_that_another_package_has_replaced_is_not_taken_for_the_class_s():
-    manager = v1()
-    manager.update_resources = print
-    assert guard_refusal(manager) == "publication_unknown"
-
-
 def announces(self, request, pin_on_release=False):
     self.impl.announce(request)
     return self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
@@ -197,11 +191,16 @@ def test_a_manager_that_publishes_in_another_way_is_refused(name, methods, reaso
     assert (guard_refusal(manager), vars(manager)) == (reason, before)
 
 
-def test_windows_that_differ_by_layer_and_conversations_are_refused():
-    first, second = v1(), v2()
-    first.is_vswa = True
-    second.conversation_manager = object()
-    assert (guard_refusal(first), guard_refusal(second)) == ("sliding_window", "conversation_manager")
-    second._sharing = object()
-    assert guard_refusal(second) == "kv_lending"
-    assert guard_refusal(object()) == "cache_manager_unknown"
+@pytest.mark.parametrize(
+    ("build", "name", "reason"),
+    [
+        (v1, "update_resources", "publication_unknown"),  # another package has replaced it
+        (v1, "is_vswa", "sliding_window"),
+        (v2, "conversation_manager", "conversation_manager"),
+        (v2, "_sharing", "kv_lending"),
+    ],
+)
+def test_what_a_manager_itself_holds_is_refused_by_name(build, name, reason):
+    manager = build()
+    setattr(manager, name, print)
+    assert guard_refusal(manager) == reason

@@ -173,19 +173,6 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkey
 
 
 @pytest.mark.known_defect(11)
-def test_two_plans_of_one_batch_do_not_meet(bench, make_plan):
-    bench.prove()
-    slices = []
-    for length, spans, terms in ((70, SPANS, {"check": SpanCheck(0, 0.0)}), (64, [(5, 50)], {"boundary": 1})):
-        request = bench.request(len(slices) + 1, length)
-        bench.scatter(request, spans)
-        terms = {"prefix_end": 60, "shift": 1, "request_id": request.request_id, **terms}
-        slices.append(bench.slice(request, 60, make_plan(request.tokens, spans, **terms)))
-    expected = bench.ours(*slices)
-    assert_close(bench.run(*slices), expected)
-
-
-@pytest.mark.known_defect(11)
 def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench, make_plan):
     bench.prove()
     donor, request = bench.request(1, 70), bench.request(2, 70)

@@ -15,7 +15,7 @@ from torch.cuda import is_available
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import cases_of
+from tests.builders.engine import cases_of
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers

@@ -13,7 +13,7 @@ from engine_wrapper.token_schedule import SequenceWork
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
-from tests.engine_wrapper.serving import Engines, cases_of
+from tests.builders.engine import Engines, cases_of
 from tests.engine_wrapper.vllm.conftest import SHORT
 from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list

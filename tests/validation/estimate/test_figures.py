@@ -14,7 +14,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import PlanSpan
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.engine_wrapper.embedded_llm import drain
+from tests.builders.engine import drain
 from tests.semblend_trt.discovery.planning import profile
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 from validation.estimate import figures as module

@@ -1,4 +1,4 @@
-"""Seeded prompts, one document behind two instructions, and engines that serve them."""
+"""Embedded engines of tests: seeded prompts, engines that serve them, and what is done to an engine meanwhile."""
 
 import json
 import os
@@ -8,10 +8,11 @@ from unittest import mock
 import torch
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kernels.layout import KvGeometry
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
-from tests.engine_wrapper.embedded_llm import drain, geometry_of
+from validation.embedded_engine import ONE_TOKEN
 from validation.families.catalog import FamilyRequest, write_family
 from validation.prompts import form_for
 
@@ -105,6 +106,58 @@ def through_staging_memory(llm, monkeypatch, tokens):
         loader._reader = HostReader(pool.device, loader._rotation, staging(3))
         llm.connector_worker.saver._writer._staging = staging(1)
     return llm
+
+
+def geometry_of(llm):
+    """The sizes of the engine's pool."""
+    runner, block = llm.executor.model_runner, llm.llm_args.kv_cache_config.tokens_per_block
+    facts = runner.facts
+    return KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
+
+
+def disk_tier(folder, size=1 << 30):
+    """The settings of a tier on disk in a folder."""
+    return {"DISK_BYTES": str(size), "DISK_PATH": str(folder), "DISK_KEY_PATH": str(folder / "key")}
+
+
+def evict_block(llm):
+    block = llm.block_manager._tree.evict()
+    if block is not None:
+        llm.block_manager._free.append(block)
+    return block is not None
+
+
+def evict_prefixes(llm):
+    while evict_block(llm):
+        pass
+
+
+def unfinished(executor):
+    """The number of requests that wait or run."""
+    return len(executor._waiting) + sum(not request.is_finished for request in executor._active.values())
+
+
+def published_nodes(blocks):
+    """Each node of a block manager's tree with the key of its root, parents first."""
+    for key, root in blocks._tree._roots.items():
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            yield key, node
+            stack.extend(node.children.values())
+
+
+def drain(llm):
+    llm.settle()
+    for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):
+        thread.drain()
+
+
+def find_donors(llm):
+    drain(llm)
+    llm.generate([[1]], ONE_TOKEN)
+    while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
+        llm.generate([[1]], ONE_TOKEN)
 
 
 def cases_of(tokenizer, family, groups=6):
