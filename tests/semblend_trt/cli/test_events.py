@@ -9,8 +9,9 @@ import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.config import EventFormat
+from semblend_trt.fleet.connection import Emitter
+from semblend_trt.fleet.events import EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.semblend_trt.samples import NAMESPACE, text
 
 SKETCH = sketch_of(text(1, 100), sketch_key(NAMESPACE.key, None)).to_bytes()

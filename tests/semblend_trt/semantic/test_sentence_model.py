@@ -8,8 +8,7 @@ import torch
 
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedders import OnnxEmbedder, embedder_for
-from semblend_trt.semantic.sentence_model import GRAPH_FILE, export, graph_of, sentence_model
+from semblend_trt.semantic.embedders import GRAPH_FILE, OnnxEmbedder, embedder_for, export, graph_of, sentence_model
 
 MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -71,7 +70,7 @@ def test_without_a_graph_in_the_folder_one_is_made_once(exported, monkeypatch, t
         path.parent.mkdir(parents=True)
         path.write_bytes((exported / GRAPH_FILE).read_bytes())
 
-    monkeypatch.setattr("semblend_trt.semantic.sentence_model.export", copied)
+    monkeypatch.setattr("semblend_trt.semantic.embedders.export", copied)
     model = sentence_model(None, "onnx", "onnx")
     assert graph_of(model) == graph_of(model) == tmp_path / "semblend_trt" / f"{model.digest}.onnx"
     assert len(made) == 1
