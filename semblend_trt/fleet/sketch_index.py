@@ -314,12 +314,7 @@ def _forget(arrays: _Arrays, number: int) -> None:
 
 @entry
 def _search(
-    arrays: _Arrays,
-    entries: _Entries,
-    levels: npt.NDArray[np.uint8],
-    eligible: _Integers,
-    lowest: int,
-    workers: int,
+    arrays: _Arrays, entries: _Entries, levels: npt.NDArray[np.uint8], eligible: _Integers, lowest: int, workers: int
 ) -> npt.NDArray[np.float64]:
     """Do `SketchIndex.search` without the entries of a level below `lowest`."""
     table, hashing, sets, pool, _, _ = arrays

@@ -81,11 +81,7 @@ async def test_salted_tenants_stay_apart(fleet, client, some):
 
 async def test_headers_of_a_trace_reach_the_worker(fleet, client, some):
     trace = "0af7651916cd43dd8448eb211c80319c"
-    headers = {
-        "X-Request-Id": "mine",
-        "traceparent": f"00-{trace}-b7ad6b7169203331-01",
-        "Authorization": "Bearer k",
-    }
+    headers = {"X-Request-Id": "mine", "traceparent": f"00-{trace}-b7ad6b7169203331-01", "Authorization": "Bearer k"}
     answer = await fleet.ask(client, some(20), 1, headers=headers)
     seen = answer.told["seen"]["headers"]
     assert (seen["x-request-id"], seen["traceparent"].split("-")[1]) == ("mine", trace)
