@@ -201,7 +201,8 @@ class Outbox:
             if size >= GROUP_TOKENS:
                 self._sketch_group(group)
                 group, size = [], 0
-        self._sketch_group(group)
+        if group:
+            self._sketch_group(group)
 
     def _sketch_group(self, donors: list[Held]) -> None:
         """Sketch donors together; leave out and count one that fails, without effect on the others."""
