@@ -211,7 +211,7 @@ class Outbox:
         except Exception:
             if len(donors) > 1:
                 for held in donors:
-                    self._sketch_group([held])
+                    self.sketch([held])  # a donor may be among them twice
                 return
             logger.exception("a donor of %d tokens cannot be sketched and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
