@@ -32,7 +32,8 @@ from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat, load_settings
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
-from semblend_trt.fleet.connection import ConnectionOptions, Emitter
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.events import Emitter
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from validation.results import Results
 

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.connection import Emitter
 from semblend_trt.fleet.directory import Worker
-from semblend_trt.fleet.events import EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.publisher import EventCounters, Outbox
 from semblend_trt.fleet.sketch import Held

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.connection import ConnectionOptions, Emitter
+from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Held, sketch_key
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
             import msgspec  # noqa: F401 - the publisher writes with it
         except ImportError as error:
             raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
+        from semblend_trt.fleet.events import Emitter
         from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 
         emitter = Emitter(worker_id_of(settings.worker_id), 0, generation_of(os.getpid()))

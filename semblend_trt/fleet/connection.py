@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Directory, Worker
-    from semblend_trt.fleet.events import Notice
+    from semblend_trt.fleet.events import Emitter, Notice
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,6 @@ END_SECONDS = 1.0
 
 class ConnectionLostError(SemBlendError):
     """The server did not take or did not acknowledge a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Emitter:
-    """The source of one stream of events. `generation` is the same for the life of a process."""
-
-    worker_id: int
-    dp_rank: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)

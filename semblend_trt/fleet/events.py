@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -21,8 +22,6 @@ from semblend_trt.namespace import TENANT_PREFIX, CacheNamespace
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from semblend_trt.fleet.connection import Emitter
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES, MAX_NAMESPACE_BYTES, MAX_METADATA_BYTES = 65536, 16384, 32768
@@ -40,6 +39,15 @@ Blocks = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
 
 class EventError(ReasonedError, ValueError):
     """A message that is not an event of this schema; `reason` is the label in counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """The source of one stream of events. `generation` is the same for the life of a process."""
+
+    worker_id: int
+    dp_rank: int
+    generation: int
 
 
 class Notice(NamedTuple):

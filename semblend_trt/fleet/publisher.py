@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.connection import Connection, Emitter, pause
-from semblend_trt.fleet.events import KIND_NAMES, EventError, EventWriter, Notice, donor_digest
+from semblend_trt.fleet.connection import Connection, pause
+from semblend_trt.fleet.events import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest
 from semblend_trt.fleet.sketch import sketch_held
 from semblend_trt.metrics import counter, series_of
 

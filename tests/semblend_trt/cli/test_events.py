@@ -9,8 +9,7 @@ import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.connection import Emitter
-from semblend_trt.fleet.events import EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from tests.semblend_trt.samples import NAMESPACE, text
 

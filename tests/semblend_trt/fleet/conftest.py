@@ -8,9 +8,9 @@ import pytest
 
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions, Emitter
+from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.events import EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Outbox
 from semblend_trt.fleet.sketch import Held, sketch_key
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text

@@ -11,8 +11,8 @@ from semblend_trt.config import load_settings
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
-from semblend_trt.fleet.connection import Emitter, meant
-from semblend_trt.fleet.events import decode
+from semblend_trt.fleet.connection import meant
+from semblend_trt.fleet.events import Emitter, decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate

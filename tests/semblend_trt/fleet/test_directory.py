@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
-from semblend_trt.fleet.connection import Emitter
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, KnownNamespaces, Verdict
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventWriter
+from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.namespace import content_value
 from tests.semblend_trt.fleet.conftest import DOCUMENT, WORKER, Teller, donors_of, fed, feed, holding

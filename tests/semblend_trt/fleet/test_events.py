@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.connection import RESYNC_SUFFIX, Emitter
+from semblend_trt.fleet.connection import RESYNC_SUFFIX
 from semblend_trt.fleet.events import (
     KIND_NAMES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
+    Emitter,
     EventError,
     EventWriter,
     SemanticKvEvent,
