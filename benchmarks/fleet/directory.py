@@ -21,8 +21,8 @@ import numpy.typing as npt
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.namespace import CacheNamespace
 from validation.results import Results
 

@@ -24,8 +24,8 @@ from dynamo.runtime import dynamo_worker
 from benchmarks.fleet.directory import BASE_NAMESPACE
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.events import Emitter
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
-from semblend_trt.fleet.wire import Emitter
 from semblend_trt.outcome import VLLM_RECEIPT
 
 SECONDS_BELOW, DROPPED = 16, 17

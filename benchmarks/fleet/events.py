@@ -33,8 +33,8 @@ from semblend_trt.config import EventFormat, load_settings
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.events import Emitter
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher
-from semblend_trt.fleet.wire import Emitter
 from validation.results import Results
 
 START_SECONDS = 30.0

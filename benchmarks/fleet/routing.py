@@ -22,9 +22,10 @@ from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Worker
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.placement import Placement
-from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
-from semblend_trt.fleet.wire import Emitter, EventWriter
+from semblend_trt.fleet.publisher import EventCounters, Outbox
+from semblend_trt.fleet.sketch import Held
 from validation.results import Results
 
 _Tokens = npt.NDArray[np.int32]

@@ -46,7 +46,7 @@ def add_listening(action: argparse.ArgumentParser, seconds: float | None) -> Non
 
 def run(arguments: argparse.Namespace) -> int:
     """Listen and print. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.fleet.wire import EventError
+    from semblend_trt.fleet.events import EventError
 
     def show(payload: bytes, _: str | None) -> None:
         try:

@@ -40,9 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Listen and print. Raises SemBlendError when it cannot listen."""
     from semblend_trt.errors import NamespaceError
     from semblend_trt.fleet.directory import Directory
-    from semblend_trt.fleet.events import DonorRegistered, decode
+    from semblend_trt.fleet.events import DonorRegistered, EventError, decode
     from semblend_trt.fleet.status import FleetStatus
-    from semblend_trt.fleet.wire import EventError
     from semblend_trt.namespace import CacheNamespace
 
     messages: Counter[str] = Counter()

@@ -15,9 +15,7 @@ from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held
-from semblend_trt.fleet.sketch import sketch_key
-from semblend_trt.fleet.wire import Emitter
+from semblend_trt.fleet.sketch import Held, sketch_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
+    from semblend_trt.fleet.publisher import EventPublisher
     from semblend_trt.namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class DonorAnnouncer(DonorObserver):
 
 
 _lock = threading.Lock()
-# Each publisher and the number of its engines, by settings.
+# Each publisher and the number of its engines, by what it was made of.
 _publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
@@ -170,18 +169,20 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
             return None
+        try:
+            import msgspec  # noqa: F401 - the publisher writes with it
+        except ImportError as error:
+            raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
+        from semblend_trt.fleet.events import Emitter
+        from semblend_trt.fleet.publisher import EventCounters, EventPublisher
+
         emitter = Emitter(worker_id_of(settings.worker_id), 0, generation_of(os.getpid()))
-        chosen: dict[str, Any] = {
-            "form": settings.event_format,
-            "embeddings": settings.event_embeddings,
-            "heartbeat_seconds": settings.heartbeat_seconds,
-            "resync_seconds": settings.resync_seconds,
-        }
-        key = (options, emitter, *chosen.values())
+        chosen = settings.event_format, settings.event_embeddings, settings.heartbeat_seconds, settings.resync_seconds
+        key = (options, emitter, *chosen)
         with _lock:
             publisher, users = _publishers.get(key, (None, 0))
             if publisher is None:
-                publisher = EventPublisher(options, emitter, EventCounters(settings.metrics), **chosen)
+                publisher = EventPublisher(options, emitter, EventCounters(settings.metrics), *chosen)
             _publishers[key] = publisher, users + 1
         return DonorAnnouncer(publisher, lambda: _leave(key))
     except ConfigurationError as error:

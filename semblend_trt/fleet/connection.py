@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Directory, Worker
-    from semblend_trt.fleet.wire import Emitter, Notice
+    from semblend_trt.fleet.events import Emitter, Notice
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ MAX_REQUEST_BYTES = 1024
 # The field of a message beside requests for a resync: a reuse profile whose promise is broken in a `namespace`.
 BROKEN_PROFILE = "broken_profile"
 _DIGEST_DIGITS = 64
+# Options that settings have under the same name, after `nats_`.
+_OF_ONE_NAME = ("subject", "stream", "tls_ca", "tls_cert", "tls_key", "creds")
 # Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
-STREAM_SECONDS = 3600
-STREAM_BYTES = 256 << 20
-DUPLICATE_SECONDS = 120
+STREAM_SECONDS, STREAM_BYTES, DUPLICATE_SECONDS = 3600, 256 << 20, 120
 # The wait before another attempt: at first, and at most.
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
 # Seconds between two checks for missed events.
@@ -68,19 +68,14 @@ class ConnectionOptions:
     @classmethod
     def of(cls, settings: Settings) -> ConnectionOptions | None:
         """Return the options that the settings ask for; None when no events are sent."""
-        if settings.nats_url is None:
+        url, token = settings.nats_url, settings.nats_token
+        if url is None:
             return None
-        servers = (each.strip() for each in settings.nats_url.get_secret_value().split(","))
         return cls(
-            servers=tuple(filter(None, servers)),
-            subject=settings.nats_subject,
-            stream=settings.nats_stream,
-            tls_ca=settings.nats_tls_ca,
-            tls_cert=settings.nats_tls_cert,
-            tls_key=settings.nats_tls_key,
-            creds=settings.nats_creds,
-            token=None if settings.nats_token is None else settings.nats_token.get_secret_value(),
+            servers=tuple(filter(None, (each.strip() for each in url.get_secret_value().split(",")))),
+            token=None if token is None else token.get_secret_value(),
             per_worker=settings.nats_subject_per_worker,
+            **{name: getattr(settings, f"nats_{name}") for name in _OF_ONE_NAME},
         )
 
     @property
@@ -252,21 +247,13 @@ class Connection:
 
 
 async def _provide_stream(jetstream: Any, name: str, subjects: str) -> None:
-    from nats.js.api import RetentionPolicy, StreamConfig
     from nats.js.errors import NotFoundError
 
     try:
         await jetstream.stream_info(name)
     except NotFoundError:
-        config = StreamConfig(
-            name=name,
-            subjects=[subjects],
-            retention=RetentionPolicy.LIMITS,
-            max_age=STREAM_SECONDS,
-            max_bytes=STREAM_BYTES,
-            duplicate_window=DUPLICATE_SECONDS,
-        )
-        await jetstream.add_stream(config)
+        limits = {"max_age": STREAM_SECONDS, "max_bytes": STREAM_BYTES, "duplicate_window": DUPLICATE_SECONDS}
+        await jetstream.add_stream(name=name, subjects=[subjects], **limits)
 
 
 def meant(request: bytes, emitter: Emitter) -> dict[str, Any] | None:

@@ -24,14 +24,15 @@ from semblend_trt.fleet.events import (
     DonorRegistered,
     DonorRelocated,
     DonorsPurged,
+    EventError,
     ProviderGenerationReset,
     ProviderHeartbeat,
     UnknownEvent,
     decode,
+    donor_digest,
 )
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
 from semblend_trt.fleet.sketch_index import Posting, SketchIndex, warm_up
-from semblend_trt.fleet.wire import EventError, donor_digest
 from semblend_trt.namespace import (
     NO_SALT,
     SALT_PREFIX,

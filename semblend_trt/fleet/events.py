@@ -1,30 +1,61 @@
-"""Schema version 1 of donor events, as the structs that untrusted messages are read into.
+"""Donor events, schema version 1: read into structs that check untrusted messages, and written for one worker.
 
-Readers ignore unknown fields and read a message of an unknown kind as `UnknownEvent`, so that fields and kinds can be
-added. `wire.py` writes messages; docs/events.md explains the events."""
+Messages are JSON, or MessagePack where the settings say so; the first byte tells them apart. Readers ignore unknown
+fields and read a message of an unknown kind as `UnknownEvent`, so that fields and kinds can be added. docs/events.md
+explains the events."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+import base64
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from semblend_trt.fleet.wire import KIND_NAMES, MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventError
-from semblend_trt.namespace import TENANT_PREFIX
+from semblend_trt.config import EventFormat
+from semblend_trt.errors import ReasonedError
+from semblend_trt.namespace import TENANT_PREFIX, CacheNamespace
 
-MAX_METADATA_BYTES = 32768
-MAX_EMBEDDING_TEXT = 32768
-MAX_ID = 256
-MAX_SEGMENTS = 1024
-MAX_BLOCKS = 16384
-MAX_TOKENS = 1 << 28
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SCHEMA_VERSION = 1
+MAX_MESSAGE_BYTES, MAX_NAMESPACE_BYTES, MAX_METADATA_BYTES = 65536, 16384, 32768
+MAX_EMBEDDING, MAX_EMBEDDING_TEXT = 4096, 32768
+MAX_ID, MAX_SEGMENTS, MAX_BLOCKS, MAX_TOKENS = 256, 1024, 16384, 1 << 28
+# Each byte as a padded number and a comma (JSON ignores blanks): one look-up is several times as fast as json.dumps.
+_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 # MessagePack has no integer above 2**64 - 1.
 Count = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 Blocks = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
+
+
+class EventError(ReasonedError, ValueError):
+    """A message that is not an event of this schema; `reason` is the label in counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """The source of one stream of events. `generation` is the same for the life of a process."""
+
+    worker_id: int
+    dp_rank: int
+    generation: int
+
+
+class Notice(NamedTuple):
+    """One message ready to be sent."""
+
+    kind: str
+    event_id: int
+    payload: bytes
 
 
 class Metadata(bytes):
@@ -62,10 +93,10 @@ class SharedLocation(_Kind, frozen=True, gc=False, tag="shared"):
 Location: TypeAlias = WorkerLocation | SharedLocation
 
 
-class Segment(_Part, frozen=True, gc=False):
+class Segment(_Part, frozen=True, gc=False, omit_defaults=True):
     """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
-    `digest`: see `wire.token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
+    `digest`: see `token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
     float32, present only where the worker's settings ask for it."""
 
     segment_id: Count
@@ -82,7 +113,7 @@ class ProviderGenerationReset(_Kind, frozen=True, gc=False, tag="provider_genera
     generation: Count
 
 
-class DonorRegistered(_Kind, frozen=True, gc=False, tag="donor_registered"):
+class DonorRegistered(_Kind, frozen=True, gc=False, kw_only=True, tag="donor_registered"):
     """The worker holds a donor. An earlier registration of the same donor id is replaced."""
 
     donor_id: ShortText
@@ -90,8 +121,8 @@ class DonorRegistered(_Kind, frozen=True, gc=False, tag="donor_registered"):
     location: Location
     token_count: Tokens
     segments: Annotated[list[Segment], Meta(min_length=1, max_length=MAX_SEGMENTS)]
-    provider_generation: Count
     block_ids: Blocks = []
+    provider_generation: Count
 
     @property
     def tenant_key(self) -> str:
@@ -101,7 +132,7 @@ class DonorRegistered(_Kind, frozen=True, gc=False, tag="donor_registered"):
         return key if isinstance(key, str) else TENANT_PREFIX + "none"
 
 
-class DonorEvicted(_Kind, frozen=True, gc=False, tag="donor_evicted"):
+class DonorEvicted(_Kind, frozen=True, gc=False, omit_defaults=True, tag="donor_evicted"):
     """The worker no longer holds the donor, or only the named `segments` of it are gone."""
 
     donor_id: ShortText
@@ -128,12 +159,12 @@ class ProviderHeartbeat(_Kind, frozen=True, gc=False, tag="provider_heartbeat"):
     """The worker is alive, and sends the next heartbeat within `interval_seconds`.
 
     A reader that received all events knows `donor_count` donors; `state_digest` is the XOR of their
-    `wire.donor_digest`."""
+    `donor_digest`."""
 
-    provider_generation: Count
     interval_seconds: Annotated[float, Meta(gt=0, le=86400)]
     donor_count: Count
     state_digest: Count
+    provider_generation: Count
 
 
 class _Message(_Part, frozen=True, gc=False, kw_only=True):
@@ -143,10 +174,16 @@ class _Message(_Part, frozen=True, gc=False, kw_only=True):
     dp_rank: Count = 0
 
 
+Data: TypeAlias = (
+    ProviderGenerationReset | DonorRegistered | DonorEvicted | DonorsPurged | DonorRelocated | ProviderHeartbeat
+)
+KIND_NAMES = tuple(str(each.__struct_config__.tag) for each in get_args(Data))
+
+
 class SemanticKvEvent(_Message, frozen=True, gc=False, kw_only=True):
     """One message. `event_id` starts at 1 in each generation of (`worker_id`, `dp_rank`) and rises by one."""
 
-    data: ProviderGenerationReset | DonorRegistered | DonorEvicted | DonorsPurged | DonorRelocated | ProviderHeartbeat
+    data: Data
 
     @property
     def generation(self) -> int:
@@ -227,3 +264,87 @@ def _read_unknown(message: Any, fault: str) -> UnknownEvent:
     except msgspec.ValidationError as error:
         fault = str(error)
     raise EventError("invalid", fault[:400])
+
+
+def donor_digest(donor_id: str, tier: str) -> int:
+    """Return BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, read as a little-endian number.
+    The XOR over a worker's donors is the `state_digest` of its heartbeats."""
+    text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class EventWriter:
+    """Writes one emitter's messages and numbers them from 1."""
+
+    def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
+        self.emitter, self.last_id, self._embeddings = emitter, 0, embeddings
+        self._is_json = form is EventFormat.JSON
+        self._encode = (msgspec.json.Encoder() if self._is_json else msgspec.msgpack.Encoder()).encode
+        # Donors share namespaces.
+        self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
+
+    def reset(self) -> bytes:
+        """Write provider_generation_reset."""
+        return self._message(ProviderGenerationReset(self.emitter.generation))
+
+    def registered(
+        self,
+        donor_id: str,
+        namespace: CacheNamespace,
+        tier: str,
+        tokens: int,
+        digest: int,
+        sketch: bytes,
+        embedding: npt.NDArray[np.float32] | None = None,
+    ) -> bytes:
+        """Write donor_registered; `sketch` as `Sketch.to_bytes`, `embedding` float32 [dim].
+        Raise EventError (oversize) for too large a namespace or embedding; no event id is used then."""
+        metadata: Any = sketch
+        if self._is_json:
+            numbers = _BYTES_IN_JSON.take(np.frombuffer(sketch, dtype=np.uint8)).tobytes()
+            metadata = msgspec.Raw(b"[" + numbers[:-1] + b"]")
+        vector = None
+        if self._embeddings and embedding is not None:
+            if embedding.ndim != 1 or len(embedding) > MAX_EMBEDDING:
+                shape = list(embedding.shape)
+                raise EventError("oversize", f"an embedding of shape {shape}; at most [{MAX_EMBEDDING}] is sent")
+            vector = base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")
+        data = DonorRegistered(
+            donor_id=donor_id,
+            namespace=self._namespace(namespace),
+            location=self._location(tier),
+            token_count=tokens,
+            segments=[Segment(0, (0, tokens), digest, [], metadata, vector)],
+            provider_generation=self.emitter.generation,
+        )
+        return self._message(data)
+
+    def evicted(self, donor_id: str) -> bytes:
+        """Write donor_evicted for a whole donor."""
+        return self._message(DonorEvicted(donor_id, self.emitter.generation))
+
+    def relocated(self, donor_id: str, tier: str) -> bytes:
+        """Write donor_relocated."""
+        return self._message(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
+
+    def purged(self) -> bytes:
+        """Write donors_purged for all donors of this emitter."""
+        return self._message(DonorsPurged({"kind": "all"}, self.emitter.generation))
+
+    def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
+        """Write provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
+        return self._message(ProviderHeartbeat(interval_seconds, donor_count, digest, self.emitter.generation))
+
+    def _message(self, data: Any) -> bytes:
+        self.last_id += 1
+        place = {"worker_id": self.emitter.worker_id, "dp_rank": self.emitter.dp_rank}
+        return self._encode(SemanticKvEvent(schema_version=SCHEMA_VERSION, event_id=self.last_id, **place, data=data))
+
+    def _location(self, tier: str) -> WorkerLocation:
+        return WorkerLocation(tier, self.emitter.worker_id, self.emitter.dp_rank)
+
+    def _encoded(self, namespace: CacheNamespace) -> Any:
+        text = self._encode(namespace.to_dict())
+        if len(text) > MAX_NAMESPACE_BYTES:
+            raise EventError("oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent")
+        return msgspec.Raw(text)

@@ -23,8 +23,7 @@ from litellm.integrations.custom_logger import CustomLogger
 from semblend_trt.background import OnceAMinute
 from semblend_trt.chats import PromptError
 from semblend_trt.config import load_settings
-from semblend_trt.fleet.placement import Loads
-from semblend_trt.fleet.placement_counters import counted_placement
+from semblend_trt.fleet.placement import Loads, counted_placement
 from semblend_trt.model_files import tokenizer_digest
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.policy import COLD
@@ -182,7 +181,9 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
                 logger.error("%d deployments have %s %d; give each replica its own", count, WORKER_FIELD, worker[0])
                 workers = {name: None if each == worker else each for name, each in workers.items()}
         left = {name: worker for name, worker in workers.items() if name not in request.tried} or workers
-        await self._start()
+        if not self._is_started:
+            self._is_started = True
+            await _detached(self._placement.start())
         token_ids, digest = await self._token_ids(request, deployments)
         now = time.monotonic()
         while self._open and self._open[0][0] < now:
@@ -222,11 +223,6 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         if size > MAX_CHARACTERS:
             return None, tokenizer.digest
         return await tokenizer.threads.read(size, request.tokens), tokenizer.digest
-
-    async def _start(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            await _detached(self._placement.start())
 
     def _salt_of(self, key: Any) -> str | None:
         """Return the salt of a key's tenant: its team, or the key itself. Under the secret no client can compute it."""

@@ -14,27 +14,24 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
-from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import Connection, pause
-from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest, token_digest
+from semblend_trt.fleet.events import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest
+from semblend_trt.fleet.sketch import sketch_held
 from semblend_trt.metrics import counter, series_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy as np
     import numpy.typing as npt
     from prometheus_client import CollectorRegistry
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.fleet.sketch import Held
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
@@ -83,29 +80,9 @@ class EventCounters:
 @functools.lru_cache(maxsize=8)
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
     """Return the series in a registry, made once for all publishers; empty where they cannot be made."""
-    named = _SERIES.items()
     return series_of(
-        lambda place: {what: counter(place, *own, known=n) for what, (*own, n) in named}, registry, "events"
+        lambda to: {what: counter(to, *own, known=known) for what, (*own, known) in _SERIES.items()}, registry, "events"
     )
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """A donor as the serving path left it.
-
-    `tokens` are int32 [n], and None once the donor is sketched. The donor is published only after a request names its
-    `namespace`. `salted_key` is the sketch key of a request with a salt, else empty. `embedding` is float32 [dim]. An
-    `is_unfit` donor cannot be announced."""
-
-    namespace: CacheNamespace | None
-    salted_key: bytes
-    tier: str
-    count: int
-    tokens: npt.NDArray[np.int32] | None
-    embedding: npt.NDArray[np.float32] | None = None
-    digest: int = 0
-    sketch: bytes = b""
-    is_unfit: bool = False
 
 
 class _Announced(NamedTuple):
@@ -230,49 +207,25 @@ class Outbox:
     def _sketch_group(self, donors: list[Held]) -> None:
         """Sketch donors together; leave out and count one that fails, without effect on the others."""
         try:
-            _sketch_together(donors)
+            sketch_held(donors)
         except Exception:
             if len(donors) > 1:
                 for held in donors:
-                    self.sketch([held])
+                    self.sketch([held])  # a donor may be among them twice
                 return
             logger.exception("a donor of %d tokens cannot be sketched and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
             self._counters.count("dropped", "internal_error")
 
 
-def _sketch_together(donors: list[Held]) -> None:
-    texts, keys = [], []
-    for held in donors:
-        assert held.tokens is not None
-        assert held.namespace is not None
-        is_ready = held.tokens.dtype == np.int32 and held.tokens.flags.c_contiguous
-        texts.append((held.tokens if is_ready else as_token_array(held.tokens)).data)
-        keys.append(held.salted_key or _open_key(held.namespace.key))
-    tokens = np.frombuffer(bytearray().join(texts), dtype=np.int32)
-    ends, start = np.cumsum([len(text) for text in texts]), 0
-    wide = tokens.astype("<i8")
-    for held, sketch, end in zip(donors, sketches_of(tokens, ends, keys), ends.tolist(), strict=True):
-        held.sketch, held.digest, held.tokens = sketch, token_digest(wide[start:end], held.salted_key), None
-        start = end
-
-
-@functools.lru_cache(maxsize=64)
-def _open_key(namespace_key: str) -> bytes:
-    """Return the sketch key without a salt. Keys with a salt are secrets and are not cached."""
-    return sketch_key(namespace_key, None)
-
-
 class EventPublisher:
-    """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises.
-    Raises ConfigurationError without the extra nats."""
+    """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises."""
 
     def __init__(
         self,
         options: ConnectionOptions,
         emitter: Emitter,
         counters: EventCounters,
-        *,
         form: EventFormat = EventFormat.JSON,
         embeddings: bool = False,
         heartbeat_seconds: float = 10.0,

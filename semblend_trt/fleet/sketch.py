@@ -7,6 +7,7 @@ computed."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.discovery.fingerprint import TokenArray
-
+    from semblend_trt.namespace import CacheNamespace
 
 _Hashes = npt.NDArray[np.uint64]
 
@@ -144,6 +145,13 @@ def sketch_key(namespace_key: str, salt: str | None) -> bytes:
     return hashlib.blake2b(message, digest_size=KEY_BYTES, person=b"semblend-sketch1").digest()
 
 
+def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
+    """Return BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
+    `key` is the sketch key of requests with a salt, so that no other tenant can test a guess; else empty."""
+    wide = tokens.astype("<i8", copy=False)
+    return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
+
+
 def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
     """Sketch `tokens` (integers [n]) under `key`, at the lowest level that leaves at most `max_entries` entries.
     Texts below GUARANTEED_RUN tokens have no entries. Raise ValueError for bad tokens, key or `max_entries`."""
@@ -164,6 +172,50 @@ def sketches_of(
     halves = np.repeat(np.array([_halves(key) for key in keys], dtype=np.uint64), counts, axis=0)
     values = keyed(anchors.hashes, halves[:, 0], halves[:, 1])
     return [Sketch.of(each, max_entries).to_bytes() for each in np.split(values, stops[:-1])]
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A donor as the serving path left it.
+
+    `tokens` are int32 [n], and None once the donor is sketched. The donor is published only after a request names its
+    `namespace`. `salted_key` is the sketch key of a request with a salt, else empty. `embedding` is float32 [dim]. An
+    `is_unfit` donor cannot be announced."""
+
+    namespace: CacheNamespace | None
+    salted_key: bytes
+    tier: str
+    count: int
+    tokens: npt.NDArray[np.int32] | None
+    embedding: npt.NDArray[np.float32] | None = None
+    digest: int = 0
+    sketch: bytes = b""
+    is_unfit: bool = False
+
+
+def sketch_held(donors: list[Held]) -> None:
+    """Write sketch and digest of donors with tokens and a namespace, and drop the tokens. Raise ValueError for tokens
+    that are no ids."""
+    texts, keys = [], []
+    for held in donors:
+        tokens, namespace = held.tokens, held.namespace
+        assert tokens is not None
+        assert namespace is not None
+        is_ready = tokens.dtype == np.int32 and tokens.flags.c_contiguous
+        texts.append((tokens if is_ready else as_token_array(tokens)).data)
+        keys.append(held.salted_key or _open_key(namespace.key))
+    together = np.frombuffer(bytearray().join(texts), dtype=np.int32)
+    ends, start = np.cumsum([len(text) for text in texts]), 0
+    wide = together.astype("<i8")
+    for held, sketch, end in zip(donors, sketches_of(together, ends, keys), ends.tolist(), strict=True):
+        held.sketch, held.digest, held.tokens = sketch, token_digest(wide[start:end], held.salted_key), None
+        start = end
+
+
+@functools.lru_cache(maxsize=64)
+def _open_key(namespace_key: str) -> bytes:
+    """Return the sketch key without a salt. Keys with a salt are secrets and are not cached."""
+    return sketch_key(namespace_key, None)
 
 
 def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:

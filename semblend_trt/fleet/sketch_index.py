@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,6 +51,17 @@ class Posting(msgspec.Struct, gc=False):
     entries: _Entries
 
 
+class _Arrays(NamedTuple):
+    """What compiled code works on; `hashing` is a factor and a shift."""
+
+    table: _Unsigned
+    hashing: _Unsigned
+    sets: _Integers
+    pool: _Integers
+    buckets: _Integers
+    state: _Integers
+
+
 class SketchIndex:
     """The sketches of one namespace, whose workers the caller numbers. Not thread safe.
 
@@ -62,9 +73,9 @@ class SketchIndex:
     def __init__(self) -> None:
         # Odd and secret, so that a forger cannot choose entries that collide.
         self._factor = secrets.randbits(64) | 1
-        self._state = np.zeros(_FIELDS, dtype=np.int64)
-        self._table = np.zeros(0, dtype=np.uint64)
-        self._sets, self._pool = np.zeros((_FEWEST_SETS, _COLUMNS), dtype=np.int64), np.zeros(0, dtype=np.int64)
+        none, sets = np.zeros(0, dtype=np.int64), np.zeros((_FEWEST_SETS, _COLUMNS), dtype=np.int64)
+        unsigned = none.view(np.uint64)
+        self._arrays = _Arrays(unsigned, unsigned, sets, none, none, np.zeros(_FIELDS, dtype=np.int64))
         self._grow_table(0)
         self._grow_sets(0, 0)
         self._donors_of_level: Counter[int] = Counter()
@@ -87,14 +98,11 @@ class SketchIndex:
         """Return the share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
         # A sketch has no entries below its level.
         lowest = min((level for level, donors in self._donors_of_level.items() if donors), default=0)
-        question = prompt.entries, prompt.levels, prompt.eligible, lowest
-        return _search(self._table, self._hashing, self._sets, self._pool, *question, workers)
+        return _search(self._arrays, prompt.entries, prompt.levels, prompt.eligible, lowest, workers)
 
     def _change(self, posting: Posting, step: int) -> None:
         holder, entries = posting.worker << _WORKER_SHIFT | posting.level << _LEVEL_SHIFT, posting.entries
-        while lacking := _change(
-            self._table, self._hashing, self._sets, self._pool, self._buckets, self._state, entries, holder, step
-        ):
+        while lacking := _change(self._arrays, entries, holder, step):
             if lacking < 0:
                 self._grow_table(len(entries))
             else:
@@ -102,21 +110,22 @@ class SketchIndex:
 
     def _grow_table(self, entries: int) -> None:
         size = _FEWEST_SLOTS
-        while size < 2 * (self._state[_TAKEN] + entries):
+        while size < 2 * (self._arrays.state[_TAKEN] + entries):
             size *= 2
-        before, self._table = self._table, np.zeros(size, dtype=np.uint64)
-        self._hashing = np.array([self._factor, 65 - size.bit_length()], dtype=np.uint64)
-        _rehash(before, self._table, self._hashing)
+        before, hashing = self._arrays.table, np.array([self._factor, 65 - size.bit_length()], dtype=np.uint64)
+        self._arrays = self._arrays._replace(table=np.zeros(size, dtype=np.uint64), hashing=hashing)
+        _rehash(before, self._arrays)
 
-    def _grow_sets(self, sets: int, holders: int) -> None:
-        rows = len(self._sets)
-        while rows - len(self._sets) + self._state[_LEFT] < sets:
+    def _grow_sets(self, entries: int, holders: int) -> None:
+        before = self._arrays
+        rows = len(before.sets)
+        while rows - len(before.sets) + before.state[_LEFT] < entries:
             rows *= 2
-        self._sets = np.concatenate([self._sets, np.zeros((rows - len(self._sets), _COLUMNS), dtype=np.int64)])
-        self._buckets = np.zeros(rows, dtype=np.int64)
-        used = int(self._sets[self._sets[:, _USES] > 0, _LENGTH].sum())
-        before, self._pool = self._pool, np.zeros(2 * (used + holders), dtype=np.int64)
-        _repack(before, self._pool, self._sets, self._buckets, self._state)
+        sets = np.concatenate([before.sets, np.zeros((rows - len(before.sets), _COLUMNS), dtype=np.int64)])
+        used = int(sets[sets[:, _USES] > 0, _LENGTH].sum())
+        pool, buckets = np.zeros(2 * (used + holders), dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        self._arrays = before._replace(sets=sets, pool=pool, buckets=buckets)
+        _repack(before.pool, self._arrays)
 
 
 @functools.cache
@@ -129,7 +138,7 @@ def warm_up() -> None:
 
 @inner
 def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint64:
-    """Return the slot of an entry, or the free slot for it, by linear probing. `hashing` is a factor and a shift."""
+    """Return the slot of an entry, or the free slot for it, by linear probing."""
     at, mask = value * hashing[0] >> hashing[1], np.uint64(len(table) - 1)
     while table[at] != _FREE and table[at] >> _ENTRY_SHIFT != value:
         at = at + _ONE & mask
@@ -150,16 +159,17 @@ def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
 
 
 @entry
-def _rehash(before: _Unsigned, table: _Unsigned, hashing: _Unsigned) -> None:
+def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
     """Enter all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
     for slot in before:
         if slot != _FREE:
-            table[_slot_of(table, hashing, slot >> _ENTRY_SHIFT)] = slot
+            arrays.table[_slot_of(arrays.table, arrays.hashing, slot >> _ENTRY_SHIFT)] = slot
 
 
 @entry
-def _repack(before: _Integers, pool: _Integers, sets: _Integers, buckets: _Integers, state: _Integers) -> None:
+def _repack(before: _Integers, arrays: _Arrays) -> None:
     """Copy the holders of the used sets to another pool, and list the sets again."""
+    _, _, sets, pool, buckets, state = arrays
     state[_END] = state[_UNUSED] = state[_LEFT] = 0
     for number in range(len(sets) - 1, _EMPTY, -1):
         row = sets[number]
@@ -176,36 +186,27 @@ def _repack(before: _Integers, pool: _Integers, sets: _Integers, buckets: _Integ
 
 
 @entry
-def _change(
-    table: _Unsigned,
-    hashing: _Unsigned,
-    sets: _Integers,
-    pool: _Integers,
-    buckets: _Integers,
-    state: _Integers,
-    entries: _Entries,
-    holder: int,
-    step: int,
-) -> int:
+def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
     Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
+    table, hashing, sets, pool, _, state = arrays
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
-    taken, count, room = _find(table, hashing, sets, state, entries, slots, left)
+    taken, count, room = _find(arrays, entries, slots, left)
     if state[_END] + room > len(pool) or state[_LEFT] < count:
         for number in left[:count]:
             sets[number, _LEAVING] = 0
         return room
     for number in left[:count]:
-        successor = _successor(hashing, sets, pool, buckets, state, number, holder, step)
+        successor = _successor(arrays, number, holder, step)
         sets[number, _SUCCESSOR] = successor
         sets[successor, _USES] += sets[number, _LEAVING]
     for number in left[:count]:
         sets[number, _USES] -= sets[number, _LEAVING]
         sets[number, _LEAVING] = 0
         if not sets[number, _USES] and number != _EMPTY:
-            _forget(sets, buckets, state, number)
+            _forget(arrays, number)
     gone = 0
     for slot in slots[:taken]:
         value = table[slot] >> _ENTRY_SHIFT
@@ -221,17 +222,10 @@ def _change(
 
 
 @inner
-def _find(
-    table: _Unsigned,
-    hashing: _Unsigned,
-    sets: _Integers,
-    state: _Integers,
-    entries: _Entries,
-    slots: _Unsigned,
-    left: _Integers,
-) -> tuple[int, int, int]:
+def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
     """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
     Return the numbers of slots and sets, and the holders of all those sets with one more each."""
+    table, hashing, sets, _, _, state = arrays
     taken = count = room = 0
     for each in range(len(entries)):
         if each and entries[each] == entries[each - 1]:
@@ -252,17 +246,9 @@ def _find(
 
 
 @inner
-def _successor(
-    hashing: _Unsigned,
-    sets: _Integers,
-    pool: _Integers,
-    buckets: _Integers,
-    state: _Integers,
-    number: int,
-    holder: int,
-    step: int,
-) -> int:
+def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     """Return the set that has `step` more donors of `holder` than set `number`; make it where it is missing."""
+    _, hashing, sets, pool, buckets, state = arrays
     at, stop = sets[number, _START], sets[number, _START] + sets[number, _LENGTH]
     begin = end = state[_END]
     while at < stop and pool[at] < holder:
@@ -311,8 +297,9 @@ def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin:
 
 
 @inner
-def _forget(sets: _Integers, buckets: _Integers, state: _Integers, number: int) -> None:
+def _forget(arrays: _Arrays, number: int) -> None:
     """Move a set from its bucket to the unused sets."""
+    _, _, sets, _, buckets, state = arrays
     bucket = sets[number, _HASH] & (len(buckets) - 1)
     before = buckets[bucket]
     if before == number:
@@ -327,17 +314,10 @@ def _forget(sets: _Integers, buckets: _Integers, state: _Integers, number: int) 
 
 @entry
 def _search(
-    table: _Unsigned,
-    hashing: _Unsigned,
-    sets: _Integers,
-    pool: _Integers,
-    entries: _Entries,
-    levels: npt.NDArray[np.uint8],
-    eligible: _Integers,
-    lowest: int,
-    workers: int,
+    arrays: _Arrays, entries: _Entries, levels: npt.NDArray[np.uint8], eligible: _Integers, lowest: int, workers: int
 ) -> npt.NDArray[np.float64]:
     """Do `SketchIndex.search` without the entries of a level below `lowest`."""
+    table, hashing, sets, pool, _, _ = arrays
     # The set and the level of each held entry, as set << 6 | level.
     found, count = np.empty(len(entries), dtype=np.int64), 0
     for each in range(len(entries)):

@@ -12,7 +12,7 @@ from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, is_content, is_u
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from semblend_trt.fleet.directory import Directory, FollowedWorker, Worker
+    from semblend_trt.fleet.directory import Directory, Worker
     from semblend_trt.namespace import CacheNamespace
 
 # Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing.
@@ -37,22 +37,6 @@ class WorkerStatus:
     heartbeats_compared: int
     silent_seconds: float
 
-    @classmethod
-    def of(cls, name: str, followed: FollowedWorker, now: float) -> WorkerStatus:
-        donors, tokens = list(followed.donors.values()), Counter[str]()
-        for donor in donors:
-            tokens[donor.tier] += donor.tokens
-        return cls(
-            name,
-            followed.generation,
-            len(donors),
-            dict(tokens),
-            len({donor.tenant_key for donor in donors}),
-            dict(followed.events),
-            followed.compared,
-            round(now - followed.seen_at, 3),
-        )
-
 
 @dataclass(slots=True)
 class FleetStatus:
@@ -69,8 +53,13 @@ class FleetStatus:
         status, found = cls([]), defaultdict[str, list[str]](list)
         twice, now = directory.twice(), directory.now()
         for worker, followed in directory.workers().items():
-            name, silent = worker_name(worker), now - followed.seen_at
-            status.workers.append(WorkerStatus.of(name, followed, now))
+            name, silent, tokens = worker_name(worker), now - followed.seen_at, Counter[str]()
+            donors = list(followed.donors.values())
+            for donor in donors:
+                tokens[donor.tier] += donor.tokens
+            tenants, heard = len({donor.tenant_key for donor in donors}), (dict(followed.events), followed.compared)
+            known = (name, followed.generation, len(donors), dict(tokens), tenants, *heard, round(silent, 3))
+            status.workers.append(WorkerStatus(*known))
             if worker in twice:
                 found["id_twice"].append(f"two live processes say that they are worker {name}; give each its own id")
             if silent > _OLD * followed.interval:

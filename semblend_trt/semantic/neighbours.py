@@ -184,9 +184,7 @@ class Neighbours(DonorObserver):
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _open(
-        self,
-        open_embedder: Callable[[], Embedder],
-        open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
+        self, open_embedder: Callable[[], Embedder], open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]]
     ) -> None:
         try:
             self._index = SemanticIndex()

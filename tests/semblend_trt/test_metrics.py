@@ -38,7 +38,7 @@ if fault == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 from semblend_trt.fleet.publisher import EventCounters
-from semblend_trt.fleet.placement_counters import PlacementCounters
+from semblend_trt.fleet.placement import PlacementCounters
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, ReuseReport
 

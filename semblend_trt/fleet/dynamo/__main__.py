@@ -25,7 +25,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.dynamo.relay import Relay
 from semblend_trt.fleet.dynamo.workers import PROBLEMS, RESULTS, EngineWorkers, ModelCard, counter
-from semblend_trt.fleet.placement_counters import counted_placement
+from semblend_trt.fleet.placement import counted_placement
 from semblend_trt.model_files import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -42,12 +42,6 @@ _CARD_SECONDS = 0.1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM. Return 0, or 2 where it cannot run."""
-    arguments = _parser().parse_args(argv)
-    logging.getLogger("semblend_trt").setLevel(logging.INFO)
-    return ended(PROGRAM, lambda: uvloop.run(dynamo_worker()(_serve)(arguments)) or 0)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__)
     parser.add_argument("--model-name", required=True, metavar="NAME", help="the model that clients name")
     parser.add_argument("--workers", required=True, type=_endpoint, metavar="A.B.C", help="the workers' endpoint")
@@ -55,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", type=_endpoint, default="public.semblend.generate", metavar="A.B.C", help=own)
     folder = "model whose tokenizer the frontend takes (default: that of the first worker's card)"
     parser.add_argument("--model-path", metavar="FOLDER", help=folder)
-    return parser
+    arguments = parser.parse_args(argv)
+    logging.getLogger("semblend_trt").setLevel(logging.INFO)
+    return ended(PROGRAM, lambda: uvloop.run(dynamo_worker()(_serve)(arguments)) or 0)
 
 
 def _endpoint(text: str) -> str:

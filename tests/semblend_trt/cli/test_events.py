@@ -9,8 +9,8 @@ import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.config import EventFormat
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.semblend_trt.samples import NAMESPACE, text
 
 SKETCH = sketch_of(text(1, 100), sketch_key(NAMESPACE.key, None)).to_bytes()
@@ -58,7 +58,7 @@ def test_tail_prints_a_line_an_event(listen):
     assert status == 0
     starts = (
         "3.0 #1 provider_generation_reset generation=7",
-        "3.0 #2 provider_heartbeat provider_generation=7 interval_seconds=10.0 donor_count=0",
+        "3.0 #2 provider_heartbeat interval_seconds=10.0 donor_count=0 state_digest=0 provider_generation=7",
         "3.0 #3 donors_purged",
         "not an event (7 bytes): malformed",
     )

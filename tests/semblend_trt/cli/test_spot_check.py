@@ -132,10 +132,3 @@ def test_answers_of_a_real_engine(tiny_qwen2_path, tmp_path, monkeypatch, capsys
     worker.close()
     report = json.loads(capsys.readouterr().out)
     assert report["cold_runs"].get("equal", 0) + report["without_reuse"] == 3
-
-
-@pytest.mark.parametrize("share", ["0", "2", "much"])
-def test_a_share_is_a_share(share, capsys):
-    with pytest.raises(SystemExit):
-        main(["spot-check", "--url", "http://127.0.0.1:1", "--share", share, "file"])
-    assert "is no share" in capsys.readouterr().err

@@ -10,10 +10,12 @@ from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, Outbox
-from semblend_trt.fleet.sketch import sketch_key
-from semblend_trt.fleet.wire import Emitter, EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Outbox
+from semblend_trt.fleet.sketch import Held, sketch_key
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
+
+WORKER, DOCUMENT = (3, 0), text(1, 1000)
 
 
 def donors_of(directory, worker):
@@ -66,6 +68,25 @@ class Teller:
         self._outbox.absorb(1 << 20)
         payloads = [notice.payload for notice in self._outbox.take(1 << 20)]
         return [*payloads, self._outbox.heartbeat(10.0).payload] if heartbeat else payloads
+
+
+def holding(*donors, worker=WORKER, **more):
+    """A worker with these donors, `(id, tokens, salt ...)`, or with the document."""
+    teller = Teller(worker, **more)
+    for donor in donors or [("a", DOCUMENT)]:
+        teller.add(*donor)
+    return teller
+
+
+def feed(directory, payloads):
+    return [directory.observe(payload) for payload in payloads]
+
+
+def fed(directory, *donors, heartbeat=False, **more):
+    """A worker of which the directory has heard."""
+    teller = holding(*donors, **more)
+    feed(directory, teller.messages(heartbeat))
+    return teller
 
 
 def outbox(worker=(3, 0), generation=7):

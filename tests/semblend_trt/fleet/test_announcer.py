@@ -12,9 +12,8 @@ from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
 from semblend_trt.fleet.connection import meant
-from semblend_trt.fleet.events import decode
+from semblend_trt.fleet.events import Emitter, decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
-from semblend_trt.fleet.wire import Emitter
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate
 from tests.semblend_trt.fleet.conftest import donors_of, overlap
@@ -44,7 +43,7 @@ def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch):
     before = threading.active_count()
     for settings in (load_settings(), load_settings(nats_url="nats://127.0.0.1:1", enabled=False)):
         assert announcer_for(settings) is None
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end
 
 
 def test_engines_of_a_process_share_one_publisher(nats_server):

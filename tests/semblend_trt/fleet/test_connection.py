@@ -14,7 +14,7 @@ from semblend_trt.config import EventFormat, load_settings
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.wire import Emitter, EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
 from tests.pages import Page
 from tests.semblend_trt.fleet.conftest import donors_of
 

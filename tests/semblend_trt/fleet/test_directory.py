@@ -13,15 +13,14 @@ from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, KnownNamespaces, Verdict
+from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from semblend_trt.namespace import content_value
-from tests.semblend_trt.fleet.conftest import Teller, donors_of
+from tests.semblend_trt.fleet.conftest import DOCUMENT, WORKER, Teller, donors_of, fed, feed, holding
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
-WORKER, OTHER = (3, 0), (4, 1)
+OTHER = (4, 1)
 NOW_S = 1_000_000.0
-DOCUMENT = text(1, 1000)
 FOUND = (Holder(WORKER, 1000),)
 
 
@@ -30,10 +29,6 @@ def _now():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
         yield
-
-
-def feed(directory, payloads):
-    return [directory.observe(payload) for payload in payloads]
 
 
 def changed(payload, **data):
@@ -47,21 +42,6 @@ def changed(payload, **data):
 def with_sketch(registered, sketch):
     segment = json.loads(registered)["data"]["segments"][0]
     return changed(registered, segments=[segment | {"provider_metadata": list(sketch)}])
-
-
-def holding(*donors, worker=WORKER, **more):
-    """A worker with these donors, `(id, tokens, salt ...)`, or with the document."""
-    teller = Teller(worker, **more)
-    for donor in donors or [("a", DOCUMENT)]:
-        teller.add(*donor)
-    return teller
-
-
-def fed(directory, *donors, heartbeat=False, **more):
-    """A worker of which the directory has heard."""
-    teller = holding(*donors, **more)
-    feed(directory, teller.messages(heartbeat))
-    return teller
 
 
 def said(*deeds, generation=7):

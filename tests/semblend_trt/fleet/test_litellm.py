@@ -41,18 +41,9 @@ class Worker(ServerProcess):
     """The embedded engine's server, at a free port by default."""
 
     def __init__(self, model, number, nats_url, port="0"):
-        arguments = (
-            "-m",
-            "engine_wrapper.embedded.server",
-            "--model",
-            str(model),
-            "--dtype",
-            "float32",
-            "--port",
-            port,
-        )
+        arguments = f"-m engine_wrapper.embedded.server --dtype float32 --port {port} --model".split()
         fleet = {"SEMBLEND_WORKER_ID": str(number), "SEMBLEND_NATS_URL": nats_url, "SEMBLEND_HEARTBEAT_SECONDS": "0.5"}
-        super().__init__(*arguments, SEMBLEND_POLICY="position_fix", **fleet)
+        super().__init__(*arguments, str(model), SEMBLEND_POLICY="position_fix", **fleet)
 
 
 class Fleet:

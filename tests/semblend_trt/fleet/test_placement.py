@@ -14,22 +14,12 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Loads, Placement, Score
 from semblend_trt.namespace import content_value
 from semblend_trt.prompts import ReadingThreads
-from tests.semblend_trt.fleet.conftest import Teller, donors_of
+from tests.semblend_trt.fleet.conftest import DOCUMENT, donors_of, fed
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 from tests.server_process import wait_for
 
-DOCUMENT = text(1, 1000)
 NAMES = ("a", "b", "c", "d")
 FOUR = {name: (number, 0) for number, name in enumerate(NAMES)}
-
-
-def hear(placement, worker, *donors):
-    """The directory hears of a worker with donors `(id, tokens, salt ...)`."""
-    teller = Teller(worker)
-    for donor in donors:
-        teller.add(*donor)
-    for message in teller.messages():
-        placement.directory.observe(message)
 
 
 def best(placement, tokens=DOCUMENT, salt=None, candidates=FOUR, load=None):
@@ -43,7 +33,7 @@ FOUR_OF = dict.fromkeys(("min_size", "max_size"), 4)
 def test_the_worker_that_would_have_the_prompt_first_is_best(parts, loads, weight):
     placement = Placement(None, load_weight=weight)
     for (_, worker), part in zip(FOUR.items(), parts, strict=True):
-        hear(placement, worker, ("d", DOCUMENT[: 125 * part])) if part else None
+        fed(placement.directory, ("d", DOCUMENT[: 125 * part]), worker=worker) if part else None
     load = dict(zip(NAMES, loads, strict=True))
     scores = placement.place(DOCUMENT, None, FOUR, load)
     waits = [weight * load[each.name] + len(DOCUMENT) - each.held for each in scores]
@@ -69,7 +59,7 @@ def test_turns_of_many_names_are_remembered_within_bounds(monkeypatch):
 
 def test_tenants_never_meet():
     placement = Placement(None)
-    hear(placement, (2, 0), ("d", DOCUMENT, "acme"))
+    fed(placement.directory, ("d", DOCUMENT, "acme"), worker=(2, 0))
     assert best(placement, salt="acme") == Score("c", 1000, 1000)
     assert all(best(placement, salt=salt).held == 0 for salt in (None, "", "globex"))
     assert placement.counts == {"held": 1, "not_held": 3}
@@ -77,7 +67,7 @@ def test_tenants_never_meet():
 
 def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_load():
     placement = Placement(None)
-    hear(placement, (9, 0), ("d", DOCUMENT))
+    fed(placement.directory, ("d", DOCUMENT), worker=(9, 0))
     scores = placement.place(DOCUMENT, None, {"bare": None, "ours": (0, 0)}, {"bare": 5, "ours": 7})
     assert scores == (Score("bare", 0, -5), Score("ours", 0, -7))
     assert placement.counts == {"not_held": 1}
@@ -86,7 +76,7 @@ def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_l
 @pytest.mark.parametrize("tokens", [[], np.zeros((2, 2), int), ["a"], [-1], [1 << 40], [0.5]])
 def test_what_is_no_prompt_is_placed_by_load(tokens):
     placement = Placement(None)
-    hear(placement, (0, 0), ("d", DOCUMENT))
+    fed(placement.directory, ("d", DOCUMENT), worker=(0, 0))
     assert best(placement, tokens, load={"a": 1, "b": 1, "d": 1}).name == "c"
     assert placement.counts.total() == 1
     assert placement.counts["held"] == 0
@@ -94,7 +84,7 @@ def test_what_is_no_prompt_is_placed_by_load(tokens):
 
 def test_bad_salts_unread_prompts_and_no_candidates_raise_nothing():
     placement = Placement(None)
-    hear(placement, (0, 0), ("d", DOCUMENT))
+    fed(placement.directory, ("d", DOCUMENT), worker=(0, 0))
     assert best(placement, salt="\ud800", load={"a": 1}).name != "a"
     assert best(placement, None, load={"a": 1, "b": 1, "c": 1}).name == "d"
     assert placement.place(DOCUMENT, None, {}, {}) == ()
@@ -104,10 +94,8 @@ def test_bad_salts_unread_prompts_and_no_candidates_raise_nothing():
 def test_engines_with_another_tokenizer_hold_nothing():
     ours, other = Placement(None, tokenizer=content_value("ours")), Placement(None, tokenizer=content_value("other"))
     for placement in (ours, other):
-        teller = Teller((0, 0), base=replace(BASE_NAMESPACE, tokenizer_revision=content_value("ours")))
-        teller.add("d", DOCUMENT)
-        for message in teller.messages():
-            placement.directory.observe(message)
+        base = replace(BASE_NAMESPACE, tokenizer_revision=content_value("ours"))
+        fed(placement.directory, ("d", DOCUMENT), worker=(0, 0), base=base)
     assert (best(ours).held, best(other).held) == (1000, 0)
 
 
@@ -147,7 +135,7 @@ def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
     held = [np.array(tokenizer.encode(each), np.int32) for each in texts]
     assert min(map(len, held)) >= 128_000
     for worker, tokens in zip(FOUR.values(), held, strict=True):
-        hear(placement, worker, ("d", tokens))
+        fed(placement.directory, ("d", tokens), worker=worker)
 
     async def placed(number):
         body = {"prompt": f"Number {number}: " + texts[number % 4]}

@@ -15,8 +15,7 @@ from semblend_trt.fleet import connection, publisher
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters
-from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import token_digest
+from semblend_trt.fleet.sketch import sketch_key, sketch_of, token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
 from tests.semblend_trt.fleet.conftest import donors_of, held_donor, outbox
 from tests.semblend_trt.samples import text

@@ -34,12 +34,12 @@ deeds = st.lists(st.tuples(st.just("add"), donors) | st.tuples(st.just("remove")
 
 def is_whole(index):
     """Every set that is kept is used as often as it says, and all others are free."""
-    numbers, uses = np.unique(index._table[index._table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
+    numbers, uses = np.unique(index._arrays.table[index._arrays.table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
     return (
-        np.flatnonzero(index._sets[:, sketch_index._USES] > 0).tolist() == numbers.tolist()
-        and index._sets[numbers.astype(int), sketch_index._USES].tolist() == uses.tolist()
-        and index._state[[sketch_index._TAKEN, sketch_index._LEFT]].tolist()
-        == [uses.sum(), len(index._sets) - 2 - len(numbers)]
+        np.flatnonzero(index._arrays.sets[:, sketch_index._USES] > 0).tolist() == numbers.tolist()
+        and index._arrays.sets[numbers.astype(int), sketch_index._USES].tolist() == uses.tolist()
+        and index._arrays.state[[sketch_index._TAKEN, sketch_index._LEFT]].tolist()
+        == [uses.sum(), len(index._arrays.sets) - 2 - len(numbers)]
     )
 
 
@@ -76,14 +76,14 @@ def test_a_full_table_loses_nothing_when_donors_go(seed, share):
         worker, level = int(rng.integers(WORKERS)), int(rng.integers(3))
         sketch = Sketch(level, 60, rng.choice(entries, 60))
         held.append((worker, sketch, index.add(worker, sketch)))
-    assert len(index._table) == 1024
+    assert len(index._arrays.table) == 1024
     found = index.search(WORKERS, prompt)
     for worker in range(WORKERS):
         assert found[worker] == pytest.approx(naive_share([each for of, each, _ in held if of == worker], prompt))
     assert is_whole(index)
     for *_, posting in held:
         index.remove(posting)
-    assert not index._table.any()
+    assert not index._arrays.table.any()
     assert is_whole(index)
 
 
@@ -93,8 +93,8 @@ def test_the_room_of_what_is_gone_is_used_again():
         entries = rng.integers(0, 1 << 32, (20, 200), dtype=np.uint32)
         for posting in [index.add(0, Sketch(0, 200, each)) for each in entries]:
             index.remove(posting)
-    assert len(index._table) <= 1 << 14
-    assert not index._table.any()
+    assert len(index._arrays.table) <= 1 << 14
+    assert not index._arrays.table.any()
     assert is_whole(index)
 
 

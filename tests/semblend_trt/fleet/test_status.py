@@ -8,63 +8,43 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.status import FleetStatus, fields_apart
 from semblend_trt.namespace import unknown_value
-from tests.semblend_trt.fleet.conftest import Teller
-from tests.semblend_trt.samples import BASE_NAMESPACE, text
+from tests.semblend_trt.fleet.conftest import DOCUMENT, fed, feed
+from tests.semblend_trt.samples import BASE_NAMESPACE
 from tests.server_process import wait_for
-
-DOCUMENT = text(1, 1000)
-
-
-def tells(directory, teller, heartbeat=True):
-    for payload in teller.messages(heartbeat):
-        directory.observe(payload)
-
-
-def holding(directory, generation):
-    teller = Teller((3, 0), generation)
-    teller.add("a", DOCUMENT)
-    tells(directory, teller)
-    return teller
-
-
-def test_a_sound_fleet_has_no_problems(directory):
-    holding(directory, 7)
-    status = FleetStatus.of(directory)
-    assert [(each.name, each.generation, each.donors) for each in status.workers] == [("3.0", 7, 1)]
-    assert status.problems == {}
 
 
 def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(directory, clock):
-    first, second = holding(directory, 7), holding(directory, 8)
+    first, second = (fed(directory, heartbeat=True, generation=generation) for generation in (7, 8))
     assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
     for _ in range(2):
         clock.now += 10
-        tells(directory, first)
-        tells(directory, second)
+        feed(directory, first.messages(heartbeat=True))
+        feed(directory, second.messages(heartbeat=True))
     assert directory.twice() == {(3, 0)}
     assert directory.holders(DOCUMENT) == ()
     assert FleetStatus.of(directory).problems.keys() == {"id_twice"}
     for _ in range(4):
         clock.now += 10
-        tells(directory, second)
+        feed(directory, second.messages(heartbeat=True))
     assert directory.twice() == set()
     assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
 
 
 def test_the_last_word_of_a_process_that_was_replaced_is_no_second_process(directory):
-    first, second = holding(directory, 7), holding(directory, 8)
-    tells(directory, first)
-    tells(directory, second)
+    first, second = (fed(directory, heartbeat=True, generation=generation) for generation in (7, 8))
+    feed(directory, first.messages(heartbeat=True))
+    feed(directory, second.messages(heartbeat=True))
     assert directory.twice() == set()
 
 
 def test_old_and_missing_events_are_found(directory, clock):
-    teller = holding(directory, 7)
+    teller = fed(directory, heartbeat=True)
+    assert FleetStatus.of(directory).problems == {}
     clock.now += 16
     assert FleetStatus.of(directory).problems.keys() == {"old_events"}
     teller.add("b", DOCUMENT)
     teller.messages()
-    tells(directory, teller)
+    feed(directory, teller.messages(heartbeat=True))
     assert FleetStatus.of(directory).problems.keys() == {"unsynced"}
 
 

@@ -1,6 +1,7 @@
 """A frontend of Dynamo, our component, two workers and a nats-server, started once for a module."""
 
 import asyncio
+import inspect
 import json
 import random
 import sys
@@ -19,8 +20,33 @@ VLLM = Path(f"{sys.prefix}-vllm")
 TOKEN_SECONDS, WAIT_SECONDS = "0.02", 300
 
 
+def run(test):
+    """Runs `test(client)` with a session of HTTP."""
+
+    async def with_client():
+        async with aiohttp.ClientSession() as client:
+            return await test(client)
+
+    return asyncio.run(asyncio.wait_for(with_client(), WAIT_SECONDS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a coroutine function, with a session of HTTP as its `client`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    run(lambda client: pyfuncitem.obj(**arguments | {"client": client}))
+    return True
+
+
+@pytest.fixture
+def client():
+    """Made where the test runs, in its event loop."""
+
+
 class RunningFleet(DynamoFleet):
-    """A fleet with its nats-server, for tests that are coroutine functions."""
+    """A fleet with its nats-server."""
 
     def __init__(self, folder):
         self.nats = NatsServer(folder / "nats")
@@ -35,22 +61,10 @@ class RunningFleet(DynamoFleet):
             self.component()
         for number in {1, 2} - {int(name[-1]) for name in self.running() if name.startswith("worker-")}:
             self.begin(number)
-        self.run(self.both_answer)
+        run(lambda client: self.ready(client, 2))
 
     def begin(self, number, *arguments, **keywords):
         self.worker(number, "--token-seconds", TOKEN_SECONDS, *arguments, **keywords)
-
-    def run(self, test):
-        """Runs `test(client)` with a session of HTTP."""
-
-        async def with_client():
-            async with aiohttp.ClientSession() as client:
-                return await test(client)
-
-        return asyncio.run(asyncio.wait_for(with_client(), WAIT_SECONDS))
-
-    async def both_answer(self, client):
-        await self.ready(client, 2)
 
     def close(self):
         super().close()

@@ -52,208 +52,156 @@ def assert_whole(cold, found):
     assert [answer.usage for answer in found] == [answer.usage for answer in cold]
 
 
-def test_a_text_goes_to_the_worker_that_holds_it_wherever_it_stands(fleet, some, make_reader):
+async def test_a_text_goes_to_the_worker_that_holds_it_wherever_it_stands(fleet, client, some, make_reader):
     texts, reader = [some(TEXT) for _ in range(8)], make_reader(fleet.nats.url)
+    first = await answers(fleet, client, [some(20) + text for text in texts], 2)
+    holders = [answer.told["kv_transfer_params"]["semblend.receipt"]["worker"] for answer in first]
+    assert set(holders) == {"1.0", "2.0"}
 
-    async def test(client):
-        first = await answers(fleet, client, [some(20) + text for text in texts], 2)
-        holders = [answer.told["kv_transfer_params"]["semblend.receipt"]["worker"] for answer in first]
-        assert set(holders) == {"1.0", "2.0"}
+    def is_told(reader):
+        held = [reader.directory.holders(text) for text in texts]
+        return all(held) and [f"{each[0].worker[0]}.0" for each in held] == holders
 
-        def is_told(reader):
-            held = [reader.directory.holders(text) for text in texts]
-            return all(held) and [f"{each[0].worker[0]}.0" for each in held] == holders
-
-        assert reader.wait_for(is_told)
-        await fleet.ask(client, some(20), 1)  # the component has read what came before this request
-        for own in (5, 90):
-            again = await answers(fleet, client, [some(own) + text + some(own) for text in texts], 2)
-            assert [answer.placed["worker"] for answer in again] == holders
-            assert all(answer.placed["held_tokens"] > TEXT / 2 for answer in again)
-
-    fleet.run(test)
+    assert reader.wait_for(is_told)
+    await fleet.ask(client, some(20), 1)  # the component has read what came before this request
+    for own in (5, 90):
+        again = await answers(fleet, client, [some(own) + text + some(own) for text in texts], 2)
+        assert [answer.placed["worker"] for answer in again] == holders
+        assert all(answer.placed["held_tokens"] > TEXT / 2 for answer in again)
 
 
-def test_salted_tenants_stay_apart(fleet, some):
+async def test_salted_tenants_stay_apart(fleet, client, some):
     text = some(TEXT)
-
-    async def test(client):
-        mine = await known(fleet, client, some, text, salt="mine")
-        assert mine.told["seen"]["salt"] == "mine"
-        for salt in ("yours", None):
-            answer = await fleet.ask(client, some(20) + text, 1, salt=salt)
-            assert answer.placed["held_tokens"] == 0
-
-    fleet.run(test)
+    mine = await known(fleet, client, some, text, salt="mine")
+    assert mine.told["seen"]["salt"] == "mine"
+    for salt in ("yours", None):
+        answer = await fleet.ask(client, some(20) + text, 1, salt=salt)
+        assert answer.placed["held_tokens"] == 0
 
 
-def test_headers_of_a_trace_reach_the_worker(fleet, some):
+async def test_headers_of_a_trace_reach_the_worker(fleet, client, some):
     trace = "0af7651916cd43dd8448eb211c80319c"
-
-    async def test(client):
-        headers = {
-            "X-Request-Id": "mine",
-            "traceparent": f"00-{trace}-b7ad6b7169203331-01",
-            "Authorization": "Bearer k",
-        }
-        answer = await fleet.ask(client, some(20), 1, headers=headers)
-        seen = answer.told["seen"]["headers"]
-        assert (seen["x-request-id"], seen["traceparent"].split("-")[1]) == ("mine", trace)
-
-    fleet.run(test)
+    headers = {"X-Request-Id": "mine", "traceparent": f"00-{trace}-b7ad6b7169203331-01", "Authorization": "Bearer k"}
+    answer = await fleet.ask(client, some(20), 1, headers=headers)
+    seen = answer.told["seen"]["headers"]
+    assert (seen["x-request-id"], seen["traceparent"].split("-")[1]) == ("mine", trace)
 
 
-def test_bad_requests_are_answered_and_no_worker_counts_as_dead(fleet, some):
-    async def test(client):
-        unknown = await fleet.ask(client, some(20), 1, model="another")
-        assert unknown.status == 404
-        for _ in range(2):
-            long = await fleet.ask(client, some(4097), 1)
-            assert (long.error["code"], "4097 tokens" in long.error["message"]) == (400, True)
-            assert (await fleet.ask(client, some(4097), 1, stream=False)).status == 400
-        both = await answers(fleet, client, [some(20) for _ in range(8)], 1)
-        assert {(answer.placed["worker"], answer.placed["attempts"]) for answer in both} == {("1.0", 1), ("2.0", 1)}
-
-    fleet.run(test)
+async def test_bad_requests_are_answered_and_no_worker_counts_as_dead(fleet, client, some):
+    unknown = await fleet.ask(client, some(20), 1, model="another")
+    assert unknown.status == 404
+    for _ in range(2):
+        long = await fleet.ask(client, some(4097), 1)
+        assert (long.error["code"], "4097 tokens" in long.error["message"]) == (400, True)
+        assert (await fleet.ask(client, some(4097), 1, stream=False)).status == 400
+    both = await answers(fleet, client, [some(20) for _ in range(8)], 1)
+    assert {(answer.placed["worker"], answer.placed["attempts"]) for answer in both} == {("1.0", 1), ("2.0", 1)}
 
 
-def test_a_text_that_only_a_stranger_holds_is_placed_by_load(fleet, some, make_reader):
+async def test_a_text_that_only_a_stranger_holds_is_placed_by_load(fleet, client, some, make_reader):
     options, text = ConnectionOptions(servers=(fleet.nats.url,), subject="semantic-kv-events"), some(TEXT)
     stranger, reader = PublishingWorker(options, worker=(77, 0)), make_reader(fleet.nats.url)
     stranger.announcer.intended("theirs", NAMESPACE, None)
     stranger.announcer.held("theirs", np.array(text, np.int32), "host")
-
-    async def test(client):
-        assert reader.wait_for(lambda reader: [each.worker for each in reader.directory.holders(text)] == [(77, 0)])
-        await fleet.ask(client, some(20), 1)
-        answer = await fleet.ask(client, some(20) + text, 1)
-        assert (answer.error, answer.placed["held_tokens"]) == (None, 0)
-
-    fleet.run(test)
+    assert reader.wait_for(lambda reader: [each.worker for each in reader.directory.holders(text)] == [(77, 0)])
+    await fleet.ask(client, some(20), 1)
+    answer = await fleet.ask(client, some(20) + text, 1)
+    assert (answer.error, answer.placed["held_tokens"]) == (None, 0)
     stranger.publisher.close()
 
 
-def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_elsewhere(fleet, some):
+async def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_elsewhere(fleet, client, some):
     prompts, text = [some(40) for _ in range(12)], some(TEXT)
-
-    async def test(client):
-        cold, begun = await answers(fleet, client, prompts), Begun(60)
-        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
-        await begun.called.wait()
-        fleet.end("worker-1")
-        found = await again
-        assert_whole(cold, found)
-        assert {answer.placed["attempts"] for answer in found} == {1, 2}
-        continued = sum(answer.placed["attempts"] > 1 for answer in found)
-        assert await fleet.counted(client, 'semblend_dynamo_requests_total{result="continued"}') == continued
-        fleet.begin(1)
-        await fleet.both_answer(client)
-        while (await known(fleet, client, some, text)).placed["worker"] != "1.0":
-            text[:] = some(TEXT)
-
-    fleet.run(test)
+    cold, begun = await answers(fleet, client, prompts), Begun(60)
+    again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
+    await begun.called.wait()
+    fleet.end("worker-1")
+    found = await again
+    assert_whole(cold, found)
+    assert {answer.placed["attempts"] for answer in found} == {1, 2}
+    continued = sum(answer.placed["attempts"] > 1 for answer in found)
+    assert await fleet.counted(client, 'semblend_dynamo_requests_total{result="continued"}') == continued
+    fleet.begin(1)
+    await fleet.ready(client, 2)
+    while (await known(fleet, client, some, text)).placed["worker"] != "1.0":
+        text[:] = some(TEXT)
 
 
-def test_an_answer_goes_on_when_an_engine_drops_it(fleet, some):
-    async def test(client):
-        found = await answers(fleet, client, [[DROPPED, *some(20)]] * 4)
-        assert_whole(found[:1] * 4, found)
-        assert any(answer.placed["attempts"] > 1 for answer in found)
-        assert {answer.placed["worker"] for answer in found} == {"2.0"}
-
-    fleet.run(test)
+async def test_an_answer_goes_on_when_an_engine_drops_it(fleet, client, some):
+    found = await answers(fleet, client, [[DROPPED, *some(20)]] * 4)
+    assert_whole(found[:1] * 4, found)
+    assert any(answer.placed["attempts"] > 1 for answer in found)
+    assert {answer.placed["worker"] for answer in found} == {"2.0"}
 
 
-def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, some):
+async def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, client, some):
     prompts = [some(40) for _ in range(8)]
-
-    async def test(client):
-        cold, begun = await answers(fleet, client, prompts), Begun(40)
-        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
-        await begun.called.wait()
-        fleet.send("worker-2", signal.SIGSTOP)
-        # It takes connections and answers nothing, until Dynamo no longer counts it as alive.
-        late = asyncio.create_task(answers(fleet, client, prompts))
-        try:
-            assert_whole(cold, await again)
-            assert_whole(cold, await late)
-        finally:
-            fleet.end("worker-2")
-
-    fleet.run(test)
+    cold, begun = await answers(fleet, client, prompts), Begun(40)
+    again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
+    await begun.called.wait()
+    fleet.send("worker-2", signal.SIGSTOP)
+    # It takes connections and answers nothing, until Dynamo no longer counts it as alive.
+    late = asyncio.create_task(answers(fleet, client, prompts))
+    try:
+        assert_whole(cold, await again)
+        assert_whole(cold, await late)
+    finally:
+        fleet.end("worker-2")
 
 
-def test_a_slow_answer_is_waited_for(fleet, some):
-    async def test(client):
-        answer = await fleet.ask(client, [SILENT_SECONDS + 3, *some(20)], 2)
-        assert (answer.error, answer.placed["attempts"]) == (None, 1)
-
-    fleet.run(test)
+async def test_a_slow_answer_is_waited_for(fleet, client, some):
+    answer = await fleet.ask(client, [SILENT_SECONDS + 3, *some(20)], 2)
+    assert (answer.error, answer.placed["attempts"]) == (None, 1)
 
 
-def test_requests_are_answered_without_nats_and_placed_again_behind_it(fleet, some):
+async def test_requests_are_answered_without_nats_and_placed_again_behind_it(fleet, client, some):
     old, new = some(TEXT), some(TEXT)
-
-    async def test(client):
-        holder = (await known(fleet, client, some, old)).placed["worker"]
-        fleet.nats.kill()
-        assert [each.error for each in await answers(fleet, client, [some(40) for _ in range(4)], 2)] == [None] * 4
-        fleet.nats.start()
-        await known(fleet, client, some, new)
-        assert (await fleet.ask(client, some(30) + old, 1)).placed["worker"] == holder
-
-    fleet.run(test)
+    holder = (await known(fleet, client, some, old)).placed["worker"]
+    fleet.nats.kill()
+    assert [each.error for each in await answers(fleet, client, [some(40) for _ in range(4)], 2)] == [None] * 4
+    fleet.nats.start()
+    await known(fleet, client, some, new)
+    assert (await fleet.ask(client, some(30) + old, 1)).placed["worker"] == holder
 
 
-def test_a_client_that_leaves_ends_its_request(fleet, some):
+async def test_a_client_that_leaves_ends_its_request(fleet, client, some):
     series, most = 'semblend_dynamo_requests_total{result="answered"}', 4000  # more than a minute of tokens
+    before, begun = await fleet.counted(client, series), Begun(2)
+    request = asyncio.create_task(fleet.ask(client, some(20), most, on_event=begun))
+    await begun.called.wait()
+    request.cancel()
 
-    async def test(client):
-        before, begun = await fleet.counted(client, series), Begun(2)
-        request = asyncio.create_task(fleet.ask(client, some(20), most, on_event=begun))
-        await begun.called.wait()
-        request.cancel()
+    async def ended():
+        while await fleet.counted(client, series) == before:
+            pass
 
-        async def ended():
-            while await fleet.counted(client, series) == before:
-                pass
-
-        await asyncio.wait_for(ended(), 30)
-
-    fleet.run(test)
+    await asyncio.wait_for(ended(), 30)
 
 
-def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet):
-    async def test(client):
-        assert await routed_to_holder(fleet, prompts_of(3, 0)[:2], 2, client) == 1.0
-        assert await tokens_per_s(fleet, 4, client) > 0
-
-    fleet.run(test)
+async def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet, client):
+    assert await routed_to_holder(fleet, prompts_of(3, 0)[:2], 2, client) == 1.0
+    assert await tokens_per_s(fleet, 4, client) > 0
 
 
 @pytest.mark.parametrize("name", ["worker-1", "component"])
-def test_what_is_asked_to_end_answers_what_it_has(fleet, some, name):
+async def test_what_is_asked_to_end_answers_what_it_has(fleet, client, some, name):
     prompts = [some(40) for _ in range(8)]
-
-    async def test(client):
-        cold, begun = await answers(fleet, client, prompts), Begun(40)
-        if name == "component":
-            fleet.component("component-2")
-            while "2 components serve this model" not in fleet.log_of("component").read_text():
-                await asyncio.sleep(0)
-        again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
-        await begun.called.wait()
-        ended = asyncio.create_task(asyncio.to_thread(fleet.end, name, signal.SIGTERM))
-        found = await again
-        assert_whole(cold, found)
-        assert {answer.placed["attempts"] for answer in found} == {1}
-        assert await ended == 0
-        assert_whole(cold, await answers(fleet, client, prompts))
-
-    fleet.run(test)
+    cold, begun = await answers(fleet, client, prompts), Begun(40)
+    if name == "component":
+        fleet.component("component-2")
+        while "2 components serve this model" not in fleet.log_of("component").read_text():
+            await asyncio.sleep(0)
+    again = asyncio.create_task(answers(fleet, client, prompts, on_event=begun))
+    await begun.called.wait()
+    ended = asyncio.create_task(asyncio.to_thread(fleet.end, name, signal.SIGTERM))
+    found = await again
+    assert_whole(cold, found)
+    assert {answer.placed["attempts"] for answer in found} == {1}
+    assert await ended == 0
+    assert_whole(cold, await answers(fleet, client, prompts))
 
 
-def test_workers_that_cannot_be_placed_by_text(fleet, some, tmp_path):
+async def test_workers_that_cannot_be_placed_by_text(fleet, client, some, tmp_path):
     """Dynamo's mocker has no connector, and another worker has a tokenizer of its own."""
     other = shutil.copytree(MODEL_PATH, tmp_path / "other")
     with (other / "tokenizer.json").open("a") as tokenizer:
@@ -263,16 +211,12 @@ def test_workers_that_cannot_be_placed_by_text(fleet, some, tmp_path):
         "mocker", "dynamo.mocker", "--model-path", model, "--endpoint", f"dyn://{WORKERS}", "--model-name", MODEL
     )
     fleet.begin(9, model=other)
-
-    async def test(client):
-        seen, log = set(), fleet.log_of("component")
-        while not {"1.0", "2.0", None} <= seen or "its tokenizer has the digests" not in log.read_text():
-            for answer in await answers(fleet, client, [some(40) for _ in range(4)], 1):
-                assert answer.error is None
-                seen.add(answer.placed["worker"])
-        assert seen == {"1.0", "2.0", None}
-        for problem in ("no_connector", "other_tokenizer"):
-            assert await fleet.counted(client, f'semblend_dynamo_problems_total{{problem="{problem}"}}') > 0
-        assert "names no worker id" in log.read_text()
-
-    fleet.run(test)
+    seen, log = set(), fleet.log_of("component")
+    while not {"1.0", "2.0", None} <= seen or "its tokenizer has the digests" not in log.read_text():
+        for answer in await answers(fleet, client, [some(40) for _ in range(4)], 1):
+            assert answer.error is None
+            seen.add(answer.placed["worker"])
+    assert seen == {"1.0", "2.0", None}
+    for problem in ("no_connector", "other_tokenizer"):
+        assert await fleet.counted(client, f'semblend_dynamo_problems_total{{problem="{problem}"}}') > 0
+    assert "names no worker id" in log.read_text()

@@ -7,23 +7,21 @@ from semblend_trt.fleet.dynamo.stream import SALT_PREFIX
 pytestmark = pytest.mark.dynamo
 
 
-def test_vllm_reuses_a_text_behind_another_beginning_and_is_continued_when_killed(vllm_fleet, some, make_reader):
+async def test_vllm_reuses_a_text_behind_another_beginning_and_is_continued_when_killed(
+    vllm_fleet, client, some, make_reader
+):
     text, reader = some(1000), make_reader(vllm_fleet.nats.url)
+    first = await vllm_fleet.ask(client, some(40) + text, 4, salt="mine")
+    assert reader.wait_for(lambda reader: reader.directory.holders(text, tenant_salt=f"{SALT_PREFIX}mine"))
+    again = await vllm_fleet.ask(client, some(70) + text, 4, salt="mine")
+    receipt = again.told["kv_transfer_params"]["semblend.receipt"]
+    assert receipt["worker"] == again.placed["worker"] == first.placed["worker"]
+    assert receipt["reused_tokens"] > len(text) / 2
+    name, most = f"worker-{receipt['worker'][0]}", 200
 
-    async def test(client):
-        first = await vllm_fleet.ask(client, some(40) + text, 4, salt="mine")
-        assert reader.wait_for(lambda reader: reader.directory.holders(text, tenant_salt=f"{SALT_PREFIX}mine"))
-        again = await vllm_fleet.ask(client, some(70) + text, 4, salt="mine")
-        receipt = again.told["kv_transfer_params"]["semblend.receipt"]
-        assert receipt["worker"] == again.placed["worker"] == first.placed["worker"]
-        assert receipt["reused_tokens"] > len(text) / 2
-        name, most = f"worker-{receipt['worker'][0]}", 200
+    def kill():
+        if name in vllm_fleet.running():
+            vllm_fleet.end(name)
 
-        def kill():
-            if name in vllm_fleet.running():
-                vllm_fleet.end(name)
-
-        answer = await vllm_fleet.ask(client, some(30) + text, most, salt="mine", ignore_eos=True, on_event=kill)
-        assert (answer.error, answer.usage["completion_tokens"], answer.placed["attempts"]) == (None, most, 2)
-
-    vllm_fleet.run(test)
+    answer = await vllm_fleet.ask(client, some(30) + text, most, salt="mine", ignore_eos=True, on_event=kill)
+    assert (answer.error, answer.usage["completion_tokens"], answer.placed["attempts"]) == (None, most, 2)

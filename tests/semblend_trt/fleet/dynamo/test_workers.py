@@ -73,28 +73,20 @@ def test_one_that_failed_rests_while_there_is_another():
     assert list(fleet.workers.candidates(tried={2})) == [1]
     fleet.now = REST_SECONDS
     assert list(fleet.workers.candidates()) == [1, 2]
-
-
-def test_an_answer_ends_the_rest():
-    fleet = Fleet(i1=card(), i2=card())
-    fleet.workers.candidates()
     fleet.workers.failed(1)
-    fleet.workers.answered(1, receipt("1"))
+    fleet.workers.answered(1, receipt("1"))  # an answer ends the rest
     assert list(fleet.workers.candidates()) == [1, 2]
 
 
-def test_two_instances_with_one_id_are_placed_by_load_until_one_is_gone():
+def test_two_instances_with_one_id_are_placed_by_load_until_one_is_gone_or_failed():
     fleet = Fleet(i1=card(**topology("3")), i2=card(**topology("3")))
     assert fleet.workers.candidates() == {1: None, 2: None}
     assert fleet.problems["same_worker_id"] > 0
     fleet.present.remove(1)
     assert fleet.workers.candidates() == {2: (3, 0)}
-
-
-def test_one_that_comes_back_has_its_id_once_the_old_one_failed():
-    fleet = Fleet(i1=card(**topology("3")), i2=card(**topology("3")))
-    fleet.workers.candidates()
-    fleet.workers.failed(1)
+    fleet.present.append(1)
+    assert fleet.workers.candidates() == {2: None, 1: None}
+    fleet.workers.failed(1)  # one that comes back under another instance has its id once the old one failed
     assert fleet.workers.candidates() == {2: (3, 0)}
 
 
@@ -105,12 +97,8 @@ def test_what_is_gone_is_forgotten():
     assert fleet.workers.candidates() == {3: None}
 
 
-@pytest.mark.parametrize(("name", "worker"), [("3", (3, 0)), ("3.1", (3, 1))])
-def test_a_workers_name_is_its_id_and_rank(name, worker):
-    assert worker_of(name) == worker
-
-
 @pytest.mark.parametrize("name", ["3.", "-3", "", 3, None])
-def test_no_other_name_is_a_worker(name):
+def test_a_workers_name_is_its_id_and_rank(name):
+    assert [worker_of(each) for each in ("3", "3.1")] == [(3, 0), (3, 1)]
     with pytest.raises((ValueError, TypeError)):
         worker_of(name)
