@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,12 +43,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def say(sentence: object) -> None:
-    """Show one line on stdout at once."""
-    sys.stdout.write(printable(sentence) + "\n")
-    sys.stdout.flush()
-
-
 def complain(sentence: str) -> None:
     """Show one line on stderr."""
     sys.stderr.write(printable(f"validation: {sentence}") + "\n")
@@ -74,9 +68,3 @@ def progress(title: str, steps: int) -> Iterator[Advance]:
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
         yield lambda last, steps=1: bar.update(task, advance=steps, last=printable(last))
-
-
-def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; `headings` are separated by ` | `."""
-    head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
-    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])

@@ -21,15 +21,14 @@ from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
-from validation import arguments, models, scoreboard, smollm2
+from validation import arguments, models, smollm2
 from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import beside, complain, progress, say, write_json, write_text
-from validation.page import page
-from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid
-from validation.results import Measured, Results, Row, write_rows
+from validation.output import beside, complain, progress, write_json, write_text
+from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid, page
+from validation.results import Measured, Results, Row, rows_of, say, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
 FILE_STEM, _EM = "quality", "exact match"
@@ -379,7 +378,7 @@ def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa
 def points_of(path: Path) -> list[Point]:
     """Return the arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
     suffix = path.stem.removeprefix(FILE_STEM)
-    values = {row.name: row.value for row in scoreboard.rows_of(path)}
+    values = {row.name: row.value for row in rows_of(path)}
     start = f"trap_em{suffix}_"
     scores = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
     if not scores:

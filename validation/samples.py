@@ -142,8 +142,6 @@ class Sample:
     perplexity_ratio: float | None
     first_token_kl: float
     token_agreement: float
-    judge_score: float | None = None
-    judge_error: str | None = None
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     answer_kl: float | None = None

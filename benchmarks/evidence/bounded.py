@@ -34,8 +34,7 @@ from validation.arms import POSITION_FIX, ROUNDING_ARMS, Arm, ArmChoices, arms_o
 from validation.calibration.bound import LEAST, Observation, bounds_of, distance_of, what_if
 from validation.calibration.calibration import FRESH, Calibration
 from validation.calibration.command import parse_calibrate, teller
-from validation.calibration.observer import Observer, trial_of
-from validation.calibration.prepared import Prepared
+from validation.calibration.prepared import Observer, Prepared, trial_of
 from validation.cases import Case
 from validation.models import transformers_model
 from validation.results import Results, say

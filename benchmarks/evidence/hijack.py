@@ -19,8 +19,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.calibration.deviations import DeviationCollector
-from validation.calibration.planter import PLANTED, Planter, write_plants
+from validation.calibration.deviations import PLANTED, DeviationCollector, Planter, write_plants
 from validation.cases import Case, Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest

@@ -20,8 +20,7 @@ from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
-from validation import output
-from validation.results import Results
+from validation.results import Results, table_of
 
 GOAL = 18
 _START, _END = "<!-- models -->\n", "<!-- /models -->"
@@ -56,7 +55,7 @@ def published() -> tuple[PublishedModel, ...]:
 def table() -> str:
     """Return the page's table."""
     rows = [_cells(model, model.answer()) for model in published()]
-    return output.markdown_table("model | KV a token | answer", rows) + "\n"
+    return table_of("model | KV a token | answer", rows) + "\n"
 
 
 def with_table(text: str) -> str:

@@ -1,6 +1,6 @@
 """Short runs of benchmarks, which promise nothing."""
 
-from validation.scoreboard import read_rows
+from validation.results import read_rows
 
 
 def dry_rows(benchmark, folder, *arguments):

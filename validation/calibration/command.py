@@ -19,8 +19,7 @@ from validation.calibration.prepared import PROMPT_OPTIONS, Prepared
 from validation.engines import TRTLLM
 from validation.families.catalog import FAMILIES
 from validation.metrics import CONFIDENCE
-from validation.output import say
-from validation.results import today
+from validation.results import say, today
 
 _CALIBRATE = f"""
 Finds how much of a plan has to be computed, by the deviation of its sample, so that at most a share of the answers (the

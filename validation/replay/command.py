@@ -19,11 +19,20 @@ import numpy.typing as npt
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
-from validation.output import markdown_table, progress, say, write_json, write_text
-from validation.replay.fleet import Fleet, Served, serve_fleet
-from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
+from validation.output import progress, write_json, write_text
+from validation.replay.simulation import (
+    EXACT_PREFIX,
+    OPTIMUM,
+    SPAN,
+    Fleet,
+    ReplayPolicy,
+    ReuseRule,
+    Served,
+    serve_fleet,
+    simulate,
+)
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
-from validation.results import Measured, Results
+from validation.results import Measured, Results, say, table_of
 
 FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 3
@@ -96,7 +105,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     for rule in rules:
         what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
         own = [line for line in lines if line["rule"] == rule.name]
-        parts += [f"## {rule.name}", what, markdown_table(_HEADINGS, map(_cells, own))]
+        parts += [f"## {rule.name}", what, table_of(_HEADINGS, map(_cells, own))]
     text = "\n\n".join(parts) + "\n"
     write_text(page, text)
     for line in (*text.splitlines(), *paths):
