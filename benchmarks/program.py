@@ -1,7 +1,5 @@
 """A benchmark's command line, from which its rows go to a file."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ depends on the number of tensors alone. They are small, and their number is that
 digest reads `--megabytes` of bfloat16.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

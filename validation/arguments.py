@@ -1,7 +1,5 @@
 """What the command lines of `python -m validation` have in common: parser, options, and what they ask for."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any, NoReturn

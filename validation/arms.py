@@ -4,8 +4,6 @@ Names with a number take any: `boundary_4` computes the 4 lowest layers for ever
 16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 % of the tokens that deviate most (CacheBlend,
 arXiv 2405.16444)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

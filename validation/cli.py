@@ -1,7 +1,5 @@
 """`python -m validation`: run the comparison, show it, write it, and turn the gates into an exit status."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

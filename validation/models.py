@@ -1,7 +1,5 @@
 """The model under test: its folder, its reuse profile, its engines, and what the arms need to know of it."""
 
-from __future__ import annotations
-
 import argparse
 from importlib.resources import files
 from pathlib import Path

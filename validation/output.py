@@ -1,7 +1,5 @@
 """Write and show documents, tables, sentences and a progress bar."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """`python -m validation quality` serves every family in batches, without times; `quality-plot` draws its rows."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import math
@@ -103,7 +101,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options.output, page_path)
 
 
-def _show(report: QualityReport, output: Path, page_path: Path | None = None) -> bool:
+def _show(report: "QualityReport", output: Path, page_path: Path | None = None) -> bool:
     for line in report.screen():
         say(line)
     if page_path is not None:

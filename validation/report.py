@@ -1,7 +1,5 @@
 """Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter
@@ -229,7 +227,7 @@ class ArmFigures:
     trap_cold_wrong: int
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], arm: str) -> ArmFigures | None:
+    def of(cls, samples: Sequence[Sample], arm: str) -> "ArmFigures | None":
         """Return the arm's figures; None if it has no such sample."""
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
@@ -260,7 +258,7 @@ class ArmFigures:
         trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
         return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
-    def verdict(self, checked: ArmFigures | None) -> str:
+    def verdict(self, checked: "ArmFigures | None") -> str:
         """Say whether the trap catches this unchecked arm, and the checked one."""
         answers = len(self.trap_changed)
         right = answers - self.trap_cold_wrong

@@ -5,8 +5,6 @@ name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- resu
 form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
 that is given again continues its column."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata
@@ -44,7 +42,7 @@ class Measured:
     date: str
 
     @classmethod
-    def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
+    def now(cls, command: str, device: str | None = None, name: str | None = None) -> "Measured":
         """Describe a run that ends now; `device` and `name` as in `describe`."""
         return cls(command, describe(device, name), versions(), today())
 

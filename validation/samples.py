@@ -1,7 +1,5 @@
 """Answers and where their KV came from; samples, which compare them with cold's; lines, which sum up samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class Reuse:
         return not self.reused and bool(self.checked or self.sampled or not self.offered)
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
+    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> "Reuse":
         """Read the audit events `request_settled` and, if a plan was carried out, `plan_dispatched`."""
         return cls(
             cached=event["exact_prefix_tokens"],
@@ -76,7 +74,7 @@ class Answer:
     reuse: Reuse
     answer_kl: float | None = None
 
-    def with_first_row(self) -> Answer:
+    def with_first_row(self) -> "Answer":
         """Return the answer with the logits of its first token only, on the host."""
         return replace(self, logits=self.logits[:1].float().cpu().clone())
 

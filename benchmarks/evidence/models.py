@@ -4,8 +4,6 @@
 configurations are in `assets/models.json`, with their sources: of each `config.json` the fields that matter.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass

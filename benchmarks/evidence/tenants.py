@@ -7,8 +7,6 @@ arm, whose own salt holds the document, shows that the test sees a difference.
 Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ work. Second, prompts are looked up while a thread of the same process, as in
 a gateway, takes messages of donors that come and go.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

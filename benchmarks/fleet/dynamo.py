@@ -5,8 +5,6 @@ the one before are known. Kills end a worker in the middle of its answers, and i
 speed is that of answers of 256 tokens, 32 at once, which the workers give as fast as they can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

@@ -1,7 +1,5 @@
 """A frontend of Dynamo, our component and workers without an engine, in processes of their own on 127.0.0.1."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -6,8 +6,6 @@ the best of several rounds counts, since a machine may have other work. Then one
 every step, so half of the events carry a sketch. That rate counts events that the server has taken, by its own count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -4,8 +4,6 @@ It asks a gateway that runs already, as docs/fleet.md starts LiteLLM's: each tex
 four others, at several concurrencies, and reads from `x-litellm-model-id` who answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ The loop takes donor events at a steady pace, as the directory's reader does, an
 the time from when a request is due to its scores. NATS itself is left out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ prompt. The other policies choose in turn, by load, or by the longest beginning 
 begins with text of its own, so that no two share a prefix.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The card's limits: device copy, bf16 matrix product, and copies to and from pinned host memory."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable

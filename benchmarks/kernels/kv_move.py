@@ -4,8 +4,6 @@ tokens, dtype, source and layout. Then deviation of one layer, likewise.
 `python -m benchmarks.kernels.kv_move --json benchmarks/results/<machine>`
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.kernels import ceilings as card

@@ -8,8 +8,6 @@ of the mass and of the log-sum-exp that the rows' attention stores for it. The r
 products (hidden 3,584, inner 18,944) and its attention.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

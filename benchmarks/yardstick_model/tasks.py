@@ -1,7 +1,5 @@
 """Training rows: documents under one instruction, then questions with answers, written ahead by worker processes."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

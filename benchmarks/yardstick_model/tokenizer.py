@@ -1,7 +1,5 @@
 """The books that the shipped model reads, and its tokenizer: byte-level BPE in which every digit is its own token."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.resources
 import itertools

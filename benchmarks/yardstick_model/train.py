@@ -4,8 +4,6 @@
 `python -m validation quality --model DIR/model --arms cold` says how often it answers exactly.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

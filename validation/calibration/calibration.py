@@ -1,7 +1,5 @@
 """Calibration: chooses a model's check, finds the bounds that hold after it, and confirms them on new prompts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -144,7 +142,7 @@ class Calibration:
                 return self._profile(candidate.sampled(harmless), head_tokens=candidate.head_tokens)
         return None
 
-    def _holds(self, candidate: Candidate, observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
+    def _holds(self, candidate: "Candidate", observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
         """Return whether no family has more groups over the loosest bound than the risk."""
         profile, inferior = self._profile(candidate.check, head_tokens=candidate.head_tokens), None
         for part in parts:

@@ -1,7 +1,5 @@
 """`python -m validation calibrate` and `confirm`: find what a model may reuse, and add engines to its reuse profile."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

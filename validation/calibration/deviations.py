@@ -4,8 +4,6 @@ A check at layer c compares KV after layers 0 to c - 1, which compute all tokens
 of the donor and of the prompt, give the deviations of every layer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Prepared: the engine, the families and the prompts that a calibration or a confirmation serves."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import tempfile
@@ -79,7 +77,7 @@ class Prepared:
             found += group if number[group[0].workload] % 4 in quarters else []
         return found
 
-    def observer(self, cases: Sequence[Case]) -> Observer:
+    def observer(self, cases: Sequence[Case]) -> "Observer":
         return Observer(self.engines, cases, self.settings)
 
     @functools.cached_property

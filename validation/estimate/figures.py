@@ -4,8 +4,6 @@ The prefix cache is the embedded engine's block manager; the look-up, the donors
 model of the time to the first token, by computed and reused tokens, says what that saves.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter, deque
@@ -191,7 +189,7 @@ class LatencyModel:
     check_ms: float | None = None
 
     @classmethod
-    def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
+    def fitted(cls, observations: Sequence[Observation], source: str) -> "LatencyModel":
         """Fit by least squares of the relative errors, as times span orders of magnitude; no cost is below 0. Raises
         ConfigurationError for too few observations."""
         computed, reused, ttft = _arrays([each for each in observations if not each.is_checked])

@@ -1,7 +1,5 @@
 """Families of our own making: harmless reuse, traps in which a reused text changes its meaning, and controls."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

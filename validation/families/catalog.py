@@ -1,7 +1,5 @@
 """The families by name, and the functions that write their cases."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Families in plain English for any model: text that was seen before comes back after something has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta

@@ -3,8 +3,6 @@
 The report has figures with intervals: as JSON, and as a Markdown page, which is printed as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

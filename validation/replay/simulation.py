@@ -4,8 +4,6 @@ The policies are those that evict donors, and two that only a replay plays: firs
 system's fixed weights by kind of text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
