@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
@@ -261,7 +260,14 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     unknown = report.unknown()
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
     for line in report.lines:
-        _add_kl(results, line, report.floor(line.family), suffix)
+        # A reusing arm's KL, where the family is for any model.
+        if line.answer_kl is not None and is_reusing(line.arm) and line.fires and line.family not in _MARKED:
+            where = (
+                f"floor {report.floor(line.family) or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, "
+                f"{line.changed:.1%} changed; {line.computed_share:.3f} computed; {line.samples} prompts in "
+                f"{line.groups} groups"
+            )
+            results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
         cold, score, where = colds.get(line.family), line.exact_match, f"{line.samples} prompts"
         if cold is None or score is None:
             continue
@@ -283,17 +289,6 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
         fires = sum(sample.reused_tokens > 0 for sample in unrelated)
         results.add(f"unrelated_fires{suffix}", fires, "requests", baseline, 0)
     return results.rows
-
-
-def _add_kl(results: Results, line: Line, floor: float | None, suffix: str) -> None:
-    """Add a reusing arm's KL where the family is for any model."""
-    if line.answer_kl is None or not (is_reusing(line.arm) and line.fires) or line.family in _MARKED:
-        return
-    where = (
-        f"floor {floor or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, {line.changed:.1%} changed; "
-        f"{line.computed_share:.3f} computed; {line.samples} prompts in {line.groups} groups"
-    )
-    results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
 
 
 def _add_verified(results: Results, line: Line, score: float, suffix: str) -> None:
@@ -403,7 +398,18 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     handles: dict[str, Artist] = {}
     for axes, (name, points) in zip(grid.flat, panels.items(), strict=False):
-        _draw_panel(axes, name, points)
+        if (floor := noise_floor(points)) is not None:
+            axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
+        for point in points:
+            policy, _, number = point.arm.rpartition("_")
+            policy, number = (policy, number) if number.isdecimal() else (point.arm, "")
+            policy = policy if is_reusing(point.arm) else _REFERENCES
+            (marker, colour), place = _STYLES[policy], (100 * point.computed_share, point.exact_match)
+            axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
+            axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
+        axes.set_title(name, fontsize=9)
+        axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
+        axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     for axes in grid.flat[len(panels) :]:
@@ -417,19 +423,3 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
-
-
-def _draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
-    if (floor := noise_floor(points)) is not None:
-        axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
-    for point in points:
-        name, _, number = point.arm.rpartition("_")
-        policy, number = (name, number) if number.isdecimal() else (point.arm, "")
-        policy = policy if is_reusing(point.arm) else _REFERENCES
-        marker, colour = _STYLES[policy]
-        place = (100 * point.computed_share, point.exact_match)
-        axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
-        axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
-    axes.set_title(title, fontsize=9)
-    axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
-    axes.grid(alpha=0.3)

@@ -236,7 +236,15 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
     """Return the Markdown table of the rows that match the patterns, in their order.
     Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
     if "=" in patterns:
-        return _column_table(patterns.split(), rows)
+        # A line for each name that the patterns' stars match; values that miss their goal are bold.
+        headings, columns = dict[str, None](), dict[str, dict[str, str]]()
+        for heading, _, pattern in (column.partition("=") for column in patterns.split()):
+            headings[heading] = None
+            for line, each in _starred(pattern, rows).items():
+                value = figure(each.value)
+                columns.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
+        body = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in columns.items())
+        return table_of(" | ".join(("", *headings)), body) + "\n"
     chosen: dict[tuple[str, str], Row] = {}
     for pattern in patterns.split():
         matching = {
@@ -255,18 +263,6 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         cells = (f"`{name}`", value, goal, "yes" if each.holds else "**no**", each.baseline, machine)
         lines.append([printable(cell).replace("|", "\\|") for cell in cells])
     return table_of("row | value | goal | holds | against | machine", lines) + "\n"
-
-
-def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
-    """Return a line for each name that the patterns' stars match; values that miss their goal are bold."""
-    cells: dict[str, dict[str, str]] = {}
-    for heading, _, pattern in (column.partition("=") for column in columns):
-        for line, each in _starred(pattern, rows).items():
-            value = figure(each.value)
-            cells.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
-    headings = dict.fromkeys(column.partition("=")[0] for column in columns)
-    lines = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
-    return table_of(" | ".join(("", *headings)), lines) + "\n"
 
 
 def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:

@@ -52,7 +52,18 @@ def published() -> tuple[PublishedModel, ...]:
 
 def table() -> str:
     """Return the page's table."""
-    rows = [_cells(model, model.answer()) for model in published()]
+    rows = list[tuple[str, str, str]]()
+    for model in published():
+        if not isinstance(answer := model.answer(), KnownModel):
+            # The sentence without its list of what is served.
+            rows.append((f"`{model.name}`", "-", f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"))
+            continue
+        is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
+        shown = "served for text" if answer.facts.takes_images else "served"
+        shown += "" if is_embedded else ", but not by the embedded engine"
+        shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
+        size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
+        rows.append((f"`{model.name}`", size, shown))
     return table_of("model | KV a token | answer", rows) + "\n"
 
 
@@ -63,18 +74,6 @@ def with_table(text: str) -> str:
     if not (start and end):
         raise ValueError(f"the page has no {_START.strip()} and {_END} around its table; put them there")
     return before + start + table() + end + after
-
-
-def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ...]:
-    if not isinstance(answer, KnownModel):
-        # The sentence without its list of what is served.
-        return f"`{model.name}`", "-", f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"
-    is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
-    shown = "served for text" if answer.facts.takes_images else "served"
-    shown += "" if is_embedded else ", but not by the embedded engine"
-    shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
-    size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
-    return f"`{model.name}`", size, shown
 
 
 def run(most: int, rows: Results, page: Path | None) -> None:

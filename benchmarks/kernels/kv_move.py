@@ -113,7 +113,13 @@ LAYER = 2
 
 def measure_deviation(results: Results) -> None:
     """Check some calls against torch, and measure the kernel by tokens and by vLLM's layouts."""
-    say(f"relative error against torch: {_deviation_error():.1e}")
+    errors, layers = [], (random_layers(each, 300) for each in card.VLLM_LAYOUTS)
+    for donor in list[PagedKv | ContiguousKv]([random_donor(300), *layers]):
+        spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
+        for fresh in (random_pool(320), _rows(320)):
+            expected = relative(squares_by_torch(spans, fresh, LAYER, ROTATION))
+            errors.append(card.check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
+    say(f"relative error against torch: {max(errors):.1e}")
     for tokens in card.TOKENS:
         span = Move(random_donor(tokens), 0, SHIFT, tokens)
         _add_deviation(results, f"deviation_{tokens // 1024}k", span, random_pool(tokens + 32))
@@ -136,20 +142,6 @@ def _add_deviation(results: Results, name: str, span: Move, fresh: Fresh) -> Non
     milliseconds = card.time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
     num_bytes = 2 * span.length * QWEN_7B.bytes_per_token(torch.bfloat16) // QWEN_7B.num_layers
     card.add_share(results, name, milliseconds, num_bytes)
-
-
-def _deviation_error() -> float:
-    errors = []
-    donors: list[PagedKv | ContiguousKv] = [
-        random_donor(300),
-        *(random_layers(each, 300) for each in card.VLLM_LAYOUTS),
-    ]
-    for donor in donors:
-        spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
-        for fresh in (random_pool(320), _rows(320)):
-            expected = relative(squares_by_torch(spans, fresh, LAYER, ROTATION))
-            errors.append(card.check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
-    return max(errors)
 
 
 if __name__ == "__main__":

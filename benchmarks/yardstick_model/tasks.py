@@ -1,4 +1,4 @@
-"""What the shipped model reads: books, by a byte-level BPE tokenizer in which every digit is its own token. And training
+"""What the shipped model reads: books, by a byte-level BPE tokenizer in which every digit is a token, and training
 rows: documents under one instruction, then questions with answers, written ahead by worker processes."""
 
 import gzip

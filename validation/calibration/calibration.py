@@ -65,7 +65,11 @@ class Calibration:
         fit = [*self.prepared.cases(seed, 0, self.fitted, base), *self.prepared.own(0)]
         test = [*self.prepared.cases(seed, self.fitted, groups - self.fitted, base), *self.prepared.own(1, 2)]
         observer = self.prepared.observer([*fit, *test])
-        floor = self._floor(observer.rounding(fit))
+        # Few answers make most of a mean, and more than the risk's share would be over twice as much.
+        distances = observer.rounding(fit)
+        floor = max(LEAST / 2.0, float(np.quantile(distances, 1.0 - self.risk, method="higher")))
+        self.figures.append({"what": "rounding", "prompts": len(distances), "floor": floor})
+        self.tell(f"rounding floor: {floor:.2g} nats, which {1.0 - self.risk:.0%} of cold's own answers stay within")
         observed = observer.observations(base, [*fit, *test], self.shares, "calibrate")
         bounds = self._bounds(observed, test, floor)
         fresh = [*self.prepared.cases(seed + FRESH, 0, self.fitted, base), *self.prepared.own(3)]
@@ -157,14 +161,6 @@ class Calibration:
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{candidate.name}, {share}: {'holds' if inferior is None else f'fails at {inferior}'}")
         return inferior is None
-
-    def _floor(self, distances: Sequence[float]) -> float:
-        """Return the KL of two cold runs, in nats, within which all but the risk's share of answers stay. Few answers
-        make most of a mean, and more than that share would be over twice as much."""
-        floor = max(LEAST / 2.0, float(np.quantile(distances, 1.0 - self.risk, method="higher")))
-        self.figures.append({"what": "rounding", "prompts": len(distances), "floor": floor})
-        self.tell(f"rounding floor: {floor:.2g} nats, which {1.0 - self.risk:.0%} of cold's own answers stay within")
-        return floor
 
     def _bounds(self, observed: Sequence[Observation], cases: Sequence[Case], floor: float) -> list[ProfileBound]:
         """Return the bounds that hold for the families of these `cases`, which fix no level."""

@@ -83,28 +83,24 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     """Measure, and write the profile; True if it allows more than exact spans. Raises SemBlendError, OSError."""
     check_writable(options.output)
     arguments.check_integers(options, max_tries=1)
-    shares = _shares(options.shares)
+    try:
+        shares = sorted({float(each) for each in options.shares.replace(",", " ").split()})
+    except ValueError:
+        shares = []
+    if not shares or shares[0] != 0.0 or not shares[-1] < 1.0:
+        raise ConfigurationError(
+            f"--shares is {options.shares!r}; name 0 and numbers below 1, with commas between them."
+        )
     _check_groups({f"--groups {options.groups}": options.groups - options.groups // FIT_PARTS}, options.risk)
     prepared, tell = Prepared(options, options.dtype), teller()
     own = Counter(name for name, _ in {(case.workload, case.group) for case in prepared.own(1, 2)})
     _check_groups({f"The family {name!r} of your own prompts": count for name, count in own.items()}, options.risk)
-    found = Calibration(prepared, shares, options.risk, options.max_tries, command, tell).run()
+    found = Calibration(prepared, tuple(shares), options.risk, options.max_tries, command, tell).run()
     found.write(options.output)
     if not found.bounds:
         tell("the profile allows exact spans only")
     tell(str(options.output))
     return bool(found.bounds)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    """Return the shares, ascending. Raises ConfigurationError for what is no share, or without 0."""
-    try:
-        found = sorted({float(each) for each in text.replace(",", " ").split()})
-    except ValueError:
-        found = []
-    if not found or found[0] != 0.0 or not found[-1] < 1.0:
-        raise ConfigurationError(f"--shares is {text!r}; name 0 and numbers below 1, with commas between them.")
-    return tuple(found)
 
 
 def _check_groups(tested: Mapping[str, int], risk: float) -> None:

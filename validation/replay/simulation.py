@@ -128,7 +128,19 @@ class BlockCache:
         return list(chosen)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
-        for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
+        """Evict in the policy's order until `tokens` fit; a parent goes after its last child."""
+        victims, waiting, children = list[int](), set[int](), dict[int, int]()
+        missing, candidates = self.used_tokens + tokens - self._capacity, self._policy.candidates()
+        while missing > 0:
+            block = int(next(candidates))
+            if block not in pinned:
+                waiting.add(block)
+            while missing > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
+                victims.append(block)
+                missing -= self.blocks.tokens[block]
+                block = self.blocks.parents[block]
+                children[block] = children.get(block, self._children[block]) - 1
+        for block in victims:
             del self._held[block]
             self._children.pop(block, None)
             self._children[self.blocks.parents[block]] -= 1
@@ -136,23 +148,6 @@ class BlockCache:
             self.used_tokens -= self.blocks.tokens[block]
             self.evictions += 1
             self._policy.removed(str(block), evicted=True)
-
-    def _victims(self, tokens: int, pinned: frozenset[int]) -> list[int]:
-        """Return blocks of `tokens` or more in the policy's order; a parent goes after its last child."""
-        victims: list[int] = []
-        waiting: set[int] = set()
-        children: dict[int, int] = {}
-        candidates = self._policy.candidates()
-        while tokens > 0:
-            block = int(next(candidates))
-            if block not in pinned:
-                waiting.add(block)
-            while tokens > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
-                victims.append(block)
-                tokens -= self.blocks.tokens[block]
-                block = self.blocks.parents[block]
-                children[block] = children.get(block, self._children[block]) - 1
-        return victims
 
 
 def optimum(requests: Iterable[list[int]], request: Callable[[], int]) -> EvictionPolicy[BlockHistory]:
