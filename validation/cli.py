@@ -17,7 +17,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
 from validation import arguments, models, results, smollm2
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
-from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
+from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, SGLANG, VLLM, Engines

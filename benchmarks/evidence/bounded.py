@@ -30,8 +30,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import smollm2
 from validation.arms import POSITION_FIX, ROUNDING_ARMS, Arm, ArmChoices, arms_of
 from validation.calibration.bound import LEAST, Observation, bounds_of, distance_of, what_if
-from validation.calibration.calibration import FRESH, Calibration
-from validation.calibration.command import parse_calibrate, teller
+from validation.calibration.calibration import FRESH, Calibration, parse_calibrate, teller
 from validation.calibration.prepared import Observer, Prepared, trial_of
 from validation.cases import Case
 from validation.models import transformers_model

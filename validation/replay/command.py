@@ -25,7 +25,6 @@ from validation.replay.simulation import (
     Fleet,
     ReplayPolicy,
     ReuseRule,
-    Served,
     serve_fleet,
     simulate,
 )
@@ -124,21 +123,20 @@ def run_pull(options: argparse.Namespace, command: str) -> bool:
         alone = serve_fleet(trace, rule, fleet)
         on_step("placement alone")
         for gbits in options.gbits:
-            _add_pull(rows, f"{gbits}g_{stem}", alone, serve_fleet(trace, rule, fleet, gbits))
+            found, tokens, name = serve_fleet(trace, rule, fleet, gbits), int(alone.tokens.sum()), f"{gbits}g_{stem}"
+            before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
+            text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; "
+            points = 100.0 * (share - before)
+            rows.add(
+                f"{PULL_ROWS}_gain_points_{name}", points, "points", f"{text}{fetched:.1%} fetched", better="higher"
+            )
+            then, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
+            text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * then:,.0f} ms by placement alone"
+            rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / then, "ratio", text)
             on_step(f"{gbits} Gb/s")
     say(f"{' '.join(_facts(trace))} Served by {fleet.first}, then {fleet.last} workers of {capacity:,} tokens each.")
     rows.write(options.output, f"{PULL_ROWS}_{stem}")
     return True
-
-
-def _add_pull(rows: Results, name: str, alone: Served, found: Served) -> None:
-    tokens = int(found.tokens.sum())
-    before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
-    first, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
-    text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
-    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", text, better="higher")
-    text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
-    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", text)
 
 
 def _rules(trace: Trace, options: argparse.Namespace) -> list[ReuseRule]:
