@@ -15,7 +15,7 @@ import torch
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
-from validation import arguments, models, results, smollm2
+from validation import arguments, models, results
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
@@ -107,8 +107,8 @@ def main(given: Sequence[str]) -> int:
             options = parse(given if parse is parse_validation else given[1:])
         except SystemExit as exit_of_argparse:
             return int(exit_of_argparse.code or 0)
-        if getattr(options, "model", None) == smollm2.OPTION:
-            options.model = str(smollm2.smollm2_folder())
+        if getattr(options, "model", None) == models.SMOLLM2:
+            options.model = str(models.smollm2_folder())
         return 0 if run(options, shlex.join([*arguments.PROGRAM.split(), *given])) else 1
 
     return ended("validation", status)
@@ -178,7 +178,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     with progress("Measuring", measurement.steps) as on_step:
         measured = measurement.run(on_step)
     report = Report(
-        model=smollm2.shown_name(settings.model),
+        model=models.shown_name(settings.model),
         policy=policy,
         samples=measured.samples,
         audit=measured.audit,

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
-from validation import arguments, models, smollm2
+from validation import arguments, models
 from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
@@ -83,7 +83,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
             seconds[arm.name] = time.perf_counter() - began
     device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
-        model=smollm2.shown_name(settings.model),
+        model=models.shown_name(settings.model),
         samples=samples,
         kinds=kinds,
         settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
