@@ -1,4 +1,5 @@
-"""Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
+"""Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows. And the
+page of any run: headline, figures, answers side by side, gates and settings, in one HTML file."""
 
 import math
 import textwrap

@@ -2,6 +2,10 @@
 
 A check at layer c compares KV after layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
 of the donor and of the prompt, give the deviations of every layer.
+
+The planter ranks plants by what a policy misses, as another inside a tenant could serve them (arXiv 2607.19957). It has
+the model and its reuse profile, and computes what the check would see. It wants tokens that are kept and yet deviate:
+KV close to the victim's own changes no answer.
 """
 
 import itertools

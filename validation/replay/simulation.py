@@ -1,7 +1,11 @@
-"""A trace served by a cache of blocks under an eviction policy.
+"""A trace served by a cache of blocks under an eviction policy, or by a growing fleet.
 
 The policies are those that evict donors, and two that only a replay plays: first in first out, and the SemanticKV
 system's fixed weights by kind of text.
+
+A fleet places requests by held text, with and without fetches of what another worker holds. A fetch takes the time of
+its bytes on the links of both workers, and the rest of a prompt is computed after it. Before any wait it pays where the
+bits a second are above 8 x bytes a token x prefilled tokens a second / MARGIN.
 """
 
 import math
