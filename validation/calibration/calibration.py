@@ -236,11 +236,9 @@ class Calibration:
             self.tell(f"no layer from {facts.lowest_check_layer} to {_DEEPEST_CHECK} can be checked")
             return None
         self.figures.append({"what": "layers", "correlation": {str(layer): each for layer, each in by_layer.items()}})
-        return self._cheaper(observer, fit, max(by_layer, key=by_layer.__getitem__))
-
-    def _cheaper(self, observer: Observer, fit: Sequence[Case], layer: int) -> ReuseProfile:
-        """Return the check of all tokens, or of the sample with its cost computed above: the one with the lower KL."""
-        depth, found = layer / self.prepared.engines.facts.num_layers, dict[bool, float]()
+        layer, found = max(by_layer, key=by_layer.__getitem__), dict[bool, float]()
+        # The check of all tokens, or of the sample with its cost computed above: the one with the lower KL.
+        depth = layer / facts.num_layers
         for compares_all, share in ((True, _COMPARED), (False, depth + (1.0 - depth) * _COMPARED)):
             title = f"all tokens {'' if compares_all else 'not '}compared"
             observed = observer.observations(self._sampled(layer, compares_all), fit, (share,), title)

@@ -17,7 +17,7 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from validation import arguments, models
-from validation.arms import ROUNDING_ARMS, VERIFIED, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arms_of
+from validation.arms import ROUNDING_ARMS, VERIFIED, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arm_of
 from validation.calibration.bound import Observation, distance_of
 from validation.calibration.deviations import PLANTED, TRIES, DeviationCollector, Planter, write_plants
 from validation.cases import Case, Tokeniser, groups
@@ -69,7 +69,7 @@ class Observer:
             path = Path(folder) / PROFILE_NAME
             profile.write(path)
             choices = ArmChoices(self._layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
-            [arm] = arms_of([VERIFIED], choices)
+            arm = arm_of(VERIFIED, choices)
             variables = {**(arm.variables or {}), **asked, "SEMBLEND_PROFILE_TRIAL": "1"}
             found = self._samples(replace(arm, variables=variables), cases, title)
         check_profile_was_tried(found)
@@ -179,7 +179,7 @@ class Prepared:
 def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
     """Return an engine's namespace and geometry from its audit log, as the connector may be in another process. Raises
     ConfigurationError with the reason if the connector refuses the engine, and SemBlendError."""
-    [arm] = arms_of([WRAPPER_WITHOUT_PLAN], ArmChoices(engines.facts.num_layers, boundary=1))
+    arm = arm_of(WRAPPER_WITHOUT_PLAN, ArmChoices(engines.facts.num_layers, boundary=1))
     asked = EngineSettings(settings.model, 2 * _PROBE_TOKENS, 1 << 20, settings.min_span)
     with opened(engines, arm, asked) as (engine, audit):
         engine.generate([[0] * _PROBE_TOKENS], SamplingParams(max_tokens=1))
