@@ -69,8 +69,10 @@ def check_of(path, engines, capsys):
 def _two_checks(monkeypatch):
     """Leaves the cheapest check to be tried, and the cheapest that stands higher."""
 
+    candidates = calibration.candidates
+
     def few(*given):
-        cheapest, *others = calibration.candidates(*given)
+        cheapest, *others = candidates(*given)
         return [cheapest, next(each for each in others if each.check.layer > 1)]
 
     monkeypatch.setattr(calibration, "candidates", few)
