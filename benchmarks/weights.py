@@ -60,7 +60,7 @@ def run(megabytes: int, rows: Results) -> None:
     )
 
 
-main = partial(run_counted, "weights", __doc__, [Count("megabytes", 400, "that the digest reads")], run)
+main = partial(run_counted, {"weights": run}, __doc__, [Count("megabytes", 400, "that the digest reads")])
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ _COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICT
 _TARGET = {"nargs": 2, "type": Path, "action": "append", "default": [], "metavar": ("MODEL", "PROFILE")}
 _TARGET["help"] = "attack the model of this folder, too, with its reuse profile"
 _SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
-main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
+main = partial(run_counted, {"hijack": run}, __doc__, _COUNTS, seed=_SEED, target=_TARGET)
 
 
 if __name__ == "__main__":

@@ -88,10 +88,9 @@ def run(most: int, rows: Results, page: Path | None) -> None:
 
 main = partial(
     run_counted,
-    "models",
+    {"models": run},
     __doc__,
     [Count("most", len(published()), "models")],
-    run,
     page={"type": Path, "metavar": "FILE", "help": "write the table of this page"},
 )
 

@@ -112,7 +112,7 @@ def run(samples: int, salts: int, rows: Results) -> None:
 
 
 COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]
-main = partial(run_counted, "tenants", __doc__, COUNTS, run)
+main = partial(run_counted, {"tenants": run}, __doc__, COUNTS)
 
 
 if __name__ == "__main__":

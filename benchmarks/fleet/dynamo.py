@@ -298,7 +298,7 @@ def run(texts: int, streams: int, results: Results) -> None:
 
 
 _COUNTS = [Count("texts", 40, "texts"), Count("streams", 600, "streams through kills")]
-main = partial(run_counted, "fleet_dynamo", __doc__, _COUNTS, run)
+main = partial(run_counted, {"fleet_dynamo": run}, __doc__, _COUNTS)
 
 if __name__ == "__main__":
     main()

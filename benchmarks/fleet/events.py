@@ -178,7 +178,7 @@ def _await_sent(publisher: EventPublisher) -> None:
 
 
 _COUNTS = [Count("seconds", 10, "how long to publish"), Count("tokens", 1024, "tokens of each donor that is sent")]
-main = partial(run_counted, "fleet_events", __doc__, _COUNTS, run)
+main = partial(run_counted, {"fleet_events": run}, __doc__, _COUNTS)
 
 if __name__ == "__main__":
     main()

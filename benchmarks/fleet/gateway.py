@@ -50,10 +50,9 @@ def run(texts: int, results: Results, url: str, model: str) -> None:
 
 main = partial(
     run_counted,
-    "fleet_gateway",
+    {"fleet_gateway": run},
     __doc__,
     [Count("texts", 40, "texts that are asked about")],
-    run,
     url={"default": "http://127.0.0.1:4000", "help": "the gateway (default: %(default)s)"},
     model={"default": "catalogue", "help": "what it calls the model (default: %(default)s)"},
 )

@@ -200,7 +200,7 @@ def _text(rng: np.random.Generator, length: int) -> _Tokens:
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
 
-main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run)
+main = partial(run_counted, {"fleet_routing": run}, __doc__, [Count("requests", 5000, "requests")])
 
 if __name__ == "__main__":
     main()
