@@ -1,7 +1,5 @@
 """The benchmarks' model: a published shape with random weights that are made on the spot; and prompts for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

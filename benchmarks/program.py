@@ -1,7 +1,5 @@
 """A benchmark's command line, from which its rows go to a file."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +31,14 @@ class Count:
 
 
 def run_counted(
-    benchmark: str,
+    parts: Mapping[str, Callable[..., None]],
     description: str | None,
     counts: Sequence[Count],
-    run: Callable[..., None],
     arguments: Sequence[str] | None = None,
     **more: Mapping[str, Any],
 ) -> None:
-    """Run a benchmark without a card: call `run` with the command line's counts and the rows, print and write the rows.
-    `more` options, with `add_argument`'s keywords, go to `run` by name."""
+    """Run a benchmark without a card: call each part with the command line's counts and its rows, print the rows and
+    write them to a file of the part's name. `more` options, with `add_argument`'s keywords, go to parts by name."""
     parser = parser_of(description)
     for name, described in more.items():
         parser.add_argument(f"--{name}", **described)
@@ -52,9 +49,10 @@ def run_counted(
     for each in counts:
         if options[each.name] < each.least:
             parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
-    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
-    run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
-    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
+    for benchmark, run in parts.items():
+        rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
+        run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
+        rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
 
 
 def seconds(call: Callable[..., object], *arguments: object) -> float:

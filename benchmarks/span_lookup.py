@@ -8,8 +8,6 @@ One thread. A look-up's time is that from int32 tokens to runs of 64 tokens and 
 prompt the fastest of several rounds counts, since a machine may have other work.
 """
 
-from __future__ import annotations
-
 import gzip
 import statistics
 import time
@@ -68,7 +66,7 @@ class Corpus(NamedTuple):
     own: TokenArray
 
     @classmethod
-    def of(cls, source: str, tokens: TokenArray, num_documents: int) -> Corpus:
+    def of(cls, source: str, tokens: TokenArray, num_documents: int) -> "Corpus":
         """Divide a text's tokens. Raises ValueError when there are too few."""
         documents = num_documents * DOCUMENT_TOKENS
         common = (len(tokens) - documents) * 4 // 5

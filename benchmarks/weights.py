@@ -5,8 +5,6 @@ depends on the number of tensors alone. They are small, and their number is that
 digest reads `--megabytes` of bfloat16.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 
@@ -62,7 +60,7 @@ def run(megabytes: int, rows: Results) -> None:
     )
 
 
-main = partial(run_counted, "weights", __doc__, [Count("megabytes", 400, "that the digest reads")], run)
+main = partial(run_counted, {"weights": run}, __doc__, [Count("megabytes", 400, "that the digest reads")])
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
 """What the command lines of `python -m validation` have in common: parser, options, and what they ask for."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
-from validation import smollm2
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.cases import Case, log_cases, read_cases
 from validation.engines import EMBEDDED, SGLANG, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
 from validation.measurement import ServingSettings
-from validation.models import AUTO, KV_DTYPES, shipped_model
+from validation.models import AUTO, KV_DTYPES, SMOLLM2, SMOLLM2_NAME, shipped_model
 from validation.prompts import FORM_NAMES
 
 PROGRAM = "python -m validation"
 # The highest seed that every generator of random numbers takes, together with the seeds that follow it.
 HIGHEST = 2**32 - 1
 
-_MODEL = f"model folder, hub id, or {smollm2.OPTION} for {smollm2.NAME} (default: the shipped model)"
+_MODEL = f"model folder, hub id, or {SMOLLM2} for {SMOLLM2_NAME} (default: the shipped model)"
 _PROMPTS = (
     'cases of your own, one a line: {"id", "family", "group", "donors": [text or messages, ...], "prompt": text or '
     'messages, "reference", "donor_answer"}; only "prompt" must be there, and a donor_answer makes a trap'

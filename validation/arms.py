@@ -4,8 +4,6 @@ Names with a number take any: `boundary_4` computes the 4 lowest layers for ever
 16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 % of the tokens that deviate most (CacheBlend,
 arXiv 2405.16444)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -102,11 +100,12 @@ def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
 
 
 def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
-    """Return the named arms in their order. Raises ConfigurationError for one that the model cannot have."""
-    return tuple(_arm(name, choices) for name in names)
+    """Return the named arms in their order; raises as `arm_of`."""
+    return tuple(arm_of(name, choices) for name in names)
 
 
-def _arm(name: str, choices: ArmChoices) -> Arm:
+def arm_of(name: str, choices: ArmChoices) -> Arm:
+    """Return the named arm. Raises ConfigurationError for one that the model cannot have."""
     if name in (COLD, COLD_AGAIN):
         return replace(COLD_ARM, name=name)
     if name == COLD_OTHERWISE:

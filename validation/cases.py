@@ -2,8 +2,6 @@
 
 They are written by families, read from a file, or made of a log: there a request's donors are earlier ones."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress

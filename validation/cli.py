@@ -1,7 +1,5 @@
 """`python -m validation`: run the comparison, show it, write it, and turn the gates into an exit status."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -17,25 +15,20 @@ import torch
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
-from validation import arguments, judge, models, scoreboard, smollm2
+from validation import arguments, models, results
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
-from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
+from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, SGLANG, VLLM, Engines
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
-from validation.judge import Judge, judged
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, say, write_json, write_text
-from validation.page import page
+from validation.output import beside, complain, progress, write_json, write_text
 from validation.quality import parse_quality, parse_quality_plot, run_quality, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
-from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
-from validation.results import Measured as RunMeasured
-from validation.results import write_rows
-from validation.samples import Sample
+from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
@@ -62,11 +55,6 @@ _ENGINE = (
     "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the other, "
     "on a device that it chooses itself"
 )
-_JUDGE = (
-    'command that reads {"id", "arm", "prompt", "reference", "cold", "answer"} as JSON on stdin and prints a score of '
-    f"0 to 1, within {judge.TIMEOUT_SECONDS:g} s and {judge.MAX_OUTPUT_BYTES} bytes each time; failures are reported, "
-    f"not fatal, and after {judge.MAX_TIMEOUTS} in a row that took too long it is not asked again"
-)
 
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
@@ -85,12 +73,12 @@ def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
 
 def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
     """Show, compare or rewrite; False if the tables differ. Raises SemBlendError and OSError."""
-    rows = scoreboard.read_rows(options.results)
+    rows = results.read_rows(options.results)
     if not (options.check or options.write):
-        for line in scoreboard.markdown_table("*", rows).splitlines():
-            say(line)
+        for line in results.markdown_table("*", rows).splitlines():
+            results.say(line)
         return True
-    made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
+    made = {page: results.with_tables(read_text(page), rows) for page in options.pages}
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:
@@ -119,8 +107,8 @@ def main(given: Sequence[str]) -> int:
             options = parse(given if parse is parse_validation else given[1:])
         except SystemExit as exit_of_argparse:
             return int(exit_of_argparse.code or 0)
-        if getattr(options, "model", None) == smollm2.OPTION:
-            options.model = str(smollm2.smollm2_folder())
+        if getattr(options, "model", None) == models.SMOLLM2:
+            options.model = str(models.smollm2_folder())
         return 0 if run(options, shlex.join([*arguments.PROGRAM.split(), *given])) else 1
 
     return ended("validation", status)
@@ -153,7 +141,6 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     for each in fields(GateBounds):
         option = "--" + each.name.replace("_", "-")
         gates.add_argument(option, type=type(each.default), default=each.default, help=bounds[each.name])
-    parser.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
     files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
@@ -171,7 +158,6 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
     if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
-    asked_judge = None if options.judge_command is None else Judge.parse(options.judge_command)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
     page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
@@ -191,19 +177,15 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
     with progress("Measuring", measurement.steps) as on_step:
         measured = measurement.run(on_step)
-    samples: Sequence[Sample] = measured.samples
-    if asked_judge is not None:
-        with progress("Judging", len(samples)) as on_step:
-            samples = judged(samples, cases, asked_judge, on_step)
     report = Report(
-        model=smollm2.shown_name(settings.model),
+        model=models.shown_name(settings.model),
         policy=policy,
-        samples=samples,
+        samples=measured.samples,
         audit=measured.audit,
         audit_path=str(options.audit_path),
-        gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
+        gates=gates_of(measured.samples, measured.audit[policy], policy, bounds, exactness),
         settings=arguments.settings_in_text(options, boundary=choices.boundary, dtype=dtype),
-        measured=RunMeasured.now(command, device, options.machine),
+        measured=results.Measured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
@@ -212,8 +194,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
     if rows_path is not None:
-        rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
-        write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
+        rows = end_to_end_rows(measured.samples, exactness, device, report.measured, prefix)
+        results.write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
     return _show(report, options, page_path)
 
 
@@ -226,15 +208,12 @@ def _exactness(engines: Engines, name: str, prompt: list[int], settings: Serving
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
     for line in report.screen():
-        say(line)
-    failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
-    if failures:
-        complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
+        results.say(line)
     for note in report.notes:
-        say(f"note: {note}")
+        results.say(f"note: {note}")
     if page_path is not None:
-        say(f"page: {page_path}")
-    say(f"{report.seconds:.0f} s; every sample is in {options.output}")
+        results.say(f"page: {page_path}")
+    results.say(f"{report.seconds:.0f} s; every sample is in {options.output}")
     for gate in report.failed:
         complain(f"gate failed: {gate.sentence()}")
     refused = report.audit[report.policy].rejection_reasons

@@ -1,7 +1,5 @@
 """Seeded documents with questions that their text answers: stock lists, fact sheets and public-domain prose."""
 
-from __future__ import annotations
-
 import functools
 import importlib.resources
 import itertools

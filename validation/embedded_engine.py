@@ -1,7 +1,5 @@
 """The embedded engine over shared weights: as the engine of an arm, and with donors for a benchmark."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

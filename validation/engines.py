@@ -1,7 +1,5 @@
 """The engines that serve cases under an arm: their interface, what they have in common, and their audit log."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -107,7 +105,7 @@ class AuditCounts:
     rejection_reasons: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, events: Iterable[dict[str, Any]], arm: str) -> AuditCounts:
+    def of(cls, events: Iterable[dict[str, Any]], arm: str) -> "AuditCounts":
         """Count the events whose `arm` is `arm`."""
         ours = [event for event in events if event["arm"] == arm]
         lookups, materialized = ([e for e in ours if e["event"] == name] for name in ("lookup", "materialized"))

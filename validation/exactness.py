@@ -1,7 +1,5 @@
 """Does the wrapper compute what the model computes without it? Without a plan, and with all layers recomputed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

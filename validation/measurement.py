@@ -1,7 +1,5 @@
 """Serve cases under arms as samples: timed, one prompt at a time; or in batches, without times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -224,7 +222,7 @@ class _ColdAnswer:
     log_probabilities: torch.Tensor
 
     @classmethod
-    def of(cls, answer: Answer) -> _ColdAnswer:
+    def of(cls, answer: Answer) -> "_ColdAnswer":
         logits = answer.logits[: len(answer.tokens)].float()
         return cls(answer.tokens, answer.text, logits.log_softmax(dim=-1).half().cpu())
 

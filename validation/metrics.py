@@ -1,7 +1,5 @@
 """Measure how close two answers or predictions are, and whether an arm's scores are non-inferior to cold's."""
 
-from __future__ import annotations
-
 import math
 import re
 import string

@@ -1,14 +1,12 @@
-"""Write and show documents, tables, sentences and a progress bar."""
-
-from __future__ import annotations
+"""Write documents, and show complaints and a progress bar."""
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import rich.progress as bars
 from rich.console import Console
@@ -43,26 +41,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def say(sentence: object) -> None:
-    """Show one line on stdout at once."""
-    sys.stdout.write(printable(sentence) + "\n")
-    sys.stdout.flush()
-
-
 def complain(sentence: str) -> None:
     """Show one line on stderr."""
     sys.stderr.write(printable(f"validation: {sentence}") + "\n")
 
 
-class Advance(Protocol):
-    """Reports what was done last, by name, and `steps` with it."""
-
-    def __call__(self, last: str, steps: int = 1) -> None: ...
-
-
 @contextmanager
-def progress(title: str, steps: int) -> Iterator[Advance]:
-    """Show a transient progress bar of `steps` steps on stderr; gives the function that advances it."""
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a transient progress bar of `steps` steps on stderr; give the function that says what was done last."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -73,10 +59,4 @@ def progress(title: str, steps: int) -> Iterator[Advance]:
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
-        yield lambda last, steps=1: bar.update(task, advance=steps, last=printable(last))
-
-
-def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; `headings` are separated by ` | `."""
-    head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
-    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])
+        yield lambda last: bar.update(task, advance=1, last=printable(last))

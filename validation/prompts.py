@@ -1,7 +1,5 @@
 """The prompt format of the shipped model, and the forms of prompts for others: marks, instructions and words."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -147,7 +145,7 @@ class ChatForm(PromptForm):
     takes_system: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any) -> ChatForm:
+    def of(cls, tokenizer: Any) -> "ChatForm":
         """Return the form of the tokenizer's template. Raises ConfigurationError if it renders no conversation."""
         plain = {each.name: getattr(PLAIN, each.name) for each in fields(PLAIN)}
         why, known = "it leaves out a turn", tokenizer.added_tokens_decoder

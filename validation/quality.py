@@ -1,7 +1,5 @@
 """`python -m validation quality` serves every family in batches, without times; `quality-plot` draws its rows."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import math
@@ -16,20 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
-from validation import arguments, models, scoreboard, smollm2
+from validation import arguments, models
 from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import beside, complain, progress, say, write_json, write_text
-from validation.page import page
-from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid
-from validation.results import Measured, Results, Row, write_rows
+from validation.output import beside, complain, progress, write_json, write_text
+from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid, page
+from validation.results import Measured, Results, Row, rows_of, say, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
 FILE_STEM, _EM = "quality", "exact match"
@@ -87,7 +83,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
             seconds[arm.name] = time.perf_counter() - began
     device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
-        model=smollm2.shown_name(settings.model),
+        model=models.shown_name(settings.model),
         samples=samples,
         kinds=kinds,
         settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
@@ -104,7 +100,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options.output, page_path)
 
 
-def _show(report: QualityReport, output: Path, page_path: Path | None = None) -> bool:
+def _show(report: "QualityReport", output: Path, page_path: Path | None = None) -> bool:
     for line in report.screen():
         say(line)
     if page_path is not None:
@@ -264,7 +260,14 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     unknown = report.unknown()
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
     for line in report.lines:
-        _add_kl(results, line, report.floor(line.family), suffix)
+        # A reusing arm's KL, where the family is for any model.
+        if line.answer_kl is not None and is_reusing(line.arm) and line.fires and line.family not in _MARKED:
+            where = (
+                f"floor {report.floor(line.family) or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, "
+                f"{line.changed:.1%} changed; {line.computed_share:.3f} computed; {line.samples} prompts in "
+                f"{line.groups} groups"
+            )
+            results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
         cold, score, where = colds.get(line.family), line.exact_match, f"{line.samples} prompts"
         if cold is None or score is None:
             continue
@@ -286,17 +289,6 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
         fires = sum(sample.reused_tokens > 0 for sample in unrelated)
         results.add(f"unrelated_fires{suffix}", fires, "requests", baseline, 0)
     return results.rows
-
-
-def _add_kl(results: Results, line: Line, floor: float | None, suffix: str) -> None:
-    """Add a reusing arm's KL where the family is for any model."""
-    if line.answer_kl is None or not (is_reusing(line.arm) and line.fires) or line.family in _MARKED:
-        return
-    where = (
-        f"floor {floor or 0.0:.2g}; 95 % of the prompts below {line.answer_kl_q95:.2g}, {line.changed:.1%} changed; "
-        f"{line.computed_share:.3f} computed; {line.samples} prompts in {line.groups} groups"
-    )
-    results.add(f"answer_kl{suffix}_{line.arm}_{line.family}", line.answer_kl, "nats", where)
 
 
 def _add_verified(results: Results, line: Line, score: float, suffix: str) -> None:
@@ -379,7 +371,7 @@ def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa
 def points_of(path: Path) -> list[Point]:
     """Return the arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
     suffix = path.stem.removeprefix(FILE_STEM)
-    values = {row.name: row.value for row in scoreboard.rows_of(path)}
+    values = {row.name: row.value for row in rows_of(path)}
     start = f"trap_em{suffix}_"
     scores = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
     if not scores:
@@ -406,7 +398,18 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     handles: dict[str, Artist] = {}
     for axes, (name, points) in zip(grid.flat, panels.items(), strict=False):
-        _draw_panel(axes, name, points)
+        if (floor := noise_floor(points)) is not None:
+            axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
+        for point in points:
+            policy, _, number = point.arm.rpartition("_")
+            policy, number = (policy, number) if number.isdecimal() else (point.arm, "")
+            policy = policy if is_reusing(point.arm) else _REFERENCES
+            (marker, colour), place = _STYLES[policy], (100 * point.computed_share, point.exact_match)
+            axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
+            axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
+        axes.set_title(name, fontsize=9)
+        axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
+        axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     for axes in grid.flat[len(panels) :]:
@@ -420,19 +423,3 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
-
-
-def _draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
-    if (floor := noise_floor(points)) is not None:
-        axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
-    for point in points:
-        name, _, number = point.arm.rpartition("_")
-        policy, number = (name, number) if number.isdecimal() else (point.arm, "")
-        policy = policy if is_reusing(point.arm) else _REFERENCES
-        marker, colour = _STYLES[policy]
-        place = (100 * point.computed_share, point.exact_match)
-        axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
-        axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
-    axes.set_title(title, fontsize=9)
-    axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
-    axes.grid(alpha=0.3)

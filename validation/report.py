@@ -1,24 +1,25 @@
-"""Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
-
-from __future__ import annotations
+"""Report a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows. And the
+page of any run: headline, figures, answers side by side, gates and settings, in one HTML file."""
 
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
-from validation.cases import Expectation
+from validation.cases import Case, Expectation
 from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
-from validation.results import Better, Measured, Results, Row
+from validation.results import Better, Measured, Results, Row, figure
 from validation.samples import Sample
-from validation.scoreboard import figure
 
 EXACTNESS = "wrapper_exactness"
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -167,7 +168,7 @@ _TEXTS = tuple(each.name for each in FAMILIES if each.is_text)
 
 _MEANS = (
     *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
-    *("token_f1_reference", "first_token_kl", "token_agreement", "judge_score"),
+    *("token_f1_reference", "first_token_kl", "token_agreement"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
 # Tables of a report: title and figures of a summary.
@@ -204,7 +205,6 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> di
         **{name: mean(getattr(sample, name) for sample in timed) for name in _TIMED_MEANS},
         "fires": sum(sample.reused_tokens > 0 for sample in samples),
         "outcomes": dict(sorted(Counter(ended).items())),
-        "judge_failures": sum(sample.judge_error is not None for sample in samples),
     }
 
 
@@ -228,7 +228,7 @@ class ArmFigures:
     trap_cold_wrong: int
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], arm: str) -> ArmFigures | None:
+    def of(cls, samples: Sequence[Sample], arm: str) -> "ArmFigures | None":
         """Return the arm's figures; None if it has no such sample."""
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
         pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
@@ -259,7 +259,7 @@ class ArmFigures:
         trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
         return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
-    def verdict(self, checked: ArmFigures | None) -> str:
+    def verdict(self, checked: "ArmFigures | None") -> str:
         """Say whether the trap catches this unchecked arm, and the checked one."""
         answers = len(self.trap_changed)
         right = answers - self.trap_cold_wrong
@@ -419,3 +419,84 @@ def end_to_end_rows(
         name = f"{engine}wrapper_exactness_max_logit_diff"
         results.add(name, exactness.difference, "logits", exactness.against, goal)
     return results.rows
+
+
+_BY_KIND = {
+    Kind.HARMLESS: "The documents are elsewhere than in the request before, and mean the same there.",
+    Kind.TRAP: "The reused text means something else after another heading.",
+    Kind.NONE: "Shares no text with a request before.",
+    Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
+}
+_FAMILIES = {
+    each.name: (each.write.__doc__ if each.marks is False else None) or _BY_KIND[each.kind] for each in FAMILIES
+}
+
+
+def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
+    """Return the prompt in pieces with their kinds: `exact` from the engine's prefix, `reused` from donors, else ""."""
+    tokens = tokenizer.encode(prompt)
+
+    def start(count: int) -> str:
+        return str(tokenizer.decode(tokens[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    text, done = start(len(tokens)), 0
+    spans = sorted(sample.spans) if sample.reused_tokens else []
+    runs = [(0, sample.exact_prefix_tokens, "exact"), *((first, first + length, "reused") for first, length in spans)]
+    pieces = []
+    for first, last, kind in runs:
+        begin, end = max(done, len(start(first))), len(start(last))
+        if begin < end:
+            pieces += [("", text[done:begin]), (kind, text[begin:end])]
+            done = end
+    return [piece for piece in [*pieces, ("", text[done:])] if piece[1]]
+
+
+def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str, Any]:
+    """Return one arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as in `marked`."""
+    words = [] if sample.exact_match is None else ["right" if sample.is_right else "wrong"]
+    if sample.arm != COLD:
+        words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
+        words += [] if sample.answer_kl is None else [f"KL {sample.answer_kl:.2g} nats a token"]
+    if sample.ttft_s is not None:
+        words.append(f"first token after {sample.ttft_s * 1e3:,.0f} ms")
+    tokens = [f"{sample.prompt_tokens:,} tokens", f"{sample.computed_tokens:,} computed"]
+    for name in ("exact_prefix", "reused", "checked", "recomputed"):
+        if count := getattr(sample, f"{name}_tokens"):
+            tokens.append(f"{count:,} {name.replace('_', ' ')}")
+    return {
+        "arm": ARM_NAMES.get(sample.arm, sample.arm),
+        "answer": sample.answer,
+        "verdict": "; ".join(words),
+        "tokens": ", ".join(tokens),
+        "prompt": marked(tokenizer, case.prompt, sample),
+    }
+
+
+def examples(samples: Sequence[Sample], policy: str, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return one case of each workload, at best one that the arms answer apart, and a user's first prompts."""
+    by_case: dict[str, dict[str, Sample]] = {}
+    for sample in samples:
+        if sample.repeat == 0 and sample.arm in (COLD, POSITION_FIX, VERIFIED, policy):
+            by_case.setdefault(sample.case_id, {})[sample.arm] = sample
+    is_split = {name: len({sample.answer for sample in arms.values()}) > 1 for name, arms in by_case.items()}
+    chosen: dict[str, Case] = {}
+    for case in cases:
+        key = case.workload if case.workload in _FAMILIES else case.id
+        if key not in chosen or (is_split[case.id] and not is_split[chosen[key].id]):
+            chosen[key] = case
+    return [
+        {
+            "case": case,
+            "what": _FAMILIES.get(case.workload, ""),
+            "arms": [_shown(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
+        }
+        for case in list(chosen.values())[:12]
+    ]
+
+
+def page(report: Any, cases: Sequence[Case], tokenizer: Any) -> str:
+    """Return the HTML of a Report or a QualityReport. It loads nothing, and all text of a run is escaped."""
+    template = (files("validation") / "assets" / "report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    shown = examples(report.samples, getattr(report, "policy", VERIFIED), cases, tokenizer)
+    return environment.from_string(template).render(report=report, examples=shown)

@@ -1,6 +1,9 @@
-"""Result rows: the figures that documents quote, each with its command line, machine and versions."""
+"""Result rows: the figures that documents quote, each with its command line, machine and versions; and their tables.
 
-from __future__ import annotations
+A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
+name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
+form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
+that is given again continues its column."""
 
 import contextlib
 import datetime
@@ -12,14 +15,17 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from semblend_trt.files import write_bytes
+from semblend_trt.command_line import printable
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input, write_bytes
 
 Better = Literal["higher", "lower"]
 
@@ -36,7 +42,7 @@ class Measured:
     date: str
 
     @classmethod
-    def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
+    def now(cls, command: str, device: str | None = None, name: str | None = None) -> "Measured":
         """Describe a run that ends now; `device` and `name` as in `describe`."""
         return cls(command, describe(device, name), versions(), today())
 
@@ -112,7 +118,8 @@ class Results:
     def write(self, folder: Path | None, name: str, default: Path | None = None) -> None:
         """Show all rows with baselines; write `name.json` to `folder`, else to `default` unless the run is dry."""
         for each in self.rows:
-            say(f"{_line(each)}\n    {each.baseline}")
+            say(_line(each))
+            say(f"    {each.baseline}")
         target = folder or (None if self.dry else default)
         if target is not None:
             write_rows(target / f"{name}.json", self.rows)
@@ -125,9 +132,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
-def say(line: str) -> None:
-    """Show one line at once."""
-    sys.stdout.write(line + "\n")
+def say(sentence: object) -> None:
+    """Show one line on stdout at once."""
+    sys.stdout.write(printable(sentence) + "\n")
     sys.stdout.flush()
 
 
@@ -185,3 +192,108 @@ def _holds(value: float, goal: float | None, better: Better) -> bool:
 def _line(each: Row) -> str:
     verdict = "" if each.goal is None else f"  goal {'>=' if each.better == 'higher' else '<='} {each.goal:,.5g}"
     return f"{each.name:<44} {each.value:>12,.5g} {each.unit:<10}{verdict}{'' if each.holds else '  MISSED'}"
+
+
+_BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
+
+
+def read_rows(root: Path) -> dict[str, list[Row]]:
+    """Read all JSON files under `root`, sorted, by `machine/file` without the extension.
+    Raises ConfigurationError as `rows_of`, and if a machine has two rows of one name."""
+    if not root.is_dir():
+        raise ConfigurationError(f"{root} is not a folder of results; give one with --results.")
+    found: dict[str, list[Row]] = {}
+    owners: dict[tuple[str, str], Path] = {}
+    for path in sorted(root.rglob("*.json")):
+        rows = rows_of(path)
+        for each in rows:
+            other = owners.setdefault((path.parent.name, each.name), path)
+            if other is not path:
+                raise ConfigurationError(f"The row {each.name} is both in {other} and in {path}; keep one.")
+        found[path.relative_to(root).with_suffix("").as_posix()] = rows
+    return found
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read one file. Raises ConfigurationError if it does not hold rows, or they contradict themselves."""
+    try:
+        rows = [Row(**fields) for fields in json.loads(read_input(path))]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{path} does not hold result rows: {error}.") from error
+    if len({each.name for each in rows}) != len(rows):
+        raise ConfigurationError(f"{path} holds two rows of one name.")
+    return rows
+
+
+def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
+    """Return the page with new results tables. Raises ConfigurationError for an open marker or as `markdown_table`."""
+    if text.count("<!-- results:") != len(_BLOCK.findall(text)):
+        raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
+    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
+
+
+def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
+    """Return the Markdown table of the rows that match the patterns, in their order.
+    Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
+    if "=" in patterns:
+        # A line for each name that the patterns' stars match; values that miss their goal are bold.
+        headings, columns = dict[str, None](), dict[str, dict[str, str]]()
+        for heading, _, pattern in (column.partition("=") for column in patterns.split()):
+            headings[heading] = None
+            for line, each in _starred(pattern, rows).items():
+                value = figure(each.value)
+                columns.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
+        body = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in columns.items())
+        return table_of(" | ".join(("", *headings)), body) + "\n"
+    chosen: dict[tuple[str, str], Row] = {}
+    for pattern in patterns.split():
+        matching = {
+            (place, each.name): each
+            for place, found in rows.items()
+            for each in found
+            if any(fnmatchcase(named, pattern) for named in (each.name, place, f"{place}/{each.name}"))
+        }
+        if not matching:
+            raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
+        chosen |= matching
+    lines = []
+    for (place, name), each in chosen.items():
+        value, machine = f"{figure(each.value)} {each.unit}".strip(), place.partition("/")[0]
+        goal = "-" if each.goal is None else f"{'>=' if each.better == 'higher' else '<='} {figure(each.goal)}"
+        cells = (f"`{name}`", value, goal, "yes" if each.holds else "**no**", each.baseline, machine)
+        lines.append([printable(cell).replace("|", "\\|") for cell in cells])
+    return table_of("row | value | goal | holds | against | machine", lines) + "\n"
+
+
+def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
+    """Return the rows that match, by the text that the pattern's one `*` matches."""
+    before, star, after = pattern.partition("*")
+    if not star or "*" in after:
+        raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")
+    found: dict[str, Row] = {}
+    for place, each in ((place, each) for place, those in rows.items() for each in those):
+        text = f"{place}/{each.name}" if "/" in before else each.name
+        if not fnmatchcase(text, pattern):
+            continue
+        line = text[len(before) : len(text) - len(after)]
+        if line in found:
+            raise ConfigurationError(f"Two rows match {pattern!r} as {line!r}; begin with machine/file/.")
+        found[line] = each
+    if not found:
+        raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
+    return found
+
+
+def figure(value: float) -> str:
+    """Return four significant digits; large integers whole."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def table_of(headings: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; `headings` are separated by ` | `."""
+    head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])

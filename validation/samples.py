@@ -1,7 +1,5 @@
 """Answers and where their KV came from; samples, which compare them with cold's; lines, which sum up samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class Reuse:
         return not self.reused and bool(self.checked or self.sampled or not self.offered)
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
+    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> "Reuse":
         """Read the audit events `request_settled` and, if a plan was carried out, `plan_dispatched`."""
         return cls(
             cached=event["exact_prefix_tokens"],
@@ -76,7 +74,7 @@ class Answer:
     reuse: Reuse
     answer_kl: float | None = None
 
-    def with_first_row(self) -> Answer:
+    def with_first_row(self) -> "Answer":
         """Return the answer with the logits of its first token only, on the host."""
         return replace(self, logits=self.logits[:1].float().cpu().clone())
 
@@ -142,8 +140,6 @@ class Sample:
     perplexity_ratio: float | None
     first_token_kl: float
     token_agreement: float
-    judge_score: float | None = None
-    judge_error: str | None = None
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     answer_kl: float | None = None
@@ -176,18 +172,14 @@ def sample_of(
     counts = ("offered", "sampled", "checked", "reused", "recomputed")
     return Sample(
         case_id=case.id,
-        workload=case.workload,
-        size=case.size,
-        group=case.group,
+        **{name: getattr(case, name) for name in ("workload", "size", "group", "reference")},
+        **{name: getattr(ours, name) for name in ("ttft_s", "prompt_tokens", "loss", "answer_kl")},
         expects=case.expects.value,
         arm=arm.name,
         repeat=repeat,
         timed=is_timed,
         answer=ours.text,
-        reference=reference,
-        ttft_s=ours.ttft_s,
         speedup=cold.ttft_s / ours.ttft_s if is_timed and cold.ttft_s and ours.ttft_s else None,
-        prompt_tokens=ours.prompt_tokens,
         answer_tokens=len(ours.tokens),
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
@@ -199,12 +191,10 @@ def sample_of(
         contains_reference=metrics.contains(ours.text, str(reference)) if is_known else None,
         follows_donor=None if case.donor_answer is None else metrics.contains(ours.text, case.donor_answer),
         **scores,
-        loss=ours.loss,
         perplexity=perplexity,
         perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
-        answer_kl=ours.answer_kl,
         sampled_deviation=reuse.deviation,
     )
 
@@ -261,6 +251,10 @@ class Line:
         return all(bound.holds for bound in self.bounds[:1])
 
 
+# Figures of a line that are means of the samples' of the same name.
+_MEANS = ("exact_match", "follows_donor", "loss", "answer_kl")
+
+
 def lines_of(
     samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0, *, is_bounded: bool = True
 ) -> list[Line]:
@@ -294,27 +288,23 @@ def line_of(
         name: sum(getattr(each, f"{name}_tokens") for each in samples)
         for name in ("offered", "sampled", "checked", "reused", "recomputed")
     }
+    figures: dict[str, Any] = {name: metrics.mean(getattr(each, name) for each in samples) for name in _MEANS}
+    figures |= counts | {name: max(getattr(each, name) for each in samples) for name in ("largest_kept", "generation")}
     loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
     return Line(
         family=family,
         arm=arm,
         samples=len(samples),
         groups=len({sample.group for sample in samples}),
-        exact_match=metrics.mean(sample.exact_match for sample in samples),
         exact_match_bound=bound(lambda sample: sample.exact_match),
-        follows_donor=metrics.mean(sample.follows_donor for sample in samples),
-        loss=metrics.mean(sample.loss for sample in samples),
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,
+        **figures,
         agreement=average("token_agreement"),
         first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        **counts,
         reused_share=counts["reused"] / counts["offered"] if counts["offered"] else None,
         computed_share=average("computed_share"),
-        largest_kept=max(sample.largest_kept for sample in samples),
-        generation=max(sample.generation for sample in samples),
-        answer_kl=metrics.mean(sample.answer_kl for sample in samples),
         answer_kl_q95=metrics.percentile((sample.answer_kl for sample in samples), 0.95),
         changed=math.fsum(sample.token_agreement < 1.0 for sample in samples) / len(samples),
         contains=metrics.mean(sample.contains_reference for sample in samples),

@@ -10,8 +10,6 @@ through the public API. Status: 0 when everything holds, 1 naming what does not,
 imported, or model or profile cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -68,7 +66,7 @@ class Workload:
         start, count = len(self.donors), len(self.targets)
         return results[start : start + count], results[start + count : start + 2 * count]
 
-    def right(self, served: Served) -> float:
+    def right(self, served: "Served") -> float:
         """Return the share of targets that are answered right when they are asked first."""
         pairs = zip(self.twice(served.texts)[0], self.targets, strict=True)
         right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
@@ -236,6 +234,14 @@ _MAX_EM_DROP = 0.02
 
 def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
     """Judge the answers and audit logs of the four engines without a profile."""
+    # The engines answer every prompt, and every connector sees every request.
+    prompts = len(asked.prompts)
+    silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
+    unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
+    started = [event for each in served.values() for event in each.events if event["event"] == "scheduler_initialized"]
+    refused = sorted({str(event["refusal"]) for event in started if event["refusal"]})
+    what = f"{prompts} prompts; unanswered in {silent}, not seen by the connector in {unseen}, refused: {refused}"
+    smoke = Finding("smoke", not silent and not unseen and not refused, what)
     first, second = asked.twice(served[STOCK].tokens)
     floor = _share_equal(first, second)
     shares = {arm: _share_equal(served[STOCK].tokens, served[arm].tokens) for arm in (EXACT, RECOMPUTED)}
@@ -245,7 +251,28 @@ def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
     right = {arm: asked.right(served[arm]) for arm in (STOCK, REUSED)}
     drop = f"share of right answers {right}; a drop of {_MAX_EM_DROP} is allowed"
     validation = Finding("validation", right[STOCK] - right[REUSED] <= _MAX_EM_DROP, drop)
-    return [_smoke(asked, served), exactness, _execution(asked, served), _publication(asked, served), validation]
+    return [smoke, exactness, *_moved(asked, served), validation]
+
+
+def _moved(asked: Workload, served: dict[str, Served]) -> Iterator[Finding]:
+    """Check that the connector offers moved text, as the wrapper is attached and its self-check has passed; and that a
+    prompt with moved text finds only its exact part in the engine when it is asked again."""
+    offered, segmented, grown = {}, {}, []
+    for arm in (RECOMPUTED, REUSED):
+        events = served[arm].events
+        first, second = asked.twice(ended_requests(events))
+        offered[arm] = sum(int(event.get("offered_tokens") or 0) for event in first)
+        lookups = [event for event in events if event["event"] == "lookup"]
+        segmented[arm] = any(each.get("kind") == "request_local" and each["diagnostics"]["holes"] for each in lookups)
+        plans = [event for event in events if event["event"] == "plan_dispatched"]
+        moved = {each["request_id"]: [to for _, donor, to, _ in each["spans"] if donor != to] for each in plans}
+        for before, after in zip(first, second, strict=True):
+            # Of a plan that moves a span, the tokens before the first such span are exact.
+            exact = min(moved.get(before["request_id"]) or [after["exact_prefix_tokens"]])
+            grown += [arm] if after["exact_prefix_tokens"] > max(before["exact_prefix_tokens"], exact) else []
+    what = f"tokens offered from other places {offered}, with holes between them {segmented}"
+    yield Finding("execution", all(offered.values()) and all(segmented.values()), what)
+    yield Finding("publication", not grown, f"prompts whose approximate KV was published: {grown}")
 
 
 def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
@@ -280,43 +307,6 @@ def judge_crowd(crowded: Crowded) -> list[Finding]:
         Finding("endings", is_ended and all(crowded.answers), endings),
         Finding("blocks", is_back, blocks),
     ]
-
-
-def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
-    """Check that the engines answer every prompt, and every connector sees every request."""
-    prompts = len(asked.prompts)
-    silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
-    unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
-    started = [event for each in served.values() for event in each.events if event["event"] == "scheduler_initialized"]
-    refused = sorted({str(event["refusal"]) for event in started if event["refusal"]})
-    what = f"{prompts} prompts; unanswered in {silent}, not seen by the connector in {unseen}, refused: {refused}"
-    return Finding("smoke", not silent and not unseen and not refused, what)
-
-
-def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
-    """Check that the connector offers moved text: the wrapper is attached, and its self-check has passed."""
-    offered, segmented = {}, {}
-    for arm in (RECOMPUTED, REUSED):
-        first, _ = asked.twice(ended_requests(served[arm].events))
-        offered[arm] = sum(int(event.get("offered_tokens") or 0) for event in first)
-        lookups = [event for event in served[arm].events if event["event"] == "lookup"]
-        segmented[arm] = any(each.get("kind") == "request_local" and each["diagnostics"]["holes"] for each in lookups)
-    what = f"tokens offered from other places {offered}, with holes between them {segmented}"
-    return Finding("execution", all(offered.values()) and all(segmented.values()), what)
-
-
-def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
-    """Check that a prompt with moved text finds only its exact part in the engine when it is asked again."""
-    grown = []
-    for arm in (RECOMPUTED, REUSED):
-        plans = [event for event in served[arm].events if event["event"] == "plan_dispatched"]
-        moved = {each["request_id"]: [to for _, donor, to, _ in each["spans"] if donor != to] for each in plans}
-        first, second = asked.twice(ended_requests(served[arm].events))
-        for before, after in zip(first, second, strict=True):
-            # Of a plan that moves a span, the tokens before the first such span are exact.
-            exact = min(moved.get(before["request_id"]) or [after["exact_prefix_tokens"]])
-            grown += [arm] if after["exact_prefix_tokens"] > max(before["exact_prefix_tokens"], exact) else []
-    return Finding("publication", not grown, f"prompts whose approximate KV was published: {grown}")
 
 
 def _share_equal(first: Sequence[Any], second: Sequence[Any]) -> float:
@@ -464,7 +454,7 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock
     """Confirm the profile, or make one; then serve with it. Raises SemBlendError and OSError."""
     try:
         # An environment with TensorRT-LLM and the connector may lack what these need.
-        from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
+        from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
     except ModuleNotFoundError as error:
         yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")
         return

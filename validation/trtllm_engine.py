@@ -2,8 +2,6 @@
 
 It imports nothing that an environment with TensorRT-LLM and the connector lacks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module

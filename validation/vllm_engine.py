@@ -1,7 +1,5 @@
 """vLLM as the engine of an arm, through its LLM class in this process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time
@@ -22,7 +20,6 @@ from validation.engines import (
     AllParams,
     AllSalts,
     ArmEngine,
-    Asked,
     EngineSettings,
     answered,
     asked_of,
@@ -134,30 +131,9 @@ class VllmEngine:
         self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> list[RequestOutput]:
         """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
-        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
-        found = []
-        for each, output in zip(asked, self._ask(asked), strict=True):
-            completion, reading = output.outputs[0], self._readings.pop(output.request_id)
-            tokens = list(completion.token_ids)
-            logits = torch.stack(reading.rows[: len(tokens)])
-            cached = output.num_cached_tokens or 0
-            found.append(answered(each, tokens, completion.finish_reason, logits, cached, reading.first_token))
-        return found
-
-    def settle(self) -> None:
-        """Wait until what has ended is saved. Raises SemBlendError."""
-        settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
-
-    def shutdown(self) -> None:
-        """End the engine and free its memory; another one may be opened then."""
-        vars(self._model).pop("compute_logits", None)
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._core, self._runner, self._model, self._compute
-        gc.collect()
-
-    def _ask(self, asked: Sequence[Asked]) -> list[Any]:
         from vllm import SamplingParams as Params
 
+        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         engine, ended = self._llm.llm_engine, dict[str, Any]()
         names = [f"validation{each.number}" for each in asked]
         self._asked += len(asked)
@@ -183,7 +159,26 @@ class VllmEngine:
                         ended[output.request_id] = output
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"vLLM gave no answer: {error}") from error
-        return [ended[name] for name in names]
+        found = []
+        for name, each in zip(names, asked, strict=True):
+            output, reading = ended[name], self._readings.pop(name)
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            logits = torch.stack(reading.rows[: len(tokens)])
+            cached = output.num_cached_tokens or 0
+            found.append(answered(each, tokens, completion.finish_reason, logits, cached, reading.first_token))
+        return found
+
+    def settle(self) -> None:
+        """Wait until what has ended is saved. Raises SemBlendError."""
+        settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory; another one may be opened then."""
+        vars(self._model).pop("compute_logits", None)
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._core, self._runner, self._model, self._compute
+        gc.collect()
 
     def _logits(self, *arguments: Any, **options: Any) -> Any:
         """Return the model's own, [requests of the step, vocabulary]; keep those that the sampler uses."""

@@ -5,8 +5,6 @@ computed. Their choices: the profile's check, one that compares all tokens in it
 chance, CacheBlend and EPIC. `plot` draws it. `positions` says what rounding does at other positions. --kept holds what
 was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -29,13 +27,11 @@ from benchmarks.program import FOLDER, parser_of
 from engine_wrapper.deviation_check import Budget
 from semblend_trt.files import write_bytes
 from semblend_trt.reuse_profile import ReuseProfile
-from validation import smollm2
+from validation import models
 from validation.arms import POSITION_FIX, ROUNDING_ARMS, Arm, ArmChoices, arms_of
 from validation.calibration.bound import LEAST, Observation, bounds_of, distance_of, what_if
-from validation.calibration.calibration import FRESH, Calibration
-from validation.calibration.command import parse_calibrate, teller
-from validation.calibration.observer import Observer, trial_of
-from validation.calibration.prepared import Prepared
+from validation.calibration.calibration import FRESH, Calibration, parse_calibrate, teller
+from validation.calibration.prepared import Observer, Prepared, trial_of
 from validation.cases import Case
 from validation.models import transformers_model
 from validation.results import Results, say
@@ -275,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a dry run of few short prompts")
     options, others = parser.parse_known_args(arguments)
     asked = parse_calibrate([*(SMALL if options.small else ()), *others])
-    asked.model = str(smollm2.smollm2_folder()) if asked.model == smollm2.OPTION else asked.model
+    asked.model = str(models.smollm2_folder()) if asked.model == models.SMOLLM2 else asked.model
     for part in options.parts:
         rows = Results(arguments, asked.device, dry=options.small)
         options.json = options.json or FOLDER / str(rows.measured.machine["name"])

@@ -6,8 +6,6 @@ those of many plants of which the check misses most. The shipped model is attack
 searches plants in the same way, with other seeds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +17,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.calibration.deviations import DeviationCollector
-from validation.calibration.planter import PLANTED, Planter, write_plants
+from validation.calibration.deviations import PLANTED, DeviationCollector, Planter, write_plants
 from validation.cases import Case, Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
@@ -130,7 +127,7 @@ _COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICT
 _TARGET = {"nargs": 2, "type": Path, "action": "append", "default": [], "metavar": ("MODEL", "PROFILE")}
 _TARGET["help"] = "attack the model of this folder, too, with its reuse profile"
 _SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
-main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
+main = partial(run_counted, {"hijack": run}, __doc__, _COUNTS, seed=_SEED, target=_TARGET)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 configurations are in `assets/models.json`, with their sources: of each `config.json` the fields that matter.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass
@@ -20,8 +18,7 @@ from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
-from validation import output
-from validation.results import Results
+from validation.results import Results, table_of
 
 GOAL = 18
 _START, _END = "<!-- models -->\n", "<!-- /models -->"
@@ -55,8 +52,19 @@ def published() -> tuple[PublishedModel, ...]:
 
 def table() -> str:
     """Return the page's table."""
-    rows = [_cells(model, model.answer()) for model in published()]
-    return output.markdown_table("model | KV a token | answer", rows) + "\n"
+    rows = list[tuple[str, str, str]]()
+    for model in published():
+        if not isinstance(answer := model.answer(), KnownModel):
+            # The sentence without its list of what is served.
+            rows.append((f"`{model.name}`", "-", f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"))
+            continue
+        is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
+        shown = "served for text" if answer.facts.takes_images else "served"
+        shown += "" if is_embedded else ", but not by the embedded engine"
+        shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
+        size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
+        rows.append((f"`{model.name}`", size, shown))
+    return table_of("model | KV a token | answer", rows) + "\n"
 
 
 def with_table(text: str) -> str:
@@ -66,18 +74,6 @@ def with_table(text: str) -> str:
     if not (start and end):
         raise ValueError(f"the page has no {_START.strip()} and {_END} around its table; put them there")
     return before + start + table() + end + after
-
-
-def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ...]:
-    if not isinstance(answer, KnownModel):
-        # The sentence without its list of what is served.
-        return f"`{model.name}`", "-", f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"
-    is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
-    shown = "served for text" if answer.facts.takes_images else "served"
-    shown += "" if is_embedded else ", but not by the embedded engine"
-    shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
-    size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
-    return f"`{model.name}`", size, shown
 
 
 def run(most: int, rows: Results, page: Path | None) -> None:
@@ -92,10 +88,9 @@ def run(most: int, rows: Results, page: Path | None) -> None:
 
 main = partial(
     run_counted,
-    "models",
+    {"models": run},
     __doc__,
     [Count("most", len(published()), "models")],
-    run,
     page={"type": Path, "metavar": "FILE", "help": "write the table of this page"},
 )
 

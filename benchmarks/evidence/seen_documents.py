@@ -6,8 +6,6 @@ prompts: those that an earlier prompt has shown, and those whose KV is reused. T
 with a cold engine's. The shipped model and its profile are used, or those that are named.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Callable, Sequence

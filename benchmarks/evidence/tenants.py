@@ -7,8 +7,6 @@ arm, whose own salt holds the document, shows that the test sees a difference.
 Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Iterator
@@ -114,7 +112,7 @@ def run(samples: int, salts: int, rows: Results) -> None:
 
 
 COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]
-main = partial(run_counted, "tenants", __doc__, COUNTS, run)
+main = partial(run_counted, {"tenants": run}, __doc__, COUNTS)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ First, 64 workers announce donors in real messages: they share a beginning and d
 Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
 work. Second, prompts are looked up while a thread of the same process, as in
 a gateway, takes messages of donors that come and go.
+
+Then what placing adds to a request in a gateway: the wait for its event loop, the look-up and the choice. The loop
+takes donor events at a steady pace, as the directory's reader does, and requests come at theirs. Counted is the time
+from when a request is due to its scores. NATS itself is left out.
 """
 
-from __future__ import annotations
-
+import asyncio
 import sys
 import threading
 import time
@@ -22,6 +25,7 @@ from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import Emitter, EventWriter
+from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.namespace import CacheNamespace
 from validation.results import Results
@@ -173,7 +177,55 @@ def add_writes(donors: int, fleet: Fleet, results: Results) -> None:
     results.add("directory_events_per_s", rate, "events/s", better="higher", goal=WRITES_PER_S, baseline=baseline)
 
 
-main = partial(run_counted, "fleet_directory", __doc__, [Count("donors", 100_000, "donors of the fleet")], run)
+# What placing adds to a request in a gateway.
+PLACED_TOKENS, EVENTS_PER_S, REQUESTS_PER_S, SECONDS, PLACED_ROUNDS = 8192, 20_000, 100, 3, 3
+_CANDIDATES = {number: (number, 0) for number in range(WORKERS)}
+
+
+async def milliseconds_added(fleet: Fleet, messages: Iterator[bytes]) -> tuple[list[float], float]:
+    """Return each request's milliseconds, and the events a second that the loop took meanwhile."""
+    placement = Placement(None)
+    placement.directory = fleet.directory
+    prompts = [fleet.prompt()[:PLACED_TOKENS] for _ in range(REQUESTS_PER_S)]
+    began, taken, times = time.perf_counter(), 0, []
+
+    async def write() -> None:
+        nonlocal taken
+        while True:
+            is_ahead = taken > EVENTS_PER_S * (time.perf_counter() - began)
+            if not is_ahead:
+                placement.directory.observe(next(messages))
+                taken += 1
+            await asyncio.sleep(0.001 if is_ahead else 0)
+
+    writing = asyncio.create_task(write())
+    for number in range(REQUESTS_PER_S * SECONDS):
+        due = began + number / REQUESTS_PER_S
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        placement.place(prompts[number % len(prompts)], None, _CANDIDATES, {})
+        times.append((time.perf_counter() - due) * 1e3)
+    rate = taken / (time.perf_counter() - began)
+    writing.cancel()
+    return times, rate
+
+
+def place(donors: int, results: Results) -> None:
+    """Add the rows of placing, of the round with the best 99th percentile."""
+    fleet = Fleet(donors)
+    messages = iter(fleet.writes(PLACED_ROUNDS * min(EVENTS_PER_S * SECONDS, donors) * 11 // 10))
+    rounds = [asyncio.run(milliseconds_added(fleet, messages)) for _ in range(PLACED_ROUNDS)]
+    times, rate = min(rounds, key=lambda each: float(np.percentile(each[0], 99)))
+    baseline = (
+        f"prompts of {PLACED_TOKENS} tokens, {donors} donors on {WORKERS} workers, {REQUESTS_PER_S} requests a second "
+        f"for {SECONDS} s in an event loop that takes {rate:.0f} events a second; best of {PLACED_ROUNDS} rounds"
+    )
+    for percent, goal in ((50, 1), (99, 5)):
+        value = float(np.percentile(times, percent))
+        results.add(f"placement_added_ms_p{percent}", value, "ms", goal=goal, baseline=baseline)
+
+
+PARTS = {"fleet_directory": run, "fleet_placement": place}
+main = partial(run_counted, PARTS, __doc__, [Count("donors", 100_000, "donors of the fleet")])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ each prompt as a donor. A first token below SECONDS_BELOW is the seconds until t
 drops what begins with DROPPED in the middle. The answer's end has the salt and headers that came with the request.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -6,8 +6,6 @@ the best of several rounds counts, since a machine may have other work. Then one
 every step, so half of the events carry a sketch. That rate counts events that the server has taken, by its own count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -180,7 +178,7 @@ def _await_sent(publisher: EventPublisher) -> None:
 
 
 _COUNTS = [Count("seconds", 10, "how long to publish"), Count("tokens", 1024, "tokens of each donor that is sent")]
-main = partial(run_counted, "fleet_events", __doc__, _COUNTS, run)
+main = partial(run_counted, {"fleet_events": run}, __doc__, _COUNTS)
 
 if __name__ == "__main__":
     main()

@@ -4,8 +4,6 @@ It asks a gateway that runs already, as docs/fleet.md starts LiteLLM's: each tex
 four others, at several concurrencies, and reads from `x-litellm-model-id` who answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -52,10 +50,9 @@ def run(texts: int, results: Results, url: str, model: str) -> None:
 
 main = partial(
     run_counted,
-    "fleet_gateway",
+    {"fleet_gateway": run},
     __doc__,
     [Count("texts", 40, "texts that are asked about")],
-    run,
     url={"default": "http://127.0.0.1:4000", "help": "the gateway (default: %(default)s)"},
     model={"default": "catalogue", "help": "what it calls the model (default: %(default)s)"},
 )

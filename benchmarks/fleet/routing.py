@@ -7,8 +7,6 @@ prompt. The other policies choose in turn, by load, or by the longest beginning 
 begins with text of its own, so that no two share a prefix.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -203,7 +201,7 @@ def _text(rng: np.random.Generator, length: int) -> _Tokens:
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
 
-main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run)
+main = partial(run_counted, {"fleet_routing": run}, __doc__, [Count("requests", 5000, "requests")])
 
 if __name__ == "__main__":
     main()

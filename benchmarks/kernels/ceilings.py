@@ -1,7 +1,5 @@
 """The card's limits: device copy, bf16 matrix product, and copies to and from pinned host memory."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable
@@ -38,16 +36,18 @@ TOKENS = (4096, 8192, 16384, 24576, 32768)
 SHIFT = 7
 
 
-def run_on_card(name: str, measure: Callable[[Results], None], description: str | None) -> None:
-    """Parse the command line, measure, print and write. Ends the program with one sentence without a card."""
+def run_on_card(description: str | None, **parts: Callable[[Results], None]) -> None:
+    """Parse the command line; measure each part, print its rows and write them to a file of its name. Ends the program
+    with one sentence without a card."""
     options = parser_of(description).parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none.")
     torch.manual_seed(7)
-    results = Results()
-    with torch.inference_mode():
-        measure(results)
-    results.write(options.json, name)
+    for name, measure in parts.items():
+        results = Results()
+        with torch.inference_mode():
+            measure(results)
+        results.write(options.json, name)
 
 
 def add_share(results: Results, name: str, milliseconds: float, num_bytes: float, goal: float | None = None) -> float:
@@ -71,7 +71,8 @@ def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int =
     run the L2 cache is overwritten and the card kept busy, so that the host's preparation does not count."""
     for _ in range(warm_up):
         function()
-    flush = _flush_buffer()
+    # Four times the L2 cache, so that nothing of an earlier run is left in it.
+    flush = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
     timings = []
     for _ in range(repeats):
         flush.zero_()
@@ -108,12 +109,6 @@ def host_gbps(to_device: bool) -> float:
     device = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device="cuda")
     target, source = (device, host) if to_device else (host, device)
     return HOST_BYTES / time_ms(lambda: target.copy_(source, non_blocking=True), repeats=5) / 1e6
-
-
-@cache
-def _flush_buffer() -> torch.Tensor:
-    """Return four times the L2 cache, so that nothing of an earlier run is left in it."""
-    return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
 
 
 def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> ContiguousKv:
@@ -166,4 +161,4 @@ def add_ceilings(results: Results) -> None:
 
 
 if __name__ == "__main__":
-    run_on_card("ceilings", add_ceilings, __doc__)
+    run_on_card(__doc__, ceilings=add_ceilings)

@@ -1,17 +1,16 @@
 """kv_move at the size of Qwen2.5-7B, and at that of DeepSeek-V3's latent rows (MLA): share of the card's copy speed, by
-tokens, dtype, source and layout.
+tokens, dtype, source and layout. Then deviation of one layer, likewise.
 
 `python -m benchmarks.kernels.kv_move --json benchmarks/results/<machine>`
 """
-
-from __future__ import annotations
 
 import torch
 
 from benchmarks.kernels import ceilings as card
 from benchmarks.kernels.ceilings import QWEN_7B, ROTATION, SHIFT, random_donor, random_layers, random_pool
+from kernels.deviation import FreshRows, deviation, relative, squares_by_torch
 from kernels.kv_move import Move, kv_move, kv_move_by_torch
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.layout import ContiguousKv, Fresh, KvGeometry, PagedKv
 from kernels.rope import Rotation
 from validation.results import Results, say
 
@@ -108,5 +107,42 @@ def _measure_sources(results: Results) -> None:
     results.add("kv_move_pinned_share_of_pcie", share, "", baseline, better="higher")
 
 
+# The layer whose deviations are measured.
+LAYER = 2
+
+
+def measure_deviation(results: Results) -> None:
+    """Check some calls against torch, and measure the kernel by tokens and by vLLM's layouts."""
+    errors, layers = [], (random_layers(each, 300) for each in card.VLLM_LAYOUTS)
+    for donor in list[PagedKv | ContiguousKv]([random_donor(300), *layers]):
+        spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
+        for fresh in (random_pool(320), _rows(320)):
+            expected = relative(squares_by_torch(spans, fresh, LAYER, ROTATION))
+            errors.append(card.check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
+    say(f"relative error against torch: {max(errors):.1e}")
+    for tokens in card.TOKENS:
+        span = Move(random_donor(tokens), 0, SHIFT, tokens)
+        _add_deviation(results, f"deviation_{tokens // 1024}k", span, random_pool(tokens + 32))
+    tokens = card.TOKENS[-1]
+    for layout in card.VLLM_LAYOUTS:  # a check's comparison: rows of a forward with what was placed into vLLM's pool
+        placed = Move(random_layers(layout, tokens), 0, 0, tokens, turn=0)
+        _add_deviation(results, f"deviation_{layout}", placed, _rows(tokens))
+
+
+def _rows(tokens: int) -> FreshRows:
+    k, v = random_donor(tokens).tensor[LAYER].transpose(1, 2)
+    return FreshRows(k, v)
+
+
+def _add_deviation(results: Results, name: str, span: Move, fresh: Fresh) -> None:
+    """Add the speed of the kernel alone, its table ready on the card."""
+    from kernels.deviation import triton_deviation
+
+    output = torch.empty(2, span.length, device="cuda")
+    milliseconds = card.time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
+    num_bytes = 2 * span.length * QWEN_7B.bytes_per_token(torch.bfloat16) // QWEN_7B.num_layers
+    card.add_share(results, name, milliseconds, num_bytes)
+
+
 if __name__ == "__main__":
-    card.run_on_card("kv_move", measure, __doc__)
+    card.run_on_card(__doc__, kv_move=measure, deviation=measure_deviation)

@@ -2,21 +2,25 @@
 
 The shape is one layer of Qwen2.5-7B (28 query heads, 4 KV heads, head dimension 128, bf16) in a pool of 28 layers whose
 blocks are shuffled. Every output is checked before it is timed. Speeds are beside those of the card's own limits.
-"""
 
-from __future__ import annotations
+Then attention_mass: 64 rows over 24k tokens, beside torch and the rows' forward, in the same shape. The price is that
+of the mass and of the log-sum-exp that the rows' attention stores for it. The rows' own forward is a layer's matrix
+products (hidden 3,584, inner 18,944) and its attention.
+"""
 
 import sys
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, matmul_tflops, run_on_card, time_ms
+from kernels.attention_mass import triton_mass
 from kernels.layout import PoolLayer, indexable, pool_view
-from kernels.sparse_prefill import SequenceRows
+from kernels.sparse_prefill import SequenceRows, by_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows
 from validation.results import Results
 
@@ -168,5 +172,55 @@ def measure(results: Results) -> None:
     measure_write(results)
 
 
+# Rows whose attention is summed, over SPARSE_TOKENS.
+MASS_ROWS = 64
+HIDDEN, INNER = 3584, 18944
+# Attention is summed over the upper half of the layers.
+LAYERS_SHARE, FORWARD_GOAL = 0.5, 0.10
+
+
+def layer_ms(case: Case) -> float:
+    """Return milliseconds of one decoder layer over the case's rows, without norms."""
+    qkv = HIDDEN + 2 * QWEN_7B.kv_heads * QWEN_7B.head_dim
+    sizes = [(HIDDEN, qkv), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN)]
+    weights = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
+    inputs = [torch.randn(MASS_ROWS, size[0], dtype=torch.bfloat16, device="cuda") for size in sizes]
+
+    def forward() -> None:
+        for values, weight in zip(inputs, weights, strict=True):
+            torch.mm(values, weight)
+        nn.functional.silu(inputs[-1])
+        case.run()
+
+    return time_ms(forward)
+
+
+def measure_mass(results: Results) -> None:
+    """Add all rows."""
+    case = make_case(torch.arange(SPARSE_TOKENS - MASS_ROWS, SPARSE_TOKENS))
+    kv, own = PoolLayer(case.pool, LAYER, QWEN_7B), (case.sequence,)
+    lse, plain = torch.empty(2, MASS_ROWS, HEADS, device="cuda")
+    into = torch.zeros(QWEN_7B.kv_heads, SPARSE_TOKENS, device="cuda")
+    attend = partial(sparse_prefill, case.q, kv, own, SCALE, lse=lse)
+    mass = partial(triton_mass.attention_mass, case.q, kv, own, SCALE, lse, None)
+    in_torch = partial(by_torch.attention_mass, case.q, kv, own, SCALE, plain, None)
+    case.check(attend())
+    by_torch.sparse_prefill(case.q, kv, own, SCALE, lse=plain)
+    error = check_close("lse", lse, plain, MAX_ERROR)
+    error = max(error, check_close("attention_mass", mass(into.clone()), in_torch(into.clone()), MAX_ERROR))
+    of_mass, of_torch = (time_ms(partial(run, into)) for run in (mass, in_torch))
+    without, of_rows = time_ms(case.run), time_ms(attend)
+    flops = 2.0 * case.attended * HEADS * QWEN_7B.head_dim
+    against = f"{flops / of_mass / 1e9:.0f} TFLOP/s; copy {copy_gbps():.0f} GB/s; error {error:.1e}"
+    results.add("attention_mass_64_rows_24k_ms", of_mass, "ms", against)
+    results.add("attention_mass_lse_ms", of_rows - without, "ms", f"sparse_prefill without lse: {without:.3f} ms")
+    num_bytes = SPARSE_TOKENS * QWEN_7B.bytes_per_token(torch.bfloat16) / QWEN_7B.num_layers / 2
+    add_share(results, "attention_mass", of_mass, num_bytes)
+    results.add("attention_mass_over_torch", of_mass / of_torch, "ratio", f"torch: {of_torch:.3f} ms")
+    whole, price = layer_ms(case), of_mass + of_rows - without
+    against = f"mass and lse in {LAYERS_SHARE:.0%} of the layers; one layer of the rows takes {whole:.3f} ms"
+    results.add("attention_mass_share_of_forward", price * LAYERS_SHARE / whole, "ratio", against, FORWARD_GOAL)
+
+
 if __name__ == "__main__":
-    run_on_card("sparse_prefill", measure, __doc__)
+    run_on_card(__doc__, sparse_prefill=measure, attention_mass=measure_mass)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from validation.models import smollm2_folder
 from validation.results import Results
 from validation.sglang_engine import Ask, LocalSglang
-from validation.smollm2 import smollm2_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

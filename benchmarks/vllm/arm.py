@@ -25,8 +25,8 @@ from benchmarks.vllm.served import Served, sums
 from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from validation.calibration.observer import trial_of
-from validation.calibration.search import SAMPLE_EVERY
+from validation.calibration.calibration import SAMPLE_EVERY
+from validation.calibration.prepared import trial_of
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 

@@ -57,8 +57,7 @@ from benchmarks.vllm.arm import (
 from benchmarks.vllm.forms import KV_FORMS, LORA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
 from validation.output import write_json, write_text
-from validation.results import Measured, Results, command, write_rows
-from validation.scoreboard import markdown_table
+from validation.results import Measured, Results, command, markdown_table, write_rows
 
 if TYPE_CHECKING:
     import argparse

@@ -4,8 +4,6 @@
 `python -m validation quality --model DIR/model --arms cold` says how often it answers exactly.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -26,19 +24,19 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from validation import prompts
-
-from .tasks import TEXT_WEIGHT, TaskBatches
-from .tokenizer import (
+from benchmarks.yardstick_model.tasks import (
     END_ID,
     END_OF_TEXT_ID,
     SPECIAL_TOKENS,
+    TEXT_WEIGHT,
     CorpusError,
+    TaskBatches,
     encode_books,
     packaged,
     read_books,
     train_tokenizer,
 )
+from validation import prompts
 
 # What the shipped model was trained with.
 RATE = 1.6e-3
@@ -257,11 +255,11 @@ def main(values: list[str] | None = None) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     tokenizer = train_tokenizer(books, arguments.seed)
-    source = tokenizer, books, encode_books(tokenizer, books), arguments.seed
+    source = tokenizer, books, encode_books(tokenizer, books)
     # Forked workers share the books; the parent must not have touched the GPU yet.
     loaders: list[DataLoader[Any]] = [
         DataLoader(
-            TaskBatches(*source, rows=BATCH_TOKENS // stage.length, length=stage.length, text_share=stage.text_share),
+            TaskBatches(source, arguments.seed, (BATCH_TOKENS // stage.length, stage.length, stage.text_share)),
             batch_size=None,
             num_workers=max(1, round(WORKERS * stage.worker_share)),
             prefetch_factor=32,

@@ -18,12 +18,12 @@ def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path, given, goal):
         rows.add("tried", tries + victims, "tries", "cold", 9)
 
     counts = [Count("tries", 5, "how many", 2), Count("victims", 4, "of each")]
-    run_counted("run", "what it does", counts, run, [*given, "--json", str(tmp_path)])
+    run_counted({"run": run}, "what it does", counts, [*given, "--json", str(tmp_path)])
     (written,) = json.loads((tmp_path / "run.json").read_text())
     assert (written["value"], written["goal"]) == ((7, None) if given else (9, goal))
 
 
 def test_too_few_are_refused(capsys):
     with pytest.raises(SystemExit):
-        run_counted("run", None, [Count("tries", 5, "how many", 2)], lambda *_: None, ["--tries", "1"])
+        run_counted({}, None, [Count("tries", 5, "how many", 2)], ["--tries", "1"])
     assert "--tries 1 is too few; at least 2 are needed" in capsys.readouterr().err

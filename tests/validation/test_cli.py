@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from validation import scoreboard
+from validation import results
 from validation.cli import main
 
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "boundary")  # of a model without a reuse profile
@@ -77,7 +77,7 @@ def test_a_run_measures_every_case_in_every_arm(run, tmp_path, capsys):
     assert report["audit"]["donor_registrations"] >= 2
     events = (tmp_path / "audit.jsonl").read_text().splitlines()
     assert {json.loads(line)["arm"] for line in events} == {"position_fix", "boundary"}
-    [[row]] = scoreboard.read_rows(tmp_path / "rows").values()
+    [[row]] = results.read_rows(tmp_path / "rows").values()
     assert (row.name, row.holds) == ("wrapper_exactness_max_logit_diff", True)
     assert "unchecked" in capsys.readouterr().out
 
@@ -109,17 +109,6 @@ def test_a_gate_that_fails_is_named_and_why_nothing_was_placed(run, capsys):
     assert "look-ups of the arm position_fix that placed nothing: " in error
 
 
-def test_a_judge_scores_the_answers(run, tmp_path, capsys):
-    judge = tmp_path / "judge.py"
-    judge.write_text("import json, sys; c = json.load(sys.stdin); print(0.5 if c['reference'] else 'unsure')\n")
-    status, report = run("--full", "--judge-command", f"{sys.executable} {judge}")
-    samples = report["samples"]
-    judged = {(s["case_id"], s["judge_score"], s["judge_error"]) for s in samples if s["arm"] == "boundary"}
-    assert judged == {("known", 0.5, None), ("swap", None, "printed 'unsure' instead of a number")}
-    assert status == 0
-    assert "the judge gave no score for 2 answers" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -127,7 +116,6 @@ def test_a_judge_scores_the_answers(run, tmp_path, capsys):
         ("--prompts missing.jsonl", "missing.jsonl cannot be read"),
         ("--log missing.jsonl", "--log missing.jsonl cannot be read"),
         ("--min-rouge1 2", "--min-rouge1 is 2.0; the score lies between 0 and 1"),
-        ("--min-speedup nan", "--min-speedup is nan"),
         ("--min-speedup fast", "--min-speedup: invalid float value"),
         ("--max-tokens 0", "--max-tokens is 0; it must be at least 1"),
         ("--max-tokens 5000", "the model's context holds 1024"),
@@ -144,14 +132,12 @@ def test_a_judge_scores_the_answers(run, tmp_path, capsys):
         ("--policy verified", "The arm verified needs a reuse profile of this model"),
         ("--policy cold_again", "--policy is cold_again, an arm that reuses no donor"),
         ("--policy lucky", "--policy names 'lucky'"),
-        ("--arms cold,epic_0", "--arms names 'epic_0'"),
         ("--arms boundary_4", "The arm boundary_4 asks for 4 layers; the model has 3"),
         ("--arms cacheblend_101", "asks for 101 % of the tokens; at most 100 are there"),
         ("--profile missing.json", "--profile missing.json is not a file"),
         ("--dtype int8", "invalid choice: 'int8'"),
         ("--kv-dtype int4", "invalid choice: 'int4'"),
         ("--device tpu", "device tpu"),
-        ("--judge-command no-such-judge", "--judge-command 'no-such-judge' names no program"),
         ("--min-speed 1", "Unrecognized arguments: --min-speed"),
         ("--output .", "is a folder"),
         ("--machine ../elsewhere", "--machine is '../elsewhere'"),

@@ -14,7 +14,7 @@ from validation.cases import content_of
 from validation.engines import AuditFile
 from validation.estimate.figures import recorded_observations
 from validation.replay.trace import trace_file
-from validation.scoreboard import rows_of
+from validation.results import rows_of
 
 READERS = [
     *(read_options, ReuseProfile.read, content_of, recorded_observations, rows_of, read_text),

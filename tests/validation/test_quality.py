@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation import metrics, results, scoreboard
+from validation import metrics, results
 from validation.cli import main
 from validation.quality import Point, QualityReport, _show, noise_floor, points_of, quality_rows
 
@@ -31,7 +31,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
     assert lines["unrelated", "position_fix"]["fires"] == 0
     assert lines["prose", "position_fix"]["ppl_ratio"] == pytest.approx(1.0, abs=0.02)
     assert all(line["first_token_kl"] < 1e-6 for (_, arm), line in lines.items() if arm in arms[1:4])
-    [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
+    [(place, rows)] = results.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
     assert {row.name for row in rows} == {
         *(f"cold_em_shipped_{family}" for family in ("reordered", "header_trap", "unrelated")),

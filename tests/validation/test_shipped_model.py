@@ -63,14 +63,6 @@ def test_what_is_evidence_is_what_a_calibration_asks():
     assert set(EVIDENCE_FAMILIES) <= set(FamilyRequest().family_names())
 
 
-def test_weights_are_stored_in_bfloat16():
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert model.config.model_type == "qwen2"
-    assert model.config.max_position_embeddings == 8_192
-    assert set(model.generation_config.eos_token_id) == {0, 5}
-
-
 def test_tokenizer_adds_nothing_and_knows_the_marks(loaded):
     _, tokenizer = loaded
     text = documents.excerpt(random.Random(1), 2_000).text

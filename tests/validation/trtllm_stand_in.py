@@ -90,15 +90,7 @@ class LLM(embedded.LLM):
     leaks = 0
     contract = "1.4"
 
-    def __init__(
-        self,
-        model,
-        *,
-        dtype="auto",
-        enable_iter_perf_stats=False,
-        gather_generation_logits=False,
-        **rest,
-    ):
+    def __init__(self, model, *, dtype="auto", enable_iter_perf_stats=False, gather_generation_logits=False, **rest):
         key = (str(model), "float32" if dtype == "auto" else dtype)
         if key not in _runners:
             _runners[key] = ModelRunner(*key, "cpu")

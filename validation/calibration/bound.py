@@ -5,8 +5,6 @@ to the first that is not shown to hold. That tests a fixed sequence (Angelopoulo
 2110.01052). If later prompts are exchangeable with these, one bound errs with a probability of at most 1 - CONFIDENCE.
 Several bounds are not corrected for each other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

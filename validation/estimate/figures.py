@@ -4,8 +4,6 @@ The prefix cache is the embedded engine's block manager; the look-up, the donors
 model of the time to the first token, by computed and reused tokens, says what that saves.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter, deque
@@ -191,7 +189,7 @@ class LatencyModel:
     check_ms: float | None = None
 
     @classmethod
-    def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
+    def fitted(cls, observations: Sequence[Observation], source: str) -> "LatencyModel":
         """Fit by least squares of the relative errors, as times span orders of magnitude; no cost is below 0. Raises
         ConfigurationError for too few observations."""
         computed, reused, ttft = _arrays([each for each in observations if not each.is_checked])
@@ -200,7 +198,14 @@ class LatencyModel:
                 f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
                 f"computed tokens; a latency model needs at least {_FEWEST} and 3, name a file that has them."
             )
-        costs = _costs(_terms(computed, reused), ttft)
+        relative = (columns := _terms(computed, reused)) / ttft[:, None]
+        relative = relative / (scale := np.maximum(relative.max(axis=0), 1e-300))
+        chosen = list(range(columns.shape[1]))
+        while (found := np.linalg.lstsq(relative[:, chosen], np.ones_like(ttft), rcond=None)[0]).min() < 0.0:
+            del chosen[int(found.argmin())]  # what would be below 0 is left out, the lowest first
+        costs = np.zeros(columns.shape[1])
+        costs[chosen] = found
+        costs = costs / scale
         checked = _arrays([each for each in observations if each.is_checked and each.reused])
         added = (checked[2] - _terms(*checked[:2]) @ costs) / checked[1]
         return cls(
@@ -242,18 +247,6 @@ def _arrays(observations: Sequence[Observation]) -> tuple[Integers, Integers, Fl
 def _terms(computed: Integers, reused: Integers) -> Floats:
     c, r = computed.astype(np.float64), reused.astype(np.float64)
     return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
-
-
-def _costs(columns: Floats, ttft: Floats) -> Floats:
-    """Return the cost of each column; what would be below 0 is left out, the lowest first."""
-    relative = columns / ttft[:, None]
-    relative = relative / (scale := np.maximum(relative.max(axis=0), 1e-300))
-    chosen = list(range(columns.shape[1]))
-    while (found := np.linalg.lstsq(relative[:, chosen], np.ones_like(ttft), rcond=None)[0]).min() < 0.0:
-        del chosen[int(found.argmin())]
-    costs = np.zeros(columns.shape[1])
-    costs[chosen] = found
-    return np.asarray(costs / scale, dtype=np.float64)
 
 
 MAX_DOCUMENTS = 20_000

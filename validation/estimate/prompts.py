@@ -1,7 +1,5 @@
 """The prompts of a log, one line after the other: request bodies, LiteLLM's and vLLM's lines, or plain text."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The families by name, and the functions that write their cases."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from pathlib import Path
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case
 from validation.engines import ServedModel
-from validation.families import built_in, datasets, english
+from validation.families import built_in, datasets
 from validation.families.group import Group, least_tokens
 from validation.prompts import PromptForm, form_for
 
@@ -60,16 +58,16 @@ FAMILIES = (
     _marked("link", Kind.TRAP, built_in.link),
     _marked("state", Kind.TRAP, built_in.state),
     _marked("edited_field", Kind.TRAP, built_in.edited_field),
-    _english("volatile", Kind.HARMLESS, english.volatile),
-    _english("instruction", Kind.HARMLESS, english.instruction),
-    _english("headings", Kind.TRAP, english.headings),
-    _english("replaced", Kind.HARMLESS, english.replaced),
-    _english("inner_edit", Kind.HARMLESS, english.inner_edit),
-    _english("dropped_turn", Kind.HARMLESS, english.dropped_turn),
-    _english("other_turn", Kind.HARMLESS, english.other_turn),
-    _english("order", Kind.HARMLESS, english.order),
-    _english("two_hop", Kind.TRAP, english.two_hop),
-    _english("needle", Kind.HARMLESS, english.needle),
+    _english("volatile", Kind.HARMLESS, built_in.volatile),
+    _english("instruction", Kind.HARMLESS, built_in.instruction),
+    _english("headings", Kind.TRAP, built_in.headings),
+    _english("replaced", Kind.HARMLESS, built_in.replaced),
+    _english("inner_edit", Kind.HARMLESS, built_in.inner_edit),
+    _english("dropped_turn", Kind.HARMLESS, built_in.dropped_turn),
+    _english("other_turn", Kind.HARMLESS, built_in.other_turn),
+    _english("order", Kind.HARMLESS, built_in.order),
+    _english("two_hop", Kind.TRAP, built_in.two_hop),
+    _english("needle", Kind.HARMLESS, built_in.needle),
     Family("unrelated", Kind.NONE, built_in.unrelated),
     Family("repeat", Kind.EXACT, built_in.repeat),
     _published("squad", write=partial(datasets.passages, datasets.squad_texts, known=True)),

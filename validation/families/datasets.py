@@ -1,7 +1,5 @@
 """Families over public evaluation sets: the donor holds a text's passages in another order."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

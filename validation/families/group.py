@@ -1,7 +1,5 @@
 """One group of cases: its random source, its length, and how its documents and questions become cases."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

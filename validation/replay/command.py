@@ -3,8 +3,6 @@
 The report has figures with intervals: as JSON, and as a Markdown page, which is printed as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
@@ -19,11 +17,19 @@ import numpy.typing as npt
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
-from validation.output import markdown_table, progress, say, write_json, write_text
-from validation.replay.fleet import Fleet, Served, serve_fleet
-from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, ReplayPolicy, ReuseRule, simulate
+from validation.output import progress, write_json, write_text
+from validation.replay.simulation import (
+    EXACT_PREFIX,
+    OPTIMUM,
+    SPAN,
+    Fleet,
+    ReplayPolicy,
+    ReuseRule,
+    serve_fleet,
+    simulate,
+)
 from validation.replay.trace import MAX_REQUESTS, Trace, TraceFormat, trace_file
-from validation.results import Measured, Results
+from validation.results import Measured, Results, say, table_of
 
 FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 3
@@ -96,7 +102,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     for rule in rules:
         what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
         own = [line for line in lines if line["rule"] == rule.name]
-        parts += [f"## {rule.name}", what, markdown_table(_HEADINGS, map(_cells, own))]
+        parts += [f"## {rule.name}", what, table_of(_HEADINGS, map(_cells, own))]
     text = "\n\n".join(parts) + "\n"
     write_text(page, text)
     for line in (*text.splitlines(), *paths):
@@ -117,21 +123,20 @@ def run_pull(options: argparse.Namespace, command: str) -> bool:
         alone = serve_fleet(trace, rule, fleet)
         on_step("placement alone")
         for gbits in options.gbits:
-            _add_pull(rows, f"{gbits}g_{stem}", alone, serve_fleet(trace, rule, fleet, gbits))
+            found, tokens, name = serve_fleet(trace, rule, fleet, gbits), int(alone.tokens.sum()), f"{gbits}g_{stem}"
+            before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
+            text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; "
+            points = 100.0 * (share - before)
+            rows.add(
+                f"{PULL_ROWS}_gain_points_{name}", points, "points", f"{text}{fetched:.1%} fetched", better="higher"
+            )
+            then, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
+            text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * then:,.0f} ms by placement alone"
+            rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / then, "ratio", text)
             on_step(f"{gbits} Gb/s")
     say(f"{' '.join(_facts(trace))} Served by {fleet.first}, then {fleet.last} workers of {capacity:,} tokens each.")
     rows.write(options.output, f"{PULL_ROWS}_{stem}")
     return True
-
-
-def _add_pull(rows: Results, name: str, alone: Served, found: Served) -> None:
-    tokens = int(found.tokens.sum())
-    before, share, fetched = (each.sum() / tokens for each in (alone.reused, found.reused, found.fetched))
-    first, now = (float(np.quantile(each.ttft, 0.95)) for each in (alone, found))
-    text = f"simulated; {share:.1%} of {tokens:,} tokens reused, {before:.1%} by placement alone; {fetched:.1%} fetched"
-    rows.add(f"{PULL_ROWS}_gain_points_{name}", 100.0 * (share - before), "points", text, better="higher")
-    text = f"simulated; p95 of TTFT {1e3 * now:,.0f} ms, {1e3 * first:,.0f} ms by placement alone"
-    rows.add(f"{PULL_ROWS}_ttft_p95_ratio_{name}", now / first, "ratio", text)
 
 
 def _rules(trace: Trace, options: argparse.Namespace) -> list[ReuseRule]:

@@ -1,35 +1,35 @@
-"""A trace served by a cache of blocks under an eviction policy.
+"""A trace served by a cache of blocks under an eviction policy, or by a growing fleet.
 
-The policies are those that evict donors, and three that only a replay plays. Those by kind are the SemanticKV system's:
-one with fixed weights, and one with weights that follow use.
+The policies are those that evict donors, and two that only a replay plays: first in first out, and the SemanticKV
+system's fixed weights by kind of text.
+
+A fleet places requests by held text, with and without fetches of what another worker holds. A fetch takes the time of
+its bytes on the links of both workers, and the rest of a prompt is computed after it. Before any wait it pays where the
+bits a second are above 8 x bytes a token x prefilled tokens a second / MARGIN.
 """
 
-from __future__ import annotations
-
-import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.config import Eviction
-from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
+from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, policy_of
 from validation.replay.trace import NONE, BlockKind, Blocks, Trace
 
 
 @dataclass(slots=True)
 class BlockHistory(DonorHistory):
-    """A held block's past, a donor to a policy. `added`: its first tick. `last_seconds`: trace time of its last use."""
+    """A held block's past, a donor to a policy. `added`: its first tick."""
 
     block: int = 0
     kind: BlockKind = BlockKind.OTHER
     added: int = 0
-    last_seconds: float = 0.0
 
 
 # The SemanticKV system's default weights. It has none for legal evidence, which is retrieved text as well.
@@ -44,127 +44,6 @@ DEFAULT_WEIGHTS = {
     BlockKind.OTHER: 0.8,
     BlockKind.USER_QUERY: 0.7,
 }
-# SemanticKV's fixed time, for as long as no gap was seen. It weighs as several gaps, so that no early gap decides.
-FIRST_SECONDS, _FIRST_GAPS = 60.0, 8
-# The weight that an older gap keeps when another comes: about the last thousand count.
-MEMORY = 0.999
-_LEAST_GAP_SECONDS = 1e-3
-# An evicted block that was never used lowers its kind by the SemanticKV system's factor. That system also raises a kind
-# on a hit and on a regret, without saying by how much; here a hit outweighs two unused blocks, a regret ten.
-UNUSED_FACTOR = 0.995
-HIT_FACTOR = 1.01
-REGRET_FACTOR = 1.05
-# Bounds of a factor, so that neither a flood of one kind nor its absence decides alone.
-LEAST, MOST = 0.25, 4.0
-MAX_REMEMBERED = 4096
-
-
-class KindUse:
-    """What uses teach of each kind: a factor on its weight, and how long its blocks wait for their next use. A regret
-    is a block that comes back after its eviction; the last MAX_REMEMBERED evicted blocks are known."""
-
-    def __init__(self) -> None:
-        self.factors = dict.fromkeys(BlockKind, 1.0)
-        self._sums = dict.fromkeys(BlockKind, (_FIRST_GAPS * FIRST_SECONDS, _FIRST_GAPS * 2.0 * FIRST_SECONDS**2))
-        self._gone: OrderedDict[int, float] = OrderedDict()
-
-    def seconds(self, kind: BlockKind) -> float:
-        """Return the mean time, above 0, from any moment to the next use of blocks of `kind` that are used again. For
-        gaps g it is sum(g^2) / (2 sum(g)), the mean residual life of renewal theory: most moments lie in long gaps."""
-        gaps, squares = self._sums[kind]
-        return squares / (2.0 * gaps)
-
-    def came_back(self, kind: BlockKind, gap_seconds: float, factor: float = HIT_FACTOR) -> None:
-        """Learn that a block of `kind` was used `gap_seconds` after its last use, which raises its kind by `factor`."""
-        self._scale(kind, factor)
-        gap = max(gap_seconds, _LEAST_GAP_SECONDS)
-        gaps, squares = self._sums[kind]
-        self._sums[kind] = MEMORY * gaps + gap, MEMORY * squares + gap * gap
-
-    def evicted(self, history: BlockHistory) -> None:
-        """Learn that a block had to make room."""
-        if not history.uses:
-            self._scale(history.kind, UNUSED_FACTOR)
-        self._gone[history.block] = history.last_seconds
-        if len(self._gone) > MAX_REMEMBERED:
-            self._gone.popitem(last=False)
-
-    def came(self, history: BlockHistory) -> None:
-        """Learn that a block is held now. It is a regret if it was evicted before."""
-        last_seconds = self._gone.pop(history.block, None)
-        if last_seconds is not None:
-            self.came_back(history.kind, history.last_seconds - last_seconds, REGRET_FACTOR)
-
-    def _scale(self, kind: BlockKind, factor: float) -> None:
-        self.factors[kind] = min(MOST, max(LEAST, self.factors[kind] * factor))
-
-
-# A kind's blocks are ranked again when its time has become this much longer or shorter.
-_MOVED = math.log(1.1)
-
-
-class AdaptiveSemanticEviction(EvictionPolicy[BlockHistory]):
-    """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
-
-    Weights and the sum over n are the SemanticKV system's. Its fixed time of 60 s is not: t is how long blocks of the
-    kind were seen to wait for their next use. So nothing keeps an overdue block for long, and the order is the same at
-    any pace. Size does not count: what a block saves and the room that it takes both grow with its tokens.
-
-    Age and the kind's factor are common to the blocks of a kind. So each kind has a ranking that only uses change,
-    `candidates` merges the rankings, and blocks are ranked again only when t has moved."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Rank by a `clock`, which gives the seconds in which `BlockHistory.last_seconds` counts."""
-        super().__init__(self._logarithm)
-        self._use, self._clock = KindUse(), clock
-        self._last_seconds: dict[str, float] = {}
-        self._rankings = {kind: Ranking() for kind in BlockKind}
-        self._seconds = dict.fromkeys(BlockKind, FIRST_SECONDS)
-
-    def added(self, donor_id: str, history: BlockHistory) -> None:
-        self._use.came(history)
-        super().added(donor_id, history)
-
-    def used(self, donor_id: str) -> None:
-        history = self._histories[donor_id]
-        self._use.came_back(history.kind, history.last_seconds - self._last_seconds[donor_id])
-        super().used(donor_id)
-
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
-        history = self._histories.pop(donor_id)
-        self._rankings[history.kind].discard(donor_id)
-        del self._last_seconds[donor_id]
-        if evicted:
-            self._use.evicted(history)
-
-    def candidates(self) -> Iterator[str]:
-        now, orders = self._clock(), []
-        for kind, ranking in self._rankings.items():
-            seconds = self._use.seconds(kind)
-            if abs(math.log(seconds / self._seconds[kind])) > _MOVED:
-                self._seconds[kind] = seconds
-                for _, donor_id in list(ranking.items()):
-                    self._put(donor_id)
-            # Less now / t, a rank is the logarithm of the score without the kind's factor.
-            seconds = self._seconds[kind]
-            orders.append(_shifted(ranking, math.log(self._use.factors[kind] / seconds) - now / seconds))
-        return (donor_id for _, _, donor_id in heapq.merge(*orders))
-
-    def _put(self, donor_id: str) -> None:
-        history = self._histories[donor_id]
-        self._last_seconds[donor_id] = history.last_seconds
-        self._rankings[history.kind].put(donor_id, self._rank(history))
-
-    def _logarithm(self, history: BlockHistory) -> tuple[float, float]:
-        """Return the logarithm of the block's score, without what is common to its kind, and its last use."""
-        uses = 1.0 + math.log1p(history.uses) + 0.25 * history.uses
-        score = math.log(DEFAULT_WEIGHTS[history.kind] * uses) + history.last_seconds / self._seconds[history.kind]
-        return score, history.last_use
-
-
-def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:
-    for (rank, last_use), donor_id in ranking.items():
-        yield rank + by, last_use, donor_id
 
 
 class ReplayPolicy(str, Enum):
@@ -175,13 +54,10 @@ class ReplayPolicy(str, Enum):
     LFU = "lfu"
     SIZE_AWARE = "size_aware"
     STATIC_SEMANTIC = "static_semantic"
-    ADAPTIVE_SEMANTIC = "adaptive_semantic"
 
 
-def replay_policy(name: ReplayPolicy, clock: Callable[[], float]) -> EvictionPolicy[BlockHistory]:
-    """Make the policy of one cache; `clock` gives the trace's time in seconds."""
-    if name is ReplayPolicy.ADAPTIVE_SEMANTIC:
-        return AdaptiveSemanticEviction(clock)
+def replay_policy(name: ReplayPolicy) -> EvictionPolicy[BlockHistory]:
+    """Make the policy of one cache."""
     if name is ReplayPolicy.FIFO:
         return EvictionPolicy(lambda history: (history.added,))
     if name is ReplayPolicy.STATIC_SEMANTIC:
@@ -213,8 +89,8 @@ class BlockCache:
         """Return those of these blocks that are held."""
         return frozenset(self._held.keys() & set(wanted))
 
-    def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
-        """Serve a request of these blocks at a time in seconds; return those that were held before. The first block
+    def serve(self, wanted: Sequence[int]) -> frozenset[int]:
+        """Serve a request of these blocks; return those that were held before. The first block
         counts as the last used, so that the end of a prompt is evicted first."""
         before: dict[int, int] = {}
         for last, block in pairwise((NONE, *wanted)):
@@ -227,14 +103,14 @@ class BlockCache:
         self._tick += len(request)
         for block in hits:
             history = self._held[block]
-            history.last_use, history.last_seconds, history.uses = ticks[block], seconds, history.uses + 1
+            history.last_use, history.uses = ticks[block], history.uses + 1
             self._policy.used(str(block))
         missing = self._missing(request, hits)
         if not self._looks_ahead:
             self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
             parent, kind, tick = self.blocks.parents[block], self.blocks.kinds[block], ticks[block]
-            history = BlockHistory(tokens[block], tick, block=block, kind=kind, added=tick, last_seconds=seconds)
+            history = BlockHistory(tokens[block], tick, block=block, kind=kind, added=tick)
             self._held[block], self.before[block] = history, before[block]
             self._children[parent] = self._children.get(parent, 0) + 1
             self._gone.discard(block)
@@ -256,7 +132,19 @@ class BlockCache:
         return list(chosen)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
-        for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
+        """Evict in the policy's order until `tokens` fit; a parent goes after its last child."""
+        victims, waiting, children = list[int](), set[int](), dict[int, int]()
+        missing, candidates = self.used_tokens + tokens - self._capacity, self._policy.candidates()
+        while missing > 0:
+            block = int(next(candidates))
+            if block not in pinned:
+                waiting.add(block)
+            while missing > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
+                victims.append(block)
+                missing -= self.blocks.tokens[block]
+                block = self.blocks.parents[block]
+                children[block] = children.get(block, self._children[block]) - 1
+        for block in victims:
             del self._held[block]
             self._children.pop(block, None)
             self._children[self.blocks.parents[block]] -= 1
@@ -265,44 +153,24 @@ class BlockCache:
             self.evictions += 1
             self._policy.removed(str(block), evicted=True)
 
-    def _victims(self, tokens: int, pinned: frozenset[int]) -> list[int]:
-        """Return blocks of `tokens` or more in the policy's order; a parent goes after its last child."""
-        victims: list[int] = []
-        waiting: set[int] = set()
-        children: dict[int, int] = {}
-        candidates = self._policy.candidates()
-        while tokens > 0:
-            block = int(next(candidates))
-            if block not in pinned:
-                waiting.add(block)
-            while tokens > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
-                victims.append(block)
-                tokens -= self.blocks.tokens[block]
-                block = self.blocks.parents[block]
-                children[block] = children.get(block, self._children[block]) - 1
-        return victims
 
+def optimum(requests: Iterable[list[int]], request: Callable[[], int]) -> EvictionPolicy[BlockHistory]:
+    """Return a policy that evicts the block whose next use is farthest (Belady 1966), for a `BlockCache` that looks
+    ahead. `requests`: the blocks of each in order; `request` returns the number of the one that is served.
 
-class Optimum(EvictionPolicy[BlockHistory]):
-    """Evicts the block whose next use is farthest (Belady 1966), in a `BlockCache` that looks ahead. No policy has more
-    hits where all blocks have one size; where sizes differ it is no bound."""
+    No policy has more hits where all blocks have one size; where sizes differ it is no bound."""
+    uses: dict[int, list[int]] = {}
+    for index, blocks in reversed(list(enumerate(requests))):
+        for block in set(blocks):
+            uses.setdefault(block, []).append(index)
 
-    def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
-        """Read `requests`, the blocks of each in order. `request` returns the number of the one that is served."""
-        super().__init__(self._next_use)
-        self._uses: dict[int, list[int]] = {}
-        for index, blocks in enumerate(requests):
-            for block in set(blocks):
-                self._uses.setdefault(block, []).append(index)
-        for uses in self._uses.values():
-            uses.reverse()
-        self._request = request
-
-    def _next_use(self, history: BlockHistory) -> tuple[float, float]:
-        later = self._uses[history.block]
-        while later and later[-1] <= self._request():
+    def next_use(history: BlockHistory) -> tuple[float, float]:
+        later = uses[history.block]
+        while later and later[-1] <= request():
             later.pop()
         return -later[-1] if later else -math.inf, history.added
+
+    return EvictionPolicy(next_use)
 
 
 OPTIMUM = "optimum"
@@ -351,19 +219,102 @@ def simulate(
     """Serve the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM.
 
     Return the tokens that each request did not compute, int64 [requests], and the cache, which counts."""
-    requests, looks_ahead, index, seconds = (
-        list(trace.requests(as_prefixes=rule.as_prefixes)),
-        policy == OPTIMUM,
-        0,
-        0.0,
-    )
+    requests, index = list(trace.requests(as_prefixes=rule.as_prefixes)), 0
     chosen = (
-        Optimum((blocks for _, blocks, _ in requests), lambda: index)
-        if looks_ahead
-        else replay_policy(ReplayPolicy(policy), lambda: seconds)
+        optimum((blocks for _, blocks, _ in requests), lambda: index)
+        if (looks_ahead := policy == OPTIMUM)
+        else replay_policy(ReplayPolicy(policy))
     )
     cache = BlockCache(rule.blocks(trace), chosen, capacity_tokens, looks_ahead=looks_ahead)
     reused = np.zeros(len(requests), dtype=np.int64)
-    for index, (seconds, request, tokens) in enumerate(requests):
-        reused[index] = rule.reused(request, cache.serve(request, seconds), cache, tokens)
+    for index, (_, request, tokens) in enumerate(requests):
+        reused[index] = rule.reused(request, cache.serve(request), cache, tokens)
     return reused, cache
+
+
+# In the middle fifth of the requests, one in three asks about one document instead.
+HOT_TOKENS, HOT_QUESTION_TOKENS, HOT_EVERY = 16_384, 512, 3
+# A fetch takes at most this share of the time to the first token without it.
+MARGIN = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`first` workers serve a third of the requests, `last` the others. A worker holds `capacity_tokens`, prefills one
+    prompt after the other at `tokens_per_s`, and its KV has `token_bytes` a token."""
+
+    first: int
+    last: int
+    capacity_tokens: int
+    tokens_per_s: float
+    token_bytes: int
+
+
+class Served(NamedTuple):
+    """By request, int64 [requests]: the prompt's tokens, those that were not computed, and those that were fetched. And
+    the seconds to the first token, float64 [requests]."""
+
+    tokens: npt.NDArray[np.int64]
+    reused: npt.NDArray[np.int64]
+    fetched: npt.NDArray[np.int64]
+    ttft: npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """`free` and `link`: the seconds at which its prefills and its transfers have ended."""
+
+    cache: BlockCache
+    free: float = 0.0
+    link: float = 0.0
+
+
+class _Way(NamedTuple):
+    """How a worker would serve a prompt: `fetched` tokens come from `source`, and the first token at `ttft`."""
+
+    ttft: float
+    worker: _Worker
+    reused: int
+    fetched: int = 0
+    fetched_at: float = 0.0
+    source: _Worker | None = None
+
+
+def serve_fleet(trace: Trace, rule: ReuseRule, fleet: Fleet, gbits: float = 0.0) -> Served:
+    """Serve all requests, each where its first token comes first; workers fetch at `gbits` Gb/s, not at all at 0."""
+    blocks = rule.blocks(trace)
+    hot = blocks.number(("hot document",), HOT_TOKENS, BlockKind.RETRIEVED_CONTEXT)
+    workers = [_Worker(BlockCache(blocks, policy_of(Eviction.LRU), fleet.capacity_tokens)) for _ in range(fleet.last)]
+    served = list[tuple[int, int, int, float]]()
+    for index, (seconds, request, tokens) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
+        if 2 * len(trace) <= 5 * index < 3 * len(trace) and index % HOT_EVERY == 0:
+            request, tokens = [hot, NONE], HOT_TOKENS + HOT_QUESTION_TOKENS
+        active = workers[: fleet.first if 3 * index < len(trace) else fleet.last]
+        held = [rule.reused(request, each.cache.held(request), each.cache, tokens) for each in active]
+        most = max(zip(active, held, strict=True), key=lambda each: each[1])
+        ways = [
+            _way(worker, own, seconds, tokens, fleet, gbits, most) for worker, own in zip(active, held, strict=True)
+        ]
+        best = min(ways, key=lambda way: (way.ttft, way.worker.free))
+        best.worker.free = best.ttft
+        if best.source is not None:
+            best.worker.link = best.source.link = best.fetched_at
+        best.worker.cache.serve(request)
+        served.append((tokens, best.reused, best.fetched, best.ttft - seconds))
+    return Served(*map(np.array, zip(*served, strict=True)))
+
+
+def _way(
+    worker: _Worker, own: int, seconds: float, tokens: int, fleet: Fleet, gbits: float, most: tuple[_Worker, int]
+) -> _Way:
+    """Return the faster of what a worker can do: compute all that it does not hold, or fetch from who holds most."""
+    begin = max(seconds, worker.free)
+    alone = _Way(begin + (tokens - own) / fleet.tokens_per_s, worker, own)
+    source, theirs = most
+    if not gbits or theirs <= own:
+        return alone
+    ready = max(seconds, worker.link, source.link) + (theirs - own) * fleet.token_bytes * 8e-9 / gbits
+    ttft = max(begin, ready) + (tokens - theirs) / fleet.tokens_per_s
+    if ttft - begin > MARGIN * (alone.ttft - begin):
+        return alone
+    return _Way(ttft, worker, theirs, theirs - own, ready, source)

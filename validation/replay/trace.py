@@ -1,7 +1,5 @@
 """Traces: what a replay needs of requests, in the SemanticKV system's format or in Mooncake's."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

@@ -8,8 +8,7 @@ import pytest
 from benchmarks.evidence import bounded
 from benchmarks.evidence.bounded import RULES, Point, add_frontier, kl_at
 from engine_wrapper.deviation_check import Budget
-from validation.results import Results
-from validation.scoreboard import rows_of
+from validation.results import Results, rows_of
 
 SMALL = ("--small", "--device", "cpu", "--families", "reordered,header_trap", "--test", "2", "2")
 
@@ -34,7 +33,7 @@ def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_p
     assert shown["reordered", "profile_0.05"][0] < shown["reordered", "profile_0.6"][0]
     assert shown["header_trap", "profile_0.6"][1] < 0.5 * shown["header_trap", "position_fix"][1]
     before = points.with_suffix(".svg").read_bytes()
-    monkeypatch.setattr("validation.calibration.observer.Observer._samples", None)
+    monkeypatch.setattr("validation.calibration.prepared.Observer._samples", None)
     run(tmp_path, "bounds", "frontier", "plot")
     assert points.with_suffix(".svg").read_bytes() == before
 

@@ -10,7 +10,7 @@ from benchmarks.vllm.arm import ARMS, POSITION_FIX, STOCK, VERIFIED, Sizes
 from benchmarks.vllm.forms import FP8, MLA, PLAIN
 from benchmarks.vllm.served import Served
 from validation.estimate.figures import recorded_observations
-from validation.scoreboard import read_rows
+from validation.results import read_rows
 
 TOLD = {"requests": 4, "outcomes": {"backend_materialized_reuse": 4}, "reasons": {}, "faults": {}, "refusal": None}
 TOLD |= {"mode": "wrapper", "exact_prefix_tokens": 0, "offered_tokens": 1_000, "reused_tokens": 1_000}

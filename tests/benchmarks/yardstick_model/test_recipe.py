@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import validation
 from benchmarks.yardstick_model import tasks, train
-from benchmarks.yardstick_model.tokenizer import SEPARATOR, CorpusError, read_books
+from benchmarks.yardstick_model.tasks import SEPARATOR, CorpusError, read_books
 from benchmarks.yardstick_model.train import PlaceProbe
 
 ASSETS = Path(validation.__file__).parent / "assets"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from benchmarks.vllm.arm import PARTS
-from validation.scoreboard import read_rows
+from validation.results import read_rows
 
 COMMAND = [sys.executable, "-m", "benchmarks.vllm.ttft", "--small"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel, ReuseProfile, terms_name
 from validation.arms import VERIFIED, ArmChoices, arms_of
-from validation.calibration import calibration, search
+from validation.calibration import calibration
 from validation.calibration.prepared import identity_of
 from validation.cli import main
 from validation.embedded_engine import EmbeddedEngines
@@ -69,8 +69,10 @@ def check_of(path, engines, capsys):
 def _two_checks(monkeypatch):
     """Leaves the cheapest check to be tried, and the cheapest that stands higher."""
 
+    candidates = calibration.candidates
+
     def few(*given):
-        cheapest, *others = search.candidates(*given)
+        cheapest, *others = candidates(*given)
         return [cheapest, next(each for each in others if each.check.layer > 1)]
 
     monkeypatch.setattr(calibration, "candidates", few)

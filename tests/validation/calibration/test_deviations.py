@@ -6,10 +6,12 @@ import torch
 
 from kernels.rope import rotate_keys
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.reuse_profile import ReuseProfile
 from tests.random_models import CHUNK, WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector
+from validation.calibration.deviations import DeviationCollector, Planter, write_plants
 from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
+from validation.models import PROFILE_NAME, shipped_model
 
 FP8 = torch.float8_e4m3fn
 
@@ -127,3 +129,39 @@ def test_prompts_of_all_lengths_at_once_deviate_as_each_alone(shipped):
         if one and other:
             assert (one.lengths, one.exact_tokens, one.promised) == (other.lengths, other.exact_tokens, other.promised)
             np.testing.assert_allclose(one.values, other.values, atol=1e-3)
+
+
+MIN_SPAN = 48
+BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
+
+
+@pytest.fixture(scope="module")
+def collector(shipped):
+    return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return ReuseProfile.read(shipped_model() / PROFILE_NAME)
+
+
+def with_check(profile, **fields):
+    return profile.model_copy(update={"check": profile.check.model_copy(update=fields)})
+
+
+def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
+    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
+    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    half = with_check(profile, threshold=0.8, window_threshold=None)
+    chosen = planter.hardest(plants, half, 8)
+    missed = planter.missed(chosen, half)
+    assert missed == sorted(missed, reverse=True)
+    assert missed[0] > 0
+    assert chosen[:3] == planter.hardest(plants, half, 3)
+    [prompt] = planter.deviations_of(chosen[:1])
+    kept = prompt.kept_and_compared(half.terms.check, half.head_tokens)[0]
+    assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
+    # What a policy computes whole is not missed.
+    exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
+    assert planter.missed(plants[:1], with_check(profile, threshold=0.0)) == planter.missed(plants[:1], exact) == [0.0]
+    assert planter.missed(plants[:1], with_check(profile, **BLIND))[0] > 0.0

@@ -199,8 +199,6 @@ def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(content, sentenc
         (["missing.jsonl"], "missing.jsonl cannot be read (No such file or directory)"),
         (["."], ". cannot be read (Is a directory)"),
         (["pipe"], "(it is not a regular file; a pipe can be given as /dev/stdin); name a file of prompts"),
-        (["log", "--ttft", "pipe"], "pipe does not hold observations: it is not a regular file"),
-        (["log", "--profile", "pipe"], "reuse profile pipe is not a regular file"),
         (["log", "--tokenizer", "nowhere/at all"], "tokenizer nowhere/at all cannot be read"),
         (["log", "--model", "nowhere/at all"], "give --kv-bytes-a-token in place of --model"),
         (["log", "--profile", "missing.json"], "missing.json"),

@@ -18,7 +18,7 @@ def run(arguments, output):
 def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
     path = write_trace(tmp_path / "trace.jsonl", seen, "no line\n")
-    asked = ["--policies", "adaptive_semantic", "--capacity-tokens", "2000", "5000", "2000"]
+    asked = ["--policies", "static_semantic", "--capacity-tokens", "2000", "5000", "2000"]
     document = run(["--trace", path, *asked], tmp_path / "out")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted(FILE_NAMES)
     lines = document["lines"]
@@ -26,13 +26,13 @@ def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
         (rule, policy, capacity)
         for rule in ("exact_prefix", "span")
         for capacity in (2000, 5000)
-        for policy in ("lru", "adaptive_semantic", "optimum")
+        for policy in ("lru", "static_semantic", "optimum")
     ]
     assert [(each["rule"], each["policy"], each["capacity_tokens"]) for each in lines] == expected
     for each in lines:
         assert 0 <= each["hit_share"] <= document["unlimited_share"][each["rule"]] + 1e-9
         assert (each["hit_share_over_lru"] is None) == (each["policy"] == "lru")
-    assert (tmp_path / "out" / "replay_summary.md").read_text().count("| adaptive_semantic |") == 4
+    assert (tmp_path / "out" / "replay_summary.md").read_text().count("| static_semantic |") == 4
     shown = capsys.readouterr().out
     assert [each.rpartition("/")[2] for each in shown.splitlines()[-2:]] == [*FILE_NAMES]
     assert "Passed over: 1 not JSON (first in line 41)." in shown

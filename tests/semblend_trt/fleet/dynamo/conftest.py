@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, PACKAGES, WORKERS, DynamoFleet
+from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, PACKAGES, WORKERS, DynamoFleet
 from tests.semblend_trt.conftest import NatsServer
 from validation.vllm_engine import TRANSFER
 

@@ -7,8 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from benchmarks.fleet.dynamo import prompts_of, routed_to_holder, tokens_per_s
-from benchmarks.fleet.dynamo_fleet import MODEL, MODEL_PATH, WORKERS
+from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, prompts_of, routed_to_holder, tokens_per_s
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from tests.semblend_trt.fleet.conftest import PublishingWorker

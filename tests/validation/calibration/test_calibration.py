@@ -7,9 +7,9 @@ import pytest
 
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
-from validation.calibration import search
+from validation.calibration import calibration
+from validation.calibration.calibration import candidates, computed_share, thresholds
 from validation.calibration.deviations import PromptDeviations
-from validation.calibration.search import candidates, computed_share, thresholds
 
 LAYERS = 4
 LENGTHS = (100, 100)
@@ -44,7 +44,7 @@ def test_thresholds_are_powers_of_which_one_lies_in_the_gap_between_the_spans():
 
 
 def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it():
-    assert thresholds([], TRAPS, 1) == search.window_thresholds([], 1) == []
+    assert thresholds([], TRAPS, 1) == calibration.window_thresholds([], 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
     far = prompts((2.0, 3.0), 3)
     assert thresholds(far, far, 1) == []
@@ -82,7 +82,7 @@ def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
 
 
 def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens():
-    found = search.window_thresholds(HARMLESS, 1)
+    found = calibration.window_thresholds(HARMLESS, 1)
     assert found == sorted(found)
     assert all(0.03 < value < 0.06 for value in found)
     checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS)]

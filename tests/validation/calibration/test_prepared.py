@@ -4,8 +4,7 @@ import pytest
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from validation.calibration.observer import Observer, check_profile_was_tried, trial_of
-from validation.calibration.prepared import identity_of
+from validation.calibration.prepared import Observer, check_profile_was_tried, identity_of, trial_of
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import ServingSettings
 from validation.models import shipped_model
