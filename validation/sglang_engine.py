@@ -87,6 +87,11 @@ class LocalSglang:
         if (close := getattr(self.cache, "close", None)) is not None:
             close()
         cleanup_dist_env_and_memory()
+        # SGLang keeps its scheduler alive, so that the next engine's weights and KV would lie beside this one's.
+        runner = self.scheduler.tp_worker.model_runner
+        pool = runner.token_to_kv_pool
+        for held in (*runner.model.parameters(), *runner.model.buffers(), *pool.k_buffer, *pool.v_buffer):
+            held.untyped_storage().resize_(0)
 
     def _request(self, asked: Ask) -> Any:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput

@@ -14,6 +14,8 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from engine_wrapper.patches import replace_method, watch_method
 
 if TYPE_CHECKING:
@@ -79,7 +81,22 @@ class SchedulerHooks:
         for request in batch.reqs:
             if request.rid in self._failed and not request.is_retracted and not request.finished():
                 logger.warning("request %s begins again, without reuse", request.rid)
-                batch.release_req(batch.reqs.index(request), 0)
+                try:
+                    batch.release_req(batch.reqs.index(request), 0)
+                except Exception:
+                    logger.exception("SGLang has not ended the retraction of request %s", request.rid)
+                    if not (request.kv.holds_kv or request.is_retracted):
+                        request.reset_for_retract()
+                if not request.is_retracted:
+                    self._abort(request)
+                    continue
                 self._left.append(request)
                 self._begun.append(request)
         self._failed -= {each.rid for each in batch.reqs}
+
+    def _abort(self, request: Any) -> None:
+        """End a request that keeps its slots, with an error and nothing of it in the prefix cache."""
+        request.skip_radix_cache_insert = True
+        request.to_finish = FINISH_ABORT("SemBlend could not compute the prompt", err_type="InternalServerError")
+        if self._scheduler.chunked_req is request:
+            self._scheduler._pending_chunked_abort_req = request
