@@ -1,8 +1,9 @@
 """`python -m benchmarks.sglang.record FOLDER`, in the environment of `make sglang-env`, records SGLang's rows.
 
-With a second argument, the JSON that `python -m validation quality --engine sglang` wrote, it records the distances of
-answers in it alone, beside the rows that are there. Exactness, hits and faults are those of the tests. Times are of SmolLM2 on this CPU, where SGLang has neither its
-kernels nor its own torch: they compare two prefills in one process, and say nothing of a card."""
+With a second argument, the JSON that `python -m validation quality --engine sglang` wrote, it records how far answers
+in it are from cold ones, beside the rows that are there. Exactness, hits and faults are those of the tests. Times are
+of SmolLM2 on this CPU, where SGLang has neither its kernels nor its own torch: they compare two prefills in one
+process, and say nothing of a card."""
 
 from __future__ import annotations
 
