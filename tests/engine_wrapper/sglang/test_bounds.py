@@ -93,9 +93,9 @@ def test_the_receipt_says_what_the_check_computed(serve, cold, tmp_path, monkeyp
         served.teach()
         served.ask(MOVED, max_new_tokens=1)
         checked = served.checked_at(tmp_path, layer=2, threshold=float(np.median(compared[-1])))
-    compared.clear()
     with serve(checked) as served:
         served.teach()
+        compared.clear()
         monkeypatch.setattr(SglangRows, "run", running)
         answer = served.ask(MOVED, max_new_tokens=1)
     receipt, (rows,), (deviations,) = answer.receipt, top, compared

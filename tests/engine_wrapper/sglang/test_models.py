@@ -11,7 +11,7 @@ WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "3"}
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_answers_of_each_model_are_those_of_stock(serve, tiny_model_paths, family):
-    options = {"model": str(tiny_model_paths[family]), "skip_tokenizer_init": True}
+    options = {"model": str(tiny_model_paths[family])}
     with serve(None, disable_radix_cache=True, **options) as stock:
         wanted = stock.ask(MOVED, max_new_tokens=16)
     with serve(WHOLE, **options) as served:
