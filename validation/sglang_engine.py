@@ -18,6 +18,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
 from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
+from validation.vllm_engine import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,6 +88,11 @@ class LocalSglang:
         if (close := getattr(self.cache, "close", None)) is not None:
             close()
         cleanup_dist_env_and_memory()
+        # SGLang keeps its scheduler alive, so that the next engine's weights and KV would lie beside this one's.
+        runner = self.scheduler.tp_worker.model_runner
+        pool = runner.token_to_kv_pool
+        for held in (*runner.model.parameters(), *runner.model.buffers(), *pool.k_buffer, *pool.v_buffer):
+            held.untyped_storage().resize_(0)
 
     def _request(self, asked: Ask) -> Any:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -166,22 +172,12 @@ class SglangEngines:
         return SglangEngine(served)
 
 
-@dataclass(slots=True)
-class _Reading:
-    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
-
-    asked: Asked
-    rows: list[torch.Tensor] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-
-
 class SglangEngine:
     """One engine. It reads logits before the sampler does; to force an answer, it leaves the sampler one token."""
 
     def __init__(self, served: LocalSglang) -> None:
         self._served, self._asked = served, 0
-        self._readings: dict[str, _Reading] = {}
+        self._readings: dict[str, Reading] = {}
         self._runner = served.scheduler.tp_worker.model_runner
         self._stock = self._runner.sample
         self._runner.sample = self._sample
@@ -191,7 +187,7 @@ class SglangEngine:
     ) -> list[RequestOutput]:
         """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
         asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
-        self._readings = {f"local{each.number}": _Reading(each) for each in asked}
+        self._readings = {f"local{each.number}": Reading(tuple(each.params.forced_token_ids or ())) for each in asked}
         self._asked += len(asked)
         try:
             requests = self._served.ask(*map(_ask_of, asked))
@@ -225,14 +221,7 @@ class SglangEngine:
             # SGLang drops what it samples after a part of the prompt.
             if reading is None or (batch.forward_mode.is_extend() and request is scheduler.chunked_req):
                 continue
-            del reading.rows[len(request.output_ids) :]  # rows of a step that SGLang computes again
-            reading.rows.append(logits[row].float().cpu().clone())
-            forced = reading.asked.params.forced_token_ids or ()
-            if len(reading.rows) <= len(forced):
-                token = forced[len(reading.rows) - 1]
-                kept = logits[row, token].clone()
-                logits[row] = -torch.inf
-                logits[row, token] = kept
+            reading.take(logits[row], len(request.output_ids))
         sampled = self._stock(output, batch)
         for name in batch.rids:
             reading = self._readings.get(name)

@@ -105,13 +105,23 @@ class VllmEngines:
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
 
     forced: tuple[int, ...]
     rows: list[torch.Tensor] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
+
+    def take(self, logits: torch.Tensor, answered: int) -> None:
+        """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
+        del self.rows[answered:]  # rows of a step that the engine computes again
+        self.rows.append(logits.float().cpu().clone())
+        if answered < len(self.forced):
+            token = self.forced[answered]
+            kept = logits[token].clone()
+            logits[:] = -torch.inf
+            logits[token] = kept
 
 
 class VllmEngine:
@@ -122,7 +132,7 @@ class VllmEngine:
         self._core = llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
-        self._readings: dict[str, _Reading] = {}
+        self._readings: dict[str, Reading] = {}
         self._asked = 0
         self._compute = self._model.compute_logits
         self._model.compute_logits = self._logits
@@ -139,7 +149,7 @@ class VllmEngine:
         self._asked += len(asked)
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
-            self._readings[name] = _Reading(tuple(each.params.forced_token_ids or ()))
+            self._readings[name] = Reading(tuple(each.params.forced_token_ids or ()))
             stops = each.params.stop_token_ids
             sampling = Params(
                 max_tokens=each.params.max_tokens,
@@ -188,13 +198,7 @@ class VllmEngine:
             reading, request = self._readings.get(name.partition("-")[0]), self._core.scheduler.requests[name]
             if reading is None or request.num_computed_tokens < request.num_tokens:
                 continue  # vLLM samples nothing after a part of the prompt
-            del reading.rows[request.num_output_tokens :]  # rows of a step that vLLM computes again
-            reading.rows.append(logits[row].float().cpu().clone())
-            if len(reading.rows) <= len(reading.forced):
-                token = reading.forced[len(reading.rows) - 1]
-                kept = logits[row, token].clone()
-                logits[row] = -torch.inf
-                logits[row, token] = kept
+            reading.take(logits[row], request.num_output_tokens)
         return logits
 
 

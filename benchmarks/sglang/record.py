@@ -1,10 +1,13 @@
 """`python -m benchmarks.sglang.record FOLDER`, in the environment of `make sglang-env`, records SGLang's rows.
 
-Exactness, hits and faults are those of the tests. Times are of SmolLM2 on this CPU, where SGLang has neither its
-kernels nor its own torch: they compare two prefills in one process, and say nothing of a card."""
+With a second argument, the JSON that `python -m validation quality --engine sglang` wrote, it records how far answers
+in it are from cold ones, beside the rows that are there. Exactness, hits and faults are those of the tests. Times are
+of SmolLM2 on this CPU, where SGLang has neither its kernels nor its own torch: they compare two prefills in one
+process, and say nothing of a card."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
@@ -18,7 +21,7 @@ import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.models import smollm2_folder
-from validation.results import Results
+from validation.results import Results, Row, write_rows
 from validation.sglang_engine import Ask, LocalSglang
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 TESTS = "tests/engine_wrapper/sglang"
 WHERE = "inside SGLang 0.5.23 on a CPU, beside torch 2.13 and stand-ins for its kernels"
+DISTANCE = "sglang_kl_vs_cold_"
 # Tokens of the shared document, before it and after it; prompts that are timed.
 DOCUMENT, BEFORE, AFTER, TIMES = 960, 32, 32, 5
 _REUSE = {
@@ -71,6 +75,24 @@ def main(folder: Path) -> None:
     rows.write(folder / rows.measured.machine["name"], "sglang")
 
 
+def distances(folder: Path, report: Path) -> None:
+    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified."""
+    said, rows = json.loads(report.read_text()), Results([str(folder), report.name])
+    floor = said["rounding_floor"]
+    for line in said["lines"]:
+        if line["arm"] == "verified":
+            share = line["recomputed"] / max(line["offered"], 1)
+            found = (
+                f"mean KL over cold's own answer, {line['samples']} prompts in {line['groups']} groups, {share:.2f} of "
+                f"the offered tokens computed; goal: twice the rounding floor of {floor:.2g}; {said['model']}; "
+                f"{said['command']}; {WHERE}"
+            )
+            rows.add(f"{DISTANCE}{line['family']}", line["answer_kl"], "nats", found, 2 * floor)
+    path = folder / rows.measured.machine["name"] / "sglang.json"
+    kept = [Row(**each) for each in json.loads(path.read_text()) if not each["name"].startswith(DISTANCE)]
+    write_rows(path, kept + rows.rows)
+
+
 def times(folder: Path) -> tuple[list[float], list[float]]:
     """Return seconds to the first token of stock SGLang, then with SemBlend, of the same prompts."""
     draw = random.Random(55)
@@ -109,4 +131,8 @@ def _tokens(draw: random.Random, count: int) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder, *reports = map(Path, sys.argv[1:])
+    if reports:
+        distances(folder, *reports)
+    else:
+        main(folder)

@@ -31,10 +31,6 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
     dtype = text_of(model_config.dtype)
     asked = None if method is None else AskedQuantization(str(method), options_text({"quant_algo": method}))
 
-    def read_caches() -> Caches:
-        found = backend()
-        return Caches(str(arguments.kv_cache_dtype), None if found is None else f"{name}/{found}/slots")
-
     return EngineSpec(
         name=name,
         model=model,
@@ -43,7 +39,9 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
         tokenizer_revision=None,
         dtype=dtype,
         kv_dtype=dtype,
-        read_caches=read_caches,
+        read_caches=lambda: Caches(
+            str(arguments.kv_cache_dtype), None if (found := backend()) is None else f"{name}/{found}/slots"
+        ),
         quantization=asked,
         reads_own_weights=str(arguments.load_format).lower() in _OWN_WEIGHTS,
         has_model_overrides=arguments.json_model_override_args not in _NO_OVERRIDES,

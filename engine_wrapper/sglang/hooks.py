@@ -14,10 +14,12 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from engine_wrapper.patches import replace_method, watch_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,9 @@ def find_scheduler() -> Any:
 
 
 class SchedulerHooks:
-    """Retracts requests of one scheduler, by id. `note` gets the kinds of requests that it has carried out, or tried
-    to."""
+    """Retracts requests of one scheduler, by id. `note` gets all that it has carried out, or tried to."""
 
-    def __init__(self, scheduler: Any, note: Callable[[list[str]], None]) -> None:
+    def __init__(self, scheduler: Any, note: Callable[[Iterable[Any]], None]) -> None:
         self._scheduler = scheduler
         self._failed = set[str]()
         # Retracted requests that are still to leave their batch, and those that are still to wait again.
@@ -45,15 +46,12 @@ class SchedulerHooks:
         undo = ExitStack()
         undo.callback(replace_method(scheduler, "get_next_batch_to_run", self._get_next))
         undo.callback(replace_method(scheduler, "process_batch_result", self._read))
-        undo.callback(watch_method(scheduler, "process_input_requests", self._noted))
-        self._note, self.undo = note, undo.close
+        undo.callback(watch_method(scheduler, "process_input_requests", lambda _, given=(), *__: note(given)))
+        self.undo = undo.close
 
     def retract(self, rids: list[str]) -> None:
         """Begin these requests of the running step again."""
         self._failed.update(rids)
-
-    def _noted(self, _: Any, requests: Any = (), *__: Any) -> None:
-        self._note([type(each).__name__ for each in requests])
 
     def _get_next(self, running_batch: Any, last_batch: Any) -> Any:
         if self._failed and last_batch:
@@ -79,7 +77,22 @@ class SchedulerHooks:
         for request in batch.reqs:
             if request.rid in self._failed and not request.is_retracted and not request.finished():
                 logger.warning("request %s begins again, without reuse", request.rid)
-                batch.release_req(batch.reqs.index(request), 0)
+                try:
+                    batch.release_req(batch.reqs.index(request), 0)
+                except Exception:
+                    logger.exception("SGLang has not ended the retraction of request %s", request.rid)
+                    if not (request.kv.holds_kv or request.is_retracted):
+                        request.reset_for_retract()
+                if not request.is_retracted:
+                    self._abort(request)
+                    continue
                 self._left.append(request)
                 self._begun.append(request)
         self._failed -= {each.rid for each in batch.reqs}
+
+    def _abort(self, request: Any) -> None:
+        """End a request that keeps its slots, with an error and nothing of it in the prefix cache."""
+        request.skip_radix_cache_insert = True
+        request.to_finish = FINISH_ABORT("SemBlend could not compute the prompt", err_type="InternalServerError")
+        if self._scheduler.chunked_req is request:
+            self._scheduler._pending_chunked_abort_req = request

@@ -114,8 +114,6 @@ class PlannedForward:
 
         return EngineForward(parts.geometry, ranks, run, lowest, max_rows)
 
-    # -- the self-check --------------------------------------------------------------------------------------------
-
     def prove(self, step: Sequence[Scheduled], batch: Any) -> None:
         """Compute the engine's first long enough prompt again, by SGLang's decoder and by planned rows; never raises.
         They write the prompt's own slots, whose KV is put back as it was."""

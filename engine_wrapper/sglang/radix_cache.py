@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """Until `attach` it is SGLang's own. No method of SemBlend's raises into the engine."""
 
-    _scheduler: SglangScheduler | None = None
+    _scheduler: Any = None  # an SglangScheduler once attached
     _worker: SglangWorker
     _runtime: Runtime
 
@@ -48,8 +48,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Serve requests by these halves of the connector from now on."""
         self._scheduler, self._worker, self._runtime = scheduler, worker, runtime
 
-    # -- look-up ---------------------------------------------------------------------------------------------------
-
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
         request = params.req
@@ -65,7 +63,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     @never_raises(lambda: 0)
     def _look_up(self, request: Any, exact: int, limit: int) -> int:
         """Return how many tokens beyond SGLang's own `exact` ones are promised, in whole pages of the first `limit`."""
-        assert self._scheduler is not None
         self._worker.take_saves()
         followed = self.requests.begun(request.rid)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(followed.number, request), exact)
@@ -85,7 +82,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     @never_raises(lambda: 0)
     def _allocated(self, request: Any, followed: Followed) -> int:
         """Take slots for what was promised; return their number, or 0 if SGLang has none left."""
-        assert self._scheduler is not None
         allocator, tokens = self.token_to_kv_pool_allocator, followed.offered
         if (short := tokens - allocator.available_size()) > 0:
             self.evict(EvictParams(num_tokens=short))
@@ -105,7 +101,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return tokens
 
     def _decline(self, request: Any, followed: Followed) -> None:
-        assert self._scheduler is not None
         followed.offered = 0
         self._scheduler.update_state_after_alloc(RequestView(followed.number, request, 0), [])
 
@@ -120,8 +115,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return stock
         path = self.path_device_indices(req.last_node)[: followed.exact]
         return torch.cat([path, followed.slots.to(path.dtype)])[: req.prefix_len]
-
-    # -- publication and end ---------------------------------------------------------------------------------------
 
     def checkpoint(self, req: Any, *, up_to: int, **options: Any) -> None:
         exact = up_to
@@ -150,7 +143,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     @never_raises(lambda: None)
     def _ended(self, request: Any, tokens: int) -> None:
         """Record the end, and have what lies in the request's row saved: SGLang frees it after this call."""
-        assert self._scheduler is not None
         number = self.requests.pop(request.rid).number
         slots: list[int] = self.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :tokens].tolist()
         if self._scheduler.ended(RequestView(number, request), slots):

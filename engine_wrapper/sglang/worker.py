@@ -21,14 +21,13 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights, runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from engine_wrapper.patches import Undo
     from engine_wrapper.sglang.requests import Requests, Scheduled, SglangScheduler
     from semblend_trt.config import Settings
     from semblend_trt.connector.contract import SchedulerOutput
     from semblend_trt.connector.engine_spec import EngineSpec
-    from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,7 @@ def pool_of(runner: Any) -> LayeredPool:
 
 
 class _Worker(SemBlendKvConnectorWorker):
-    def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
-        super()._take_pool(pool, facts)
+    def _attach(self, _: Any) -> None:
         if self._runtime.pool is not None:
             # The prefix cache may give a request an equal slot for its own one.
             self._runtime.pool = replace(self._runtime.pool, exchanges_blocks=True)
@@ -130,10 +128,10 @@ class SglangWorker:
         self._worker.wait_for_save(None)
         self.take_saves()
 
-    def note_requests(self, kinds: Sequence[str]) -> None:
-        """Suspect the weights after requests of a kind that may write them; `kinds` are SGLang's names."""
+    def note_requests(self, requests: Iterable[Any]) -> None:
+        """Suspect the weights after requests of SGLang's kinds that may write them."""
         weights = self._runtime.weights
-        if weights is not None and any(part in kind for kind in kinds for part in _WRITING):
+        if weights is not None and any(part in type(each).__name__ for each in requests for part in _WRITING):
             weights.suspect()
 
     @never_raises(lambda: None)

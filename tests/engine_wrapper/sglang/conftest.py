@@ -46,7 +46,7 @@ class Answered:
 class Served:
     def __init__(self, **options):
         given = {"dtype": "float32", "max_total_tokens": 8192, "max_running_requests": 4, **options}
-        self.local = LocalSglang(str(shipped_model()), **given)
+        self.local = LocalSglang(given.pop("model", str(shipped_model())), **given)
         self.are_faults_read = False
 
     cache = property(lambda self: self.local.cache)
@@ -77,9 +77,9 @@ class Served:
         """Wait until what has ended is saved."""
         self.worker.drain()
 
-    def teach(self, *donors):
-        """Have these donors, or DONOR, once the self-check has passed."""
-        self.ask(WARM, max_new_tokens=1)
+    def teach(self, *donors, warm=WARM):
+        """Have these donors, or DONOR, once the self-check has passed by `warm`."""
+        self.ask(warm, max_new_tokens=1)
         for donor in donors or (DONOR,):
             self.ask(donor, max_new_tokens=1)
         self.settle()

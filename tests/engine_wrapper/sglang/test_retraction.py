@@ -4,6 +4,7 @@ import pytest
 
 from engine_wrapper.sglang.planned_forward import PlannedForward
 from tests.engine_wrapper.sglang.conftest import MOVED, NEW, assert_cold
+from validation.sglang_engine import Ask
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,31 @@ def test_a_request_that_nothing_can_compute_now_begins_again(serve, cold, monkey
         assert (neighbour.retractions, moved.retractions) == (0, 1)
         assert served.faults["planned_forward"] == served.faults["plan_not_executed"] == 1
         assert moved.receipt["outcome"] == "cold_fallback"
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 64}], ids=["overlap", "chunks"])
+@pytest.mark.parametrize("place", ["ScheduleBatch.release_req", "release_kv_cache", "evict_from_tree_cache"])
+def test_a_retraction_that_sglang_cannot_end_harms_that_request_alone(serve, cold, monkeypatch, options, place):
+    """Where its slots are back, it begins again; it is aborted if not."""
+
+    def fails(*_, **__):
+        raise RuntimeError("injected")
+
+    with serve(**options) as served:
+        served.teach()
+        with monkeypatch.context() as patch:
+            patch.setattr(PlannedForward, "_planned", fails)
+            patch.setattr(PlannedForward, "_whole", fails)
+            patch.setattr(f"sglang.srt.managers.schedule_batch.{place}", fails)
+            neighbour, moved = served.local.ask(*(Ask(each, {"max_new_tokens": 16}) for each in (NEW, MOVED)))
+        assert list(neighbour.output_ids) == cold(NEW).tokens
+        is_back = place == "evict_from_tree_cache"
+        assert (moved.finished_reason.to_json()["type"] != "abort") == is_back
+        assert (list(moved.output_ids) == cold(MOVED).tokens) == is_back
+        assert served.faults["plan_not_executed"] == 1
+        served.local.run_idle()  # SGLang looks for slots that nothing owns
+        (again,) = assert_cold(served, cold, MOVED)
+        assert (again.cached > 1) == is_back  # nothing of an aborted request is in the prefix cache
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 16}], ids=["slots", "pages"])

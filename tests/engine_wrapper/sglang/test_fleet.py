@@ -1,0 +1,50 @@
+"""A fleet hears of the donors of an SGLang engine, over a real nats-server."""
+
+import numpy as np
+import pytest
+
+from semblend_trt.fleet.events import decode
+from semblend_trt.fleet.sketch import Sketch, sketch_key
+from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW
+from tests.semblend_trt.conftest import NatsServer, Reader
+from tests.semblend_trt.fleet.conftest import donors_of, overlap
+from tests.semblend_trt.samples import prompt_fingerprints
+
+WORKER = 5, 0
+
+
+@pytest.fixture
+def nats(tmp_path):
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_donors_are_announced_and_withdrawn(serve, nats, tmp_path):
+    reader = Reader(nats.url)
+    with serve() as served:
+        checked = served.teach().checked_at(tmp_path, layer=2, threshold=1.0)
+    with serve({**checked, "NATS_URL": nats.url, "WORKER_ID": "5"}) as served:
+        served.teach()
+        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 2)
+        # What reused moved text is a donor of this engine's alone.
+        assert served.ask(MOVED, max_new_tokens=1).receipt["reused_tokens"] > 400
+        served.settle()
+        served.ask(NEW, max_new_tokens=1)
+        served.settle()
+        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 3)
+        key = sketch_key(served.scheduler.namespace.for_request(None, None).key, None)
+        told = [decode(payload).data for payload in reader.payloads]
+        sketches = [
+            Sketch.from_bytes(each.segments[0].provider_metadata) for each in told if each.kind == "donor_registered"
+        ]
+        found = [
+            max(overlap(each, prompt_fingerprints(np.asarray(text, np.int32), key)) for each in sketches)
+            for text in (DONOR, NEW)
+        ]
+        assert found == [1.0, 1.0]
+        assert len(sketches) == 3
+        assert served.local.scheduler.flush_cache()
+        assert reader.wait_for(lambda reader: not donors_of(reader.directory, WORKER))
+    reader.close()
