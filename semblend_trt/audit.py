@@ -48,7 +48,17 @@ class AuditLog:
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event; fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
         heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
-        self._file.add(_line(fields | heading))
+        line: bytes | None = None
+        try:
+            text = json.dumps(fields | heading, sort_keys=True, separators=(",", ":"), default=_plain)
+            # Python writes NaN and infinities, which are not JSON; they become null.
+            if "NaN" in text or "Infinity" in text:
+                plain = json.loads(text, parse_constant=lambda _: None)
+                text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+            line = text.encode("ascii") + b"\n"
+        except (TypeError, ValueError, RecursionError):
+            pass  # it is counted as not_json
+        self._file.add(line)
 
     def flush(self) -> None:
         """Wait until everything recorded so far has been handed to the operating system, or was lost."""
@@ -129,17 +139,6 @@ class _AppendFile:
             self._descriptor = os.open(self._path, flags, 0o644)
             os.set_blocking(self._descriptor, True)
         return self._descriptor
-
-
-def _line(fields: Mapping[str, Any]) -> bytes | None:
-    try:
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_plain)
-        # Python writes NaN and infinities, which are not JSON; they become null.
-        if "NaN" in text or "Infinity" in text:
-            text = json.dumps(json.loads(text, parse_constant=lambda _: None), sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return text.encode("ascii") + b"\n"
 
 
 def _plain(value: object) -> object:

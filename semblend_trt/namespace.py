@@ -104,7 +104,14 @@ class CacheNamespace:
             if not isinstance(value, Mapping):
                 raise NamespaceError(f"namespace field {name} is {type(value).__name__}, not a mapping")
             object.__setattr__(self, name, _frozen(name, value))
-        _check_extra(self.extra)
+        salt = self.extra.get("cache_salt", NO_SALT)
+        if salt != NO_SALT and not (isinstance(salt, str) and salt.startswith(SALT_PREFIX)):
+            raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
+        tenant = self.extra.get("tenant_key", TENANT_PREFIX)
+        if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
+            raise NamespaceError(
+                f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
+            )
         object.__setattr__(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
@@ -221,15 +228,6 @@ def _checked_parallel(parallel: Mapping[str, int | str]) -> dict[str, int | str]
         if isinstance(width, int) and isinstance(place, int) and place >= width:
             raise NamespaceError(f"namespace field tensor_parallel.{rank} is {place}, not below {size} {width}")
     return checked
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    salt = extra.get("cache_salt", NO_SALT)
-    if salt != NO_SALT and not (isinstance(salt, str) and salt.startswith(SALT_PREFIX)):
-        raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
-    tenant = extra.get("tenant_key", TENANT_PREFIX)
-    if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
-        raise NamespaceError(f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()")
 
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:

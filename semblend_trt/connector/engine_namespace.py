@@ -42,8 +42,14 @@ def namespace_for(
 
     What the engine does not say becomes a value that matches none. Call it at the engine's start: it reads all weights
     that the digest cache does not know."""
+    quantization, asked = facts.quantization, engine.quantization
+    if asked is not None and asked.algorithm is not None:
+        quantization = f"{quantization or 'none'}+{asked.algorithm}"
     cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
     adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
+    tokenizer_revision = settings.tokenizer_revision
+    if tokenizer_revision is None and engine.tokenizer is not None:
+        tokenizer_revision = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
     extra = {
         "compute_dtype": _known(engine.dtype),
         "configuration": _configuration(engine, facts, adapters),
@@ -59,12 +65,12 @@ def namespace_for(
         model=_name(engine.model),
         model_revision=settings.model_revision or _model_revision(engine, cache),
         tokenizer=unknown_value() if engine.tokenizer is None else _name(engine.tokenizer),
-        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(engine),
+        tokenizer_revision=tokenizer_revision or unknown_value(),
         kv_layout="HND",
         block_size=block_size,
         kv_dtype=_known(text_of(pool_dtype)),
         cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
-        quantization=_quantization(engine, facts),
+        quantization=quantization,
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
@@ -84,14 +90,6 @@ def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
         return {}
     described = json.dumps([asdict(group) for group in groups], sort_keys=True)
     return {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
-
-
-def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """Return the checkpoint's quantisation and the one that the engine was asked for."""
-    asked = engine.quantization
-    if asked is None or asked.algorithm is None:
-        return facts.quantization
-    return f"{facts.quantization or 'none'}+{asked.algorithm}"
 
 
 def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
@@ -116,13 +114,6 @@ def tokenizer_folder(engine: EngineSpec) -> Path | None:
     """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for a bad name."""
     revision = engine.tokenizer_revision or engine.revision
     return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
-
-
-def _tokenizer_revision(engine: EngineSpec) -> str:
-    digest = None
-    if engine.tokenizer is not None:
-        digest = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
-    return unknown_value() if digest is None else digest
 
 
 def _name(model: str | Path) -> str:

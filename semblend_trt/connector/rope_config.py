@@ -32,7 +32,12 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
     `raw` is the configuration as written; the engine rotates by `config`, as Transformers understands it. Raises
     UnsupportedModelError if the two differ, or layers do."""
-    understood = _understood(config)
+    own_theta = getattr(config, "rope_theta", None)  # Transformers 4 alone has it beside the parameters
+    understood = _one_form(getattr(config, "rope_parameters" if own_theta is None else "rope_scaling", None) or {})
+    if own_theta is not None:
+        understood |= {"rope_theta": own_theta, **_partial(getattr(config, "partial_rotary_factor", None))}
+    if "rope_theta" not in understood:
+        raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
     scaling = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
     theta = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     old_form = {**scaling, **theta, **_partial(raw.get("partial_rotary_factor"))}
@@ -80,19 +85,6 @@ def rope_rotation(parameters: dict[str, Any], head_dim: int) -> RopeRotation:
 def partial_rotary_factor(parameters: dict[str, Any]) -> float:
     """Return the share of a head's channels that rotates."""
     return _number(parameters, "partial_rotary_factor", 1.0)
-
-
-def _understood(config: Any) -> dict[str, Any]:
-    """Return the parameters as Transformers understands them; only version 4 has a `rope_theta` beside them."""
-    theta = getattr(config, "rope_theta", None)
-    if theta is None:
-        parameters = _one_form(getattr(config, "rope_parameters", None) or {})
-    else:
-        parameters = {**_one_form(getattr(config, "rope_scaling", None) or {}), "rope_theta": theta}
-        parameters.update(_partial(getattr(config, "partial_rotary_factor", None)))
-    if "rope_theta" not in parameters:
-        raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
-    return parameters
 
 
 def _one_form(written: dict[str, Any]) -> dict[str, Any]:
