@@ -23,9 +23,11 @@ from semblend_trt.connector.attention_layout import (
     check_latent,
     latent_rotation,
     layer_groups,
+    partial_rotary_factor,
+    rope_parameters,
+    rope_rotation,
     sizes_of,
 )
-from semblend_trt.connector.rope_config import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
 from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
