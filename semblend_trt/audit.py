@@ -102,17 +102,13 @@ class _AppendFile:
             if self._closed:
                 return
             self._closed = True
-        self._background.submit(self._end)
+        self._background.submit(self._write)
+        self._background.submit(lambda: None if self._descriptor is None else os.close(self._descriptor))
         if not self._background.close(_CLOSE_SECONDS):
             with self._lock:
                 self._dropped["slow_disk"] += len(self._lines)
                 self._lines = []
             logger.warning("audit events are lost, %s was not written within %g seconds", self._path, _CLOSE_SECONDS)
-
-    def _end(self) -> None:
-        self._write()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
 
     def _write(self) -> None:
         with self._lock:
@@ -120,8 +116,14 @@ class _AppendFile:
         # A line torn by a full disk is ended first, so that only that line is lost to a reader.
         batch, written = (b"\n" if self._torn and lines else b"") + b"".join(lines), 0
         try:
-            while written < len(batch):
-                written += os.write(self._opened(), batch[written:])
+            if batch and self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                # A pipe without a reader is refused so; its opening would wait for ever.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+                self._descriptor = os.open(self._path, flags, 0o644)
+                os.set_blocking(self._descriptor, True)
+            while self._descriptor is not None and written < len(batch):
+                written += os.write(self._descriptor, batch[written:])
         except OSError as error:
             with self._lock:
                 self._dropped["not_written"] += len(lines) - batch[self._torn : written].count(b"\n")
@@ -130,15 +132,6 @@ class _AppendFile:
                 logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
         if written:
             self._torn = not batch[:written].endswith(b"\n")
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A pipe without a reader is refused so; its opening would wait for ever.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-            self._descriptor = os.open(self._path, flags, 0o644)
-            os.set_blocking(self._descriptor, True)
-        return self._descriptor
 
 
 def _plain(value: object) -> object:

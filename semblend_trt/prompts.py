@@ -212,7 +212,11 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> tuple[str, bool]:
     if taken := sorted(reserved & arguments.keys()):
         message = f"chat_template_kwargs.{taken[0]} is no variable of a template; leave it out"
         raise ChatError("chat_template_kwargs", message)
-    template = _template_of(tokenizer, tools)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ChatError("no_template", "the model's tokenizer has no chat template; use /v1/completions")
+    template = str(tokenizer.get_chat_template(None, tools))
+    if "<|channel|>" in template:
+        raise ChatError("own_code", "vLLM writes chats of gpt-oss without a template; use /v1/completions")
     as_parts = _takes_parts(template)
     messages = [_message(number, each, as_parts=as_parts) for number, each in enumerate(chat.messages)]
     if not any(f"{quote}developer{quote}" in template for quote in "\"'"):
@@ -222,15 +226,6 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> tuple[str, bool]:
     except Exception as error:  # templates are programs and may raise anything
         raise ChatError("template", f"the model's chat template does not take these messages: {error}") from None
     return str(text), chat.add_special_tokens
-
-
-def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ChatError("no_template", "the model's tokenizer has no chat template; use /v1/completions")
-    template = str(tokenizer.get_chat_template(None, tools))
-    if "<|channel|>" in template:
-        raise ChatError("own_code", "vLLM writes chats of gpt-oss without a template; use /v1/completions")
-    return template
 
 
 @lru_cache(maxsize=32)
@@ -308,12 +303,16 @@ class PromptReader:
     def completion(self, body: Mapping[str, Any]) -> list[int]:
         """Return token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raise PromptError."""
         refuse_other_prompts(body)
-        prompt = completion_prompt(body)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            (prompt,) = prompt
         if isinstance(prompt, str):
             special = body.get("add_special_tokens", True)
             if not isinstance(special, bool):
                 raise PromptError("add_special_tokens is true or false")
             return self.token_ids(prompt, special=special)
+        if not (isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)):
+            raise PromptError("prompt is a text or a list of token ids, one prompt a request")
         if self._max_tokens is not None and len(prompt) > self._max_tokens:
             message = f"the prompt has {len(prompt)} tokens, more than the {self._max_tokens} of this model; send less"
             raise PromptTooLongError(message)
@@ -362,15 +361,3 @@ class ReadingThreads:
     def close(self) -> None:
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
-    """Return the prompt of a completion. Raise PromptError."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        (prompt,) = prompt
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return prompt
-    raise PromptError("prompt is a text or a list of token ids, one prompt a request")

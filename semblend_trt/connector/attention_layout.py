@@ -79,23 +79,8 @@ def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: b
     """Return the groups of the model of `config`, in the order of their first layers, by each layer's rotation.
 
     Raises UnsupportedModelError for an unknown attention, and unless each layer has a type."""
-    found: dict[tuple[tuple[Attention, int | None], RopeRotation], list[int]] = {}
-    for layer, pair in enumerate(zip(_attention(config, "latent" if is_latent else "full"), rotations, strict=True)):
-        found.setdefault(pair, []).append(layer)
-    return tuple(
-        LayerGroup(tuple(layers), attention, window, rotation)
-        for ((attention, window), rotation), layers in found.items()
-    )
-
-
-def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | None, ...]:
-    """Return the window, or the chunk, of each layer with that attention; None for the others."""
-    found = {layer: group.window for group in groups if group.attention == attention for layer in group.layers}
-    return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
-
-
-def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | None]]:
-    """Return each layer's attention, and its window or chunk; `whole` and None if that hides nothing."""
+    whole: Attention = "latent" if is_latent else "full"
+    # Each type's attention, and its window or chunk; None if that hides nothing.
     kinds: dict[str, tuple[Attention, int | None]] = {
         "full_attention": (whole, None),
         "sliding_attention": ("window", getattr(config, "sliding_window", None)),
@@ -109,7 +94,16 @@ def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | Non
     for kind, (_, size) in kinds.items():
         if size is None or size >= config.max_position_embeddings:
             kinds[kind] = (whole, None)
-    return [kinds[kind] for kind in types or ["sliding_attention"] * layers]
+    found: dict[tuple[tuple[Attention, int | None], RopeRotation], list[int]] = {}
+    for layer, (kind, rotation) in enumerate(zip(types or ["sliding_attention"] * layers, rotations, strict=True)):
+        found.setdefault((kinds[kind], rotation), []).append(layer)
+    return tuple(LayerGroup(tuple(own), *seen, rotation) for (seen, rotation), own in found.items())
+
+
+def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | None, ...]:
+    """Return the window, or the chunk, of each layer with that attention; None for the others."""
+    found = {layer: group.window for group in groups if group.attention == attention for layer in group.layers}
+    return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
 
 
 def check_latent(raw: Mapping[str, Any]) -> None:
