@@ -34,7 +34,8 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Write the events of one rank in order, on a thread of its own.
+    """Write the events of one rank in order, on a thread of its own, with the fields that operators of the SemBlend
+    package know.
 
     All lines that wait go out in one append: ranks that share a file on a local file system never mix within a line.
     `max_waiting_bytes` bound what waits for a slow disk. `dropped` counts the lost events by DROP_REASONS."""
@@ -67,6 +68,74 @@ class AuditLog:
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close the file; drop later events. May be called twice."""
         self._file.close()
+
+    def started(self, settings: Settings, refusal: str | None) -> None:
+        self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
+
+    def profile(self, match: Any, namespace: CacheNamespace, geometry: KvGeometry) -> None:
+        """Log a ProfileMatch (connector/lookup.py): a calibration elsewhere learns the engine's identity from it."""
+        self.event(
+            "profile_compared",
+            namespace=namespace.to_dict(),
+            geometry=asdict(geometry),
+            policy=None if match.profile is None else match.profile.policy,
+            refusal=None if match.profile is not None else match.refusal,
+            differences=match.differences,
+        )
+
+    def lookup(self, tracked: Any) -> None:
+        """Log a TrackedRequest (connector/requests.py) whose look-up has ended."""
+        plan: SemanticKvPlan | None = tracked.plan
+        self.event(
+            "lookup",
+            request_id=tracked.request_id,
+            found=tracked.runs_found > 0,
+            num_computed_tokens=tracked.num_computed_tokens,
+            num_new_matched_tokens=tracked.matched_tokens,
+            kind=None if plan is None else plan.kind.value,
+            reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
+            rejection_reason=tracked.reason,
+            diagnostics=None if plan is None else plan.diagnostics,
+        )
+
+    def allocated(self, request_id: int, block_count: int) -> None:
+        self.event("target_allocated", request_id=request_id, block_count=block_count)
+
+    def dispatched(self, plan: SemanticKvPlan, data: Any) -> None:
+        self.event(
+            "plan_dispatched",
+            request_id=plan.request_id,
+            computed_position=data.computed_position,
+            num_scheduled_tokens=data.num_scheduled_tokens,
+            spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
+            generation=max((span.generation for span in plan.spans), default=0),
+        )
+
+    def materialized(self, plan: SemanticKvPlan, reused_tokens: int) -> None:
+        self.event(
+            "materialized",
+            request_id=plan.request_id,
+            kind=plan.kind.value,
+            segment_count=len(plan.spans),
+            materialized=reused_tokens * plan.execution.num_layers,
+            prefix_token_count=plan.prefix_end,
+            computed_token_count=plan.num_computed_tokens,
+            requires_rope_correction=any(span.shift for span in plan.spans),
+        )
+
+    def request_ended(self, request_id: int, report: ReuseReport) -> None:
+        self.event(
+            "request_settled", request_id=request_id, outcome=report.outcome, reason=report.reason, **report.figures
+        )
+
+    def saved(self, donor: SavedDonor, generation: int) -> None:
+        fields = {"donor_id": donor.donor_id, "token_count": donor.tokens, "error": donor.error}
+        self.event("donor_registered", generation=generation, **fields)
+
+    def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
+        """Log the nearest donors, on the neighbours' thread."""
+        pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
+        self.event("neighbours", request_id=request_id, nearest=pairs)
 
 
 class _AppendFile:
@@ -146,75 +215,3 @@ def _plain(value: object) -> object:
     if callable(getattr(value, "tolist", None)):
         return value.tolist()  # type: ignore[attr-defined]
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-class AuditEvents(AuditLog):
-    """The scheduler's audit events, each with the fields that operators of the SemBlend package know."""
-
-    def started(self, settings: Settings, refusal: str | None) -> None:
-        self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
-
-    def profile(self, match: Any, namespace: CacheNamespace, geometry: KvGeometry) -> None:
-        """Log a ProfileMatch (connector/lookup.py): a calibration elsewhere learns the engine's identity from it."""
-        self.event(
-            "profile_compared",
-            namespace=namespace.to_dict(),
-            geometry=asdict(geometry),
-            policy=None if match.profile is None else match.profile.policy,
-            refusal=None if match.profile is not None else match.refusal,
-            differences=match.differences,
-        )
-
-    def lookup(self, tracked: Any) -> None:
-        """Log a TrackedRequest (connector/requests.py) whose look-up has ended."""
-        plan: SemanticKvPlan | None = tracked.plan
-        self.event(
-            "lookup",
-            request_id=tracked.request_id,
-            found=tracked.runs_found > 0,
-            num_computed_tokens=tracked.num_computed_tokens,
-            num_new_matched_tokens=tracked.matched_tokens,
-            kind=None if plan is None else plan.kind.value,
-            reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
-            rejection_reason=tracked.reason,
-            diagnostics=None if plan is None else plan.diagnostics,
-        )
-
-    def allocated(self, request_id: int, block_count: int) -> None:
-        self.event("target_allocated", request_id=request_id, block_count=block_count)
-
-    def dispatched(self, plan: SemanticKvPlan, data: Any) -> None:
-        self.event(
-            "plan_dispatched",
-            request_id=plan.request_id,
-            computed_position=data.computed_position,
-            num_scheduled_tokens=data.num_scheduled_tokens,
-            spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
-            generation=max((span.generation for span in plan.spans), default=0),
-        )
-
-    def materialized(self, plan: SemanticKvPlan, reused_tokens: int) -> None:
-        self.event(
-            "materialized",
-            request_id=plan.request_id,
-            kind=plan.kind.value,
-            segment_count=len(plan.spans),
-            materialized=reused_tokens * plan.execution.num_layers,
-            prefix_token_count=plan.prefix_end,
-            computed_token_count=plan.num_computed_tokens,
-            requires_rope_correction=any(span.shift for span in plan.spans),
-        )
-
-    def request_ended(self, request_id: int, report: ReuseReport) -> None:
-        self.event(
-            "request_settled", request_id=request_id, outcome=report.outcome, reason=report.reason, **report.figures
-        )
-
-    def saved(self, donor: SavedDonor, generation: int) -> None:
-        fields = {"donor_id": donor.donor_id, "token_count": donor.tokens, "error": donor.error}
-        self.event("donor_registered", generation=generation, **fields)
-
-    def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
-        """Log the nearest donors, on the neighbours' thread."""
-        pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
-        self.event("neighbours", request_id=request_id, nearest=pairs)

@@ -36,7 +36,7 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from semblend_trt.audit import AuditEvents
+    from semblend_trt.audit import AuditLog
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
@@ -79,7 +79,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def _observe(self) -> None:
         """Open what hears of requests and donors. An engine runs no code of what its settings leave off."""
         settings, announcer = self._settings, None
-        self._audit, self._metrics = cast("AuditEvents", _Silent()), cast("Metrics", _Silent())
+        self._audit, self._metrics = cast("AuditLog", _Silent()), cast("Metrics", _Silent())
         self._neighbours: Neighbours | None = None
         if settings.metrics:
             from semblend_trt.metrics import metrics_for
@@ -87,9 +87,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._metrics = metrics_for()
             self._metrics.watch_faults(self._runtime.faults)
         if settings.audit_path is not None:
-            from semblend_trt.audit import AuditEvents
+            from semblend_trt.audit import AuditLog
 
-            self._audit = AuditEvents(settings.audit_path)
+            self._audit = AuditLog(settings.audit_path)
             self._metrics.watch_audit(self._audit.dropped)
         if settings.nats_url is not None:
             from semblend_trt.fleet.announcer import announcer_for
