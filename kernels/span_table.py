@@ -154,7 +154,11 @@ def span_table(
     pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
-        _write_factors(words[factors_at:rows_at], known, turning)
+        # In float64: a shift times a frequency loses its fraction in float32.
+        frequencies = np.array([each.inverse_frequencies for each in turning], np.float64)
+        angles = np.array(known, np.float64)[:, None] * frequencies[:, None]
+        factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
+        words[factors_at:rows_at].view(np.float32)[: factors.size] = factors.reshape(-1)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
 
 
@@ -186,15 +190,6 @@ def _write_memories(
         words[ids_at:end] = memory.block_ids
         addresses_at, ids_at = addresses_at + num_addresses, end
     return records
-
-
-def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:
-    """Write cos and sin of each shift, by each rotation."""
-    # In float64: a shift times a frequency loses its fraction in float32.
-    frequencies = np.array([rotation.inverse_frequencies for rotation in turning], np.float64)
-    angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
-    factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
-    words.view(np.float32)[: factors.size] = factors.reshape(-1)
 
 
 def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:

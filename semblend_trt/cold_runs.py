@@ -123,16 +123,12 @@ def least_kl(first: Likelihoods, cold: Likelihoods) -> float:
     adds to no divergence (data processing inequality). What comes after the first other token counts as 0."""
     total = 0.0
     for (token, ours), (other, theirs) in zip(first, cold, strict=False):
-        total += _least(theirs, ours)
+        pairs = [(exp(theirs[each]), exp(ours[each])) for each in theirs.keys() & ours.keys()]
+        pairs.append((max(_LEAST, 1 - sum(p for p, _ in pairs)), max(_LEAST, 1 - sum(q for _, q in pairs))))
+        total += max(0.0, sum(p * log(p / q) for p, q in pairs if p and q))
         if token != other:
             break
     return total / len(cold)
-
-
-def _least(cold: Mapping[str, float], first: Mapping[str, float]) -> float:
-    pairs = [(exp(cold[token]), exp(first[token])) for token in cold.keys() & first.keys()]
-    pairs.append((max(_LEAST, 1 - sum(p for p, _ in pairs)), max(_LEAST, 1 - sum(q for _, q in pairs))))
-    return max(0.0, sum(p * log(p / q) for p, q in pairs if p and q))
 
 
 class RiskTest:

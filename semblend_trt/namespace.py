@@ -112,7 +112,15 @@ class CacheNamespace:
             raise NamespaceError(
                 f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
             )
-        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
+        values = self.to_dict()
+        for rank in PARALLEL_RANKS:
+            del values["tensor_parallel"][rank]
+        for name, revision in REVISION_OF.items():
+            if is_content(values[revision]):
+                del values[name]
+        values["extra"].pop("tenant_key", None)
+        values["extra"].setdefault("cache_salt", NO_SALT)
+        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(values)).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         """Return this engine's namespace bound to one request's salt and LoRA adapter; it keeps digests of the salt
@@ -143,17 +151,6 @@ class CacheNamespace:
         if missing or unexpected:
             raise NamespaceError(f"namespace fields {missing} are missing and {unexpected} are not known")
         return cls(**values)
-
-    def _key_fields(self) -> dict[str, Any]:
-        values = self.to_dict()
-        for rank in PARALLEL_RANKS:
-            del values["tensor_parallel"][rank]
-        for name, revision in REVISION_OF.items():
-            if is_content(values[revision]):
-                del values[name]
-        values["extra"].pop("tenant_key", None)
-        values["extra"].setdefault("cache_salt", NO_SALT)
-        return values
 
     def __eq__(self, other: object) -> bool:
         # By serialised form: Python's True == 1 would otherwise equate namespaces whose keys differ.

@@ -124,19 +124,15 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
+        keys = rows[:, 0]
+        if isinstance(rotation, RopeRotation) or move.shift == 0:
+            keys = rotate_keys(keys, move.shift, rotation.of_layer(0))
+        else:
+            turned = (rotate_keys(own, move.shift, rotation.of_layer(layer)) for layer, own in enumerate(keys))
+            keys = torch.stack(tuple(turned))
+        _scatter(target, move.target_start, 0, keys)
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
-
-
-def _rotated(keys: torch.Tensor, shift: int, rotation: Rotation) -> torch.Tensor:
-    """Rotate `keys`, [layers, kv_heads, length, head_dim], each layer by its own rotation."""
-    if isinstance(rotation, RopeRotation) or shift == 0:
-        return rotate_keys(keys, shift, rotation.of_layer(0))
-    rotated = torch.empty_like(keys)
-    for layer, own in enumerate(keys):
-        rotated[layer] = rotate_keys(own, shift, rotation.of_layer(layer))
-    return rotated
 
 
 def _gather(source: Kv, start: int, length: int) -> torch.Tensor:

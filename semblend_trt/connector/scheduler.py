@@ -254,21 +254,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if self._lookup is not None:
             self._lookup.forget_donors()
 
-    def _follow_weights(self) -> None:
-        """Drop all donors and saves, and take another namespace, if the weights have changed."""
-        if (changes := self._runtime.weights_changes) == self._weights_changes:
-            return
-        self._weights_changes = changes
-        for tracked in self._requests.values():  # they hold KV of both
-            self._cancel_intent(tracked)
-            tracked.intent = None
-        if self._lookup is not None:
-            weights = self._runtime.weights
-            is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
-            self._lookup.change_weights(are_first=is_first)
-            self._audit.event("weights_changed", changes=changes, are_first=is_first)
-        self._metrics.weights_changed()
-
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """Return what reuse did for a request that runs or ended recently; None for an unknown one."""
         # The table comes first: a request that ends meanwhile has its outcome before it leaves the table.
@@ -338,8 +323,20 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._lookup
 
     def take_events(self) -> None:
-        """Take the runtime's waiting events: saved donors, evidence of checks, failed loads, and changed weights."""
-        self._follow_weights()
+        """Take the runtime's waiting events: changed weights, saved donors, evidence of checks, and failed loads.
+
+        If the weights have changed, all donors and saves are dropped, and another namespace holds."""
+        if (changes := self._runtime.weights_changes) != self._weights_changes:
+            self._weights_changes = changes
+            for tracked in self._requests.values():  # they hold KV of both
+                self._cancel_intent(tracked)
+                tracked.intent = None
+            if self._lookup is not None:
+                weights = self._runtime.weights
+                is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
+                self._lookup.change_weights(are_first=is_first)
+                self._audit.event("weights_changed", changes=changes, are_first=is_first)
+            self._metrics.weights_changed()
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
@@ -354,12 +351,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if (checked := self._requests.get(evidence.request_id)) is not None:
                 checked.evidence = evidence
         while self._runtime.failed_loads:
-            tracked = self._requests.get(self._runtime.failed_loads.popleft())
-            if tracked is not None:
-                tracked.load_failed = True
-                tracked.release_leases()
-                if self.donor_index is not None and tracked.plan is not None:
-                    self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
+            failed = self._requests.get(self._runtime.failed_loads.popleft())
+            if failed is not None:
+                failed.load_failed = True
+                failed.release_leases()
+                if self.donor_index is not None and failed.plan is not None:
+                    self.donor_index.lost({span.donor_id for span in failed.plan.spans})
 
     def _add(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
         """Add what the engine says of one request. An entry that cannot be read harms no other."""
