@@ -150,30 +150,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Return this iteration's plans, save intents and block progress, the same for every rank."""
         iteration = Iteration()
         try:
-            drops = self._pool_exchanges_blocks
-            ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open, drops=drops)
-            if scheduler_output is not None:  # None is an iteration without requests
-                for data in scheduler_output.new_requests:
-                    self._add(iteration, data, is_first=True)
-                for data in scheduler_output.cached_requests:
-                    self._add(iteration, data, is_first=False)
-            for request in ended:
-                self._end(request)
-            if self.donor_index is not None and self._neighbours is not None:
-                self.donor_index.offload.prefetch(self._neighbours.near_donors())
-            metadata = SemBlendConnectorMetadata(
-                plans=tuple(iteration.plans),
-                followed=tuple(tracked.request_id for tracked in iteration.followed),
-                progress=tuple(iteration.progress),
-                forgotten=tuple(self._forgotten),
-                commands=self.take_commands() or OffloadCommands(),
-                grown=tuple(iteration.grown),
-                weights_changes=self._weights_changes,
-            )
-            self._forgotten = []
-            for tracked in iteration.followed:
-                tracked.is_followed = True
-            return metadata
+            return self._metadata_of(scheduler_output, iteration)
         except Exception:
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
@@ -357,6 +334,32 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 failed.release_leases()
                 if self.donor_index is not None and failed.plan is not None:
                     self.donor_index.lost({span.donor_id for span in failed.plan.spans})
+
+    def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
+        drops = self._pool_exchanges_blocks
+        ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open, drops=drops)
+        if scheduler_output is not None:  # None is an iteration without requests
+            for data in scheduler_output.new_requests:
+                self._add(iteration, data, is_first=True)
+            for data in scheduler_output.cached_requests:
+                self._add(iteration, data, is_first=False)
+        for request in ended:
+            self._end(request)
+        if self.donor_index is not None and self._neighbours is not None:
+            self.donor_index.offload.prefetch(self._neighbours.near_donors())
+        metadata = SemBlendConnectorMetadata(
+            plans=tuple(iteration.plans),
+            followed=tuple(tracked.request_id for tracked in iteration.followed),
+            progress=tuple(iteration.progress),
+            forgotten=tuple(self._forgotten),
+            commands=self.take_commands() or OffloadCommands(),
+            grown=tuple(iteration.grown),
+            weights_changes=self._weights_changes,
+        )
+        self._forgotten = []
+        for tracked in iteration.followed:
+            tracked.is_followed = True
+        return metadata
 
     def _add(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
         """Add what the engine says of one request. An entry that cannot be read harms no other."""

@@ -159,12 +159,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._completed_iteration = self._iteration
         self._iteration += 1
         runtime.is_forward_open = True
-        self._runtime.check_weights()
-        if runtime.weights_changes != self._weights_changes:
-            self._weights_changes, pool = runtime.weights_changes, runtime.pool
-            if pool is not None and pool.scales is not None and self._kv_scales() != pool.scales:
-                logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
-                runtime.refusal = runtime.refusal or "kv_scales"
+        self._check_weights()
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other must not have it applied twice
         metadata = readable_metadata(bound, runtime)
@@ -268,6 +263,16 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             if (followed := self._followed.get(request_id)) is not None:
                 followed.written_tokens += 1
                 followed.iteration = self._iteration
+
+    def _check_weights(self) -> None:
+        runtime = self._runtime
+        runtime.check_weights()
+        if runtime.weights_changes == self._weights_changes:
+            return
+        self._weights_changes, pool = runtime.weights_changes, runtime.pool
+        if pool is not None and pool.scales is not None and self._kv_scales() != pool.scales:
+            logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
+            runtime.refusal = runtime.refusal or "kv_scales"
 
     def _load(self, plans: tuple[SemanticKvPlan, ...], weights_changes: int) -> None:
         assert self.loader is not None or not plans

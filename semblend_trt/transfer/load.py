@@ -129,15 +129,7 @@ class PlanLoader:
         with ExitStack() as reads:
             for plan in plans:
                 try:
-                    ids = dict.fromkeys(span.donor_id for span in plan.spans)
-                    donors = {each: reads.enter_context(self._store.reading(each)) for each in ids}
-                    target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
-                    check_moves(moves, target, self._rotation)
-                    near, far = list[Move](), list[Move]()
-                    for move in moves:
-                        is_near = self._reader is None or isinstance(move.source, PagedKv)
-                        (near if is_near else far).append(move)
-                    prepared.append((plan, (target, near, far)))
+                    prepared.append((plan, self._prepare(plan, reads)))
                 except Exception as error:
                     failed.append((plan, error))
             try:
@@ -146,6 +138,17 @@ class PlanLoader:
                 self._readiness.abandon(stream)
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         return failed
+
+    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
+        ids = dict.fromkeys(span.donor_id for span in plan.spans)
+        donors = {each: reads.enter_context(self._store.reading(each)) for each in ids}
+        target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
+        check_moves(moves, target, self._rotation)
+        near, far = list[Move](), list[Move]()
+        for move in moves:
+            is_near = self._reader is None or isinstance(move.source, PagedKv)
+            (near if is_near else far).append(move)
+        return target, near, far
 
     def _issue(self, loads: Sequence[_Load], stream: Stream | None, reads: ExitStack) -> None:
         distant = [(target, far) for target, _, far in loads if far]

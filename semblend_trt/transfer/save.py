@@ -102,13 +102,7 @@ class DonorSaver:
         if self._snapshots is not None:
             tokens = min(tokens, self._snapshots.free_tokens)
             try:
-                if not tokens:
-                    raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
-                # Queued on the engine's stream, before later writes to these blocks; `room` holds the copy.
-                with torch.inference_mode(), self._snapshots.writing(intent.donor_id, tokens) as copy:
-                    kv_move([Move(source, 0, 0, tokens, turn=0)], copy, self._rotation)
-                room.callback(self._snapshots.drop, intent.donor_id)
-                source = copy
+                source = self._snapshot(self._snapshots, intent.donor_id, source, tokens, room)
             except Exception as error:
                 room.close()
                 self.refuse(intent, f"{type(error).__name__}: {error}")
@@ -200,6 +194,17 @@ class DonorSaver:
         if intent.is_written:
             self._write(intent.donor_id)
         return SavedDonor(intent.donor_id, save.tokens)
+
+    def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
+        """Queue a copy of the first `tokens` positions on the engine's stream, before later writes to these blocks.
+
+        `room` holds the returned copy."""
+        if not tokens:
+            raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
+        with torch.inference_mode(), snapshots.writing(donor_id, tokens) as copy:
+            kv_move([Move(source, 0, 0, tokens, turn=0)], copy, self._rotation)
+        room.callback(snapshots.drop, donor_id)
+        return copy
 
     @contextmanager
     def _queueing(self) -> Iterator[None]:
