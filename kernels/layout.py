@@ -7,6 +7,7 @@ of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + 
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,10 @@ class KvGeometry:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token over all layers."""
         return self.num_layers * self.kv_factor * self.kv_heads * self.head_dim * dtype.itemsize
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Return that of `tokens` tokens in a tensor of their own: [layers, kv_factor, kv_heads, tokens, head_dim]."""
+        return self.num_layers, self.kv_factor, self.kv_heads, tokens, self.head_dim
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens."""
@@ -362,13 +367,8 @@ class SequenceRows:
         lowest, highest = int(blocks.min()), int(blocks.max())
         if first < 0 or lowest < 0:
             raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
-        self._set(
-            host_positions=positions,
-            host_block_ids=block_ids,
-            first_position=first,
-            last_position=last,
-            highest_block=highest,
-        )
+        self._set(host_positions=positions, host_block_ids=block_ids)
+        self._set(first_position=first, last_position=last, highest_block=highest)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -390,18 +390,8 @@ class SequenceRows:
 
     def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
         """Return the same rows with these copies of their tensors."""
-        moved = object.__new__(SequenceRows)
-        moved._set(
-            first_row=self.first_row,
-            positions=positions,
-            block_ids=block_ids,
-            first_position=self.first_position,
-            last_position=self.last_position,
-            highest_block=self.highest_block,
-            host_positions=self.host_positions,
-            host_block_ids=self.host_block_ids,
-            memo={},
-        )
+        moved = copy(self)
+        moved._set(positions=positions, block_ids=block_ids, memo={})
         return moved
 
 

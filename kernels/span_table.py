@@ -35,7 +35,7 @@ from kernels.layout import ContiguousKv, Kv, LayeredPool, Move
 from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -141,27 +141,25 @@ def span_table(
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
     known = shifts if turning else []
     factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(known)}
-    own = [records[id(sources[id(move.source)])] for move in moves]
-    _write_spans(words[SPANS_AT:tiles_at], moves, own, target_position, factor_of)
+    spans, lengths = words[SPANS_AT:tiles_at].reshape(-1, RECORD_WORDS), np.array([move.length for move in moves])
+    spans[:, :8] = [
+        (*records[id(sources[id(move.source)])], move.source_start, move.target_start - target_position)
+        for move in moves
+    ]
+    factors = [factor_of.get(move.shift, -1) for move in moves]
+    spans[:, 8:11] = np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
     # Of each tile its span, and its first token there.
     pairs = words[tiles_at:factors_at].reshape(-1, 2)
     pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
     pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
-        _write_factors(words[factors_at:rows_at], known, turning)
+        # In float64: a shift times a frequency loses its fraction in float32.
+        frequencies = np.array([each.inverse_frequencies for each in turning], np.float64)
+        angles = np.array(known, np.float64)[:, None] * frequencies[:, None]
+        factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
+        words[factors_at:rows_at].view(np.float32)[: factors.size] = factors.reshape(-1)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
-
-
-def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArray[np.int64]:
-    """Return where each layer's kinds begin, in bytes, int64 [memories, layers, kinds]; missing layers are not read."""
-    origins = np.array([(memory.address, *memory.strides[1:3]) for memory in memories], np.int64)
-    first, layer, kind = origins.T[:, :, None, None]
-    addresses: npt.NDArray[np.int64] = first + layer * np.arange(layers)[:, None] + kind * np.arange(kinds)
-    for index, memory in enumerate(memories):
-        if memory.planes is not None:
-            addresses[index, : len(memory.planes)] = memory.planes
-    return addresses
 
 
 def _write_memories(
@@ -175,7 +173,13 @@ def _write_memories(
     """Write addresses, counted from `origin`, and block ids; return each record's beginning, by the memory's id.
 
     `size`: the layers and kinds that have an address."""
-    addresses, num_addresses = _addresses(memories, *size) - origin, size[0] * size[1]
+    (layers, kinds), num_addresses = size, size[0] * size[1]
+    first, layer, kind = np.array([(each.address, *each.strides[1:3]) for each in memories]).T[:, :, None, None]
+    # Where each layer's kinds begin, in bytes: int64 [memories, layers, kinds]. Missing layers are not read.
+    addresses = first + layer * np.arange(layers)[:, None] + kind * np.arange(kinds) - origin
+    for index, memory in enumerate(memories):
+        if memory.planes is not None:
+            addresses[index, : len(memory.planes)] = memory.planes - origin
     ids_at = addresses_at + addresses.size
     words[addresses_at:ids_at] = (addresses // unit_bytes).reshape(-1)
     records: dict[int, tuple[int, ...]] = {}
@@ -186,33 +190,6 @@ def _write_memories(
         words[ids_at:end] = memory.block_ids
         addresses_at, ids_at = addresses_at + num_addresses, end
     return records
-
-
-def _write_spans(
-    words: npt.NDArray[np.int64],
-    moves: Sequence[Move],
-    sources: Sequence[tuple[int, ...]],
-    target_position: int,
-    factor_of: Mapping[int, int],
-) -> None:
-    """Write the moves' records, which begin with `sources`; `factor_of`: what they say of a shift's factors."""
-    spans = words.reshape(-1, RECORD_WORDS)
-    lengths = np.array([move.length for move in moves], np.int64)
-    factors = [factor_of.get(move.shift, -1) for move in moves]
-    spans[:, :8] = [
-        (*source, move.source_start, move.target_start - target_position)
-        for source, move in zip(sources, moves, strict=True)
-    ]
-    spans[:, 8:11] = np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
-
-
-def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:
-    """Write cos and sin of each shift, by each rotation."""
-    # In float64: a shift times a frequency loses its fraction in float32.
-    frequencies = np.array([rotation.inverse_frequencies for rotation in turning], np.float64)
-    angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
-    factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
-    words.view(np.float32)[: factors.size] = factors.reshape(-1)
 
 
 def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:

@@ -34,7 +34,8 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Write the events of one rank in order, on a thread of its own.
+    """Write the events of one rank in order, on a thread of its own, with the fields that operators of the SemBlend
+    package know.
 
     All lines that wait go out in one append: ranks that share a file on a local file system never mix within a line.
     `max_waiting_bytes` bound what waits for a slow disk. `dropped` counts the lost events by DROP_REASONS."""
@@ -48,7 +49,17 @@ class AuditLog:
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event; fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
         heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
-        self._file.add(_line(fields | heading))
+        line: bytes | None = None
+        try:
+            text = json.dumps(fields | heading, sort_keys=True, separators=(",", ":"), default=_plain)
+            # Python writes NaN and infinities, which are not JSON; they become null.
+            if "NaN" in text or "Infinity" in text:
+                plain = json.loads(text, parse_constant=lambda _: None)
+                text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+            line = text.encode("ascii") + b"\n"
+        except (TypeError, ValueError, RecursionError):
+            pass  # it is counted as not_json
+        self._file.add(line)
 
     def flush(self) -> None:
         """Wait until everything recorded so far has been handed to the operating system, or was lost."""
@@ -57,107 +68,6 @@ class AuditLog:
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close the file; drop later events. May be called twice."""
         self._file.close()
-
-
-class _AppendFile:
-    """Lines on their way to one file, which stays open from the first append to `close`."""
-
-    def __init__(self, path: Path, max_waiting_bytes: int, dropped: Counter[str]) -> None:
-        self._path, self._max_waiting_bytes, self._dropped = path, max_waiting_bytes, dropped
-        # The lock guards these; what follows is the writing thread's alone.
-        self._lock = threading.Lock()
-        self._lines: list[bytes] = []
-        self._waiting_bytes, self._closed = 0, False
-        self._descriptor: int | None = None
-        self._torn = self._warned = False
-        self._background = Background("semblend-audit")
-
-    def add(self, line: bytes | None) -> None:
-        with self._lock:
-            if line is None or self._closed or self._waiting_bytes + len(line) > self._max_waiting_bytes:
-                self._dropped["not_json" if line is None else "closed" if self._closed else "slow_disk"] += 1
-                return
-            self._lines.append(line)
-            self._waiting_bytes += len(line)
-            is_first = len(self._lines) == 1
-        if is_first:
-            self._background.submit(self._write)
-
-    def flush(self) -> None:
-        if not self._closed:
-            self._background.drain()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._background.submit(self._end)
-        if not self._background.close(_CLOSE_SECONDS):
-            with self._lock:
-                self._dropped["slow_disk"] += len(self._lines)
-                self._lines = []
-            logger.warning("audit events are lost, %s was not written within %g seconds", self._path, _CLOSE_SECONDS)
-
-    def _end(self) -> None:
-        self._write()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-
-    def _write(self) -> None:
-        with self._lock:
-            lines, self._lines, self._waiting_bytes = self._lines, [], 0
-        # A line torn by a full disk is ended first, so that only that line is lost to a reader.
-        batch, written = (b"\n" if self._torn and lines else b"") + b"".join(lines), 0
-        try:
-            while written < len(batch):
-                written += os.write(self._opened(), batch[written:])
-        except OSError as error:
-            with self._lock:
-                self._dropped["not_written"] += len(lines) - batch[self._torn : written].count(b"\n")
-            if not self._warned:
-                self._warned = True
-                logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
-        if written:
-            self._torn = not batch[:written].endswith(b"\n")
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A pipe without a reader is refused so; its opening would wait for ever.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-            self._descriptor = os.open(self._path, flags, 0o644)
-            os.set_blocking(self._descriptor, True)
-        return self._descriptor
-
-
-def _line(fields: Mapping[str, Any]) -> bytes | None:
-    try:
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_plain)
-        # Python writes NaN and infinities, which are not JSON; they become null.
-        if "NaN" in text or "Infinity" in text:
-            text = json.dumps(json.loads(text, parse_constant=lambda _: None), sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return text.encode("ascii") + b"\n"
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if callable(getattr(value, "tolist", None)):
-        return value.tolist()  # type: ignore[attr-defined]
-    raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-class AuditEvents(AuditLog):
-    """The scheduler's audit events, each with the fields that operators of the SemBlend package know."""
 
     def started(self, settings: Settings, refusal: str | None) -> None:
         self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
@@ -226,3 +136,82 @@ class AuditEvents(AuditLog):
         """Log the nearest donors, on the neighbours' thread."""
         pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
         self.event("neighbours", request_id=request_id, nearest=pairs)
+
+
+class _AppendFile:
+    """Lines on their way to one file, which stays open from the first append to `close`."""
+
+    def __init__(self, path: Path, max_waiting_bytes: int, dropped: Counter[str]) -> None:
+        self._path, self._max_waiting_bytes, self._dropped = path, max_waiting_bytes, dropped
+        # The lock guards these; what follows is the writing thread's alone.
+        self._lock = threading.Lock()
+        self._lines: list[bytes] = []
+        self._waiting_bytes, self._closed = 0, False
+        self._descriptor: int | None = None
+        self._torn = self._warned = False
+        self._background = Background("semblend-audit")
+
+    def add(self, line: bytes | None) -> None:
+        with self._lock:
+            if line is None or self._closed or self._waiting_bytes + len(line) > self._max_waiting_bytes:
+                self._dropped["not_json" if line is None else "closed" if self._closed else "slow_disk"] += 1
+                return
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+            is_first = len(self._lines) == 1
+        if is_first:
+            self._background.submit(self._write)
+
+    def flush(self) -> None:
+        if not self._closed:
+            self._background.drain()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._background.submit(self._write)
+        self._background.submit(lambda: None if self._descriptor is None else os.close(self._descriptor))
+        if not self._background.close(_CLOSE_SECONDS):
+            with self._lock:
+                self._dropped["slow_disk"] += len(self._lines)
+                self._lines = []
+            logger.warning("audit events are lost, %s was not written within %g seconds", self._path, _CLOSE_SECONDS)
+
+    def _write(self) -> None:
+        with self._lock:
+            lines, self._lines, self._waiting_bytes = self._lines, [], 0
+        # A line torn by a full disk is ended first, so that only that line is lost to a reader.
+        batch, written = (b"\n" if self._torn and lines else b"") + b"".join(lines), 0
+        try:
+            if batch and self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                # A pipe without a reader is refused so; its opening would wait for ever.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+                self._descriptor = os.open(self._path, flags, 0o644)
+                os.set_blocking(self._descriptor, True)
+            while self._descriptor is not None and written < len(batch):
+                written += os.write(self._descriptor, batch[written:])
+        except OSError as error:
+            with self._lock:
+                self._dropped["not_written"] += len(lines) - batch[self._torn : written].count(b"\n")
+            if not self._warned:
+                self._warned = True
+                logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
+        if written:
+            self._torn = not batch[:written].endswith(b"\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()  # type: ignore[attr-defined]
+    raise TypeError(f"{type(value).__name__} has no JSON form")

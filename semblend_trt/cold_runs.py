@@ -1,23 +1,32 @@
 """Cold runs: requests that are computed a second time without reuse, and how far their answers are from the first.
 
-A distance is the KL divergence of two answers, as far as the likelihoods that servers give prove it."""
+A distance is the KL divergence of two answers, as far as the likelihoods that servers give prove it. Drift is tested
+from such spot checks: whether a reuse profile's promise is kept. The tests are valid whenever they are read."""
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
-from math import exp, log
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import defaultdict
+from math import exp, log, log1p
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from semblend_trt.policy import COLD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     # What one run said: the tokens of each choice, or its text where the answer has no tokens.
     Said = Sequence[Sequence[int] | str]
     # For each token of an answer: its name, and the log-probabilities of the likeliest tokens in its place.
     Likelihoods = list[tuple[str, dict[str, float]]]
+
+logger = logging.getLogger(__name__)
 
 # The most likelihoods for a token that vLLM gives by default.
 LIKELIEST = 20
@@ -25,6 +34,14 @@ LIKELIEST = 20
 MAX_TOKENS = 1024
 # What all other tokens have together at least: sums of float32 are rounded.
 _LEAST = 1e-6
+# Highest probability that a test ever calls a promise broken which is kept.
+ALPHA = 0.01
+# Most tests of one process.
+MAX_TESTS = 4096
+# An answer kept its bound, was over it, was the one that broke the promise, or was one of too many tenants.
+CHECK_RESULTS = ("within", "over", "broken", "untested")
+# Shares of answers over the bound that are bet on, as multiples of the risk.
+_MULTIPLES = (1.5, 2.0, 3.0, 6.0)
 
 
 def compared(first: Said, cold: Said) -> dict[str, Any]:
@@ -106,13 +123,77 @@ def least_kl(first: Likelihoods, cold: Likelihoods) -> float:
     adds to no divergence (data processing inequality). What comes after the first other token counts as 0."""
     total = 0.0
     for (token, ours), (other, theirs) in zip(first, cold, strict=False):
-        total += _least(theirs, ours)
+        pairs = [(exp(theirs[each]), exp(ours[each])) for each in theirs.keys() & ours.keys()]
+        pairs.append((max(_LEAST, 1 - sum(p for p, _ in pairs)), max(_LEAST, 1 - sum(q for _, q in pairs))))
+        total += max(0.0, sum(p * log(p / q) for p, q in pairs if p and q))
         if token != other:
             break
     return total / len(cold)
 
 
-def _least(cold: Mapping[str, float], first: Mapping[str, float]) -> float:
-    pairs = [(exp(cold[token]), exp(first[token])) for token in cold.keys() & first.keys()]
-    pairs.append((max(_LEAST, 1 - sum(p for p, _ in pairs)), max(_LEAST, 1 - sum(q for _, q in pairs))))
-    return max(0.0, sum(p * log(p / q) for p, q in pairs if p and q))
+class RiskTest:
+    """A sequential test of "an answer is over its bound with a probability of at most `risk`", 0 < risk < 1.
+
+    `evidence` is the wealth of bets against that (Waudby-Smith and Ramdas, JRSS B 2023, arXiv 2010.09686). While it
+    holds, the evidence ever reaches 1 / a with a probability of at most a (Ville's inequality). Each check puts a part
+    of what is left into the bets, so that drift is found late as well as early."""
+
+    def __init__(self, risk: float) -> None:
+        rates = np.minimum(np.multiply(_MULTIPLES, risk), (1 + risk) / 2)
+        self._factors = (1 - rates) / (1 - risk), rates / risk
+        self._bets, self._left, self._checks, self.evidence = np.zeros(len(rates)), 1.0, 0, 1.0
+
+    def add(self, *, is_over: bool) -> None:
+        """Settle the bets on one answer."""
+        self._checks += 1
+        left = 1 / (1 + log1p(self._checks))
+        self._bets = (self._bets + self._left - left) * self._factors[is_over]
+        self._left, self.evidence = left, float(self._bets.mean()) + left
+
+
+class BoundedAnswer(BaseModel):
+    """The part of a receipt that tells which bound covers the answer; `max_kl` is in nats.
+
+    Raises ValidationError where none does: a bound holds for plans whose deviation was sampled."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    profile: str
+    max_kl: Annotated[float, Field(gt=0)]
+    risk: Annotated[float, Field(gt=0, lt=1)]
+    sampled_tokens: Annotated[int, Field(gt=0)]
+    namespace: str | None = None
+
+
+class DriftMonitor:
+    """Tests the promise of each tenant's salt, profile, max KL and risk. Thread safe.
+
+    `count` gets the result of each check, one of CHECK_RESULTS. A broken promise stays so until the process ends."""
+
+    def __init__(self, count: Callable[[str], None]) -> None:
+        self._count, self._lock = count, threading.Lock()
+        self._tests: dict[tuple[str | None, str, float, float], RiskTest] = {}
+        self._broken: defaultdict[str | None, list[str]] = defaultdict(list)
+
+    def broken(self, salt: str | None) -> list[str]:
+        """Return the SHA-256 of each profile whose promise to the tenant is broken."""
+        return self._broken.get(salt, [])
+
+    def observe(self, salt: str | None, answer: BoundedAnswer, *, is_over: bool) -> str:
+        """Add one spot check; return its result. The one that breaks a promise is logged."""
+        key, result = (salt, answer.profile, answer.max_kl, answer.risk), "over" if is_over else "within"
+        with self._lock:
+            if key not in self._tests and len(self._tests) < MAX_TESTS:
+                self._tests[key] = RiskTest(answer.risk)
+            if (test := self._tests.get(key)) is None:
+                result = "untested"
+            elif answer.profile not in self._broken[salt]:
+                test.add(is_over=is_over)
+                if test.evidence >= 1 / ALPHA:
+                    self._broken[salt].append(answer.profile)
+                    result = "broken"
+        self._count(result)
+        if result == "broken":
+            text = "answers break the promise of reuse profile %s (%g nats, risk %g); calibrate on this traffic"
+            logger.error(text, answer.profile, answer.max_kl, answer.risk)
+        return result

@@ -104,8 +104,23 @@ class CacheNamespace:
             if not isinstance(value, Mapping):
                 raise NamespaceError(f"namespace field {name} is {type(value).__name__}, not a mapping")
             object.__setattr__(self, name, _frozen(name, value))
-        _check_extra(self.extra)
-        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
+        salt = self.extra.get("cache_salt", NO_SALT)
+        if salt != NO_SALT and not (isinstance(salt, str) and salt.startswith(SALT_PREFIX)):
+            raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
+        tenant = self.extra.get("tenant_key", TENANT_PREFIX)
+        if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
+            raise NamespaceError(
+                f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
+            )
+        values = self.to_dict()
+        for rank in PARALLEL_RANKS:
+            del values["tensor_parallel"][rank]
+        for name, revision in REVISION_OF.items():
+            if is_content(values[revision]):
+                del values[name]
+        values["extra"].pop("tenant_key", None)
+        values["extra"].setdefault("cache_salt", NO_SALT)
+        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(values)).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         """Return this engine's namespace bound to one request's salt and LoRA adapter; it keeps digests of the salt
@@ -136,17 +151,6 @@ class CacheNamespace:
         if missing or unexpected:
             raise NamespaceError(f"namespace fields {missing} are missing and {unexpected} are not known")
         return cls(**values)
-
-    def _key_fields(self) -> dict[str, Any]:
-        values = self.to_dict()
-        for rank in PARALLEL_RANKS:
-            del values["tensor_parallel"][rank]
-        for name, revision in REVISION_OF.items():
-            if is_content(values[revision]):
-                del values[name]
-        values["extra"].pop("tenant_key", None)
-        values["extra"].setdefault("cache_salt", NO_SALT)
-        return values
 
     def __eq__(self, other: object) -> bool:
         # By serialised form: Python's True == 1 would otherwise equate namespaces whose keys differ.
@@ -221,15 +225,6 @@ def _checked_parallel(parallel: Mapping[str, int | str]) -> dict[str, int | str]
         if isinstance(width, int) and isinstance(place, int) and place >= width:
             raise NamespaceError(f"namespace field tensor_parallel.{rank} is {place}, not below {size} {width}")
     return checked
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    salt = extra.get("cache_salt", NO_SALT)
-    if salt != NO_SALT and not (isinstance(salt, str) and salt.startswith(SALT_PREFIX)):
-        raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
-    tenant = extra.get("tenant_key", TENANT_PREFIX)
-    if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
-        raise NamespaceError(f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()")
 
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:

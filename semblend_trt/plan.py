@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
@@ -220,7 +219,7 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for invariant, message in chain(_of_counts(self), _of_spans(self), _of_kind(self), _of_blocks(self)):
+        for invariant, message in _broken_in(self):
             raise PlanError(invariant, f"request {self.request_id}: {message}")
 
     def check(self) -> None:
@@ -317,17 +316,14 @@ def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[ran
         begin = max(begin, stop)
 
 
-# Each yields the invariants that a plan breaks, with a message.
-def _of_counts(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
+def _broken_in(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
+    """Yield the invariants that a plan breaks, with a message: of counts, spans, kind and blocks."""
     computed, matched = plan.num_computed_tokens, plan.matched_tokens
     if min(computed, matched) < 0 or plan.block_size < 1:
         yield "negative_count", f"{computed} computed and {matched} matched tokens, blocks of {plan.block_size}"
     if plan.kind is not PlanKind.DISCOVERY_ONLY and plan.prefix_end > plan.prompt_length - 1:
         message = f"a prefix of {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} to compute"
         yield "no_token_left", message
-
-
-def _of_spans(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     position = 0
     for span in plan.spans:
         if span.target_start < position:
@@ -339,9 +335,6 @@ def _of_spans(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
         if plan.kind is not PlanKind.DISCOVERY_ONLY and span.target_end > plan.prefix_end:
             yield "span_beyond_prefix", f"{span} ends beyond the promised prefix of {plan.prefix_end}"
         position = span.target_end
-
-
-def _of_kind(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     if plan.kind is PlanKind.EXACT_PREFIX and not all(span.exact for span in plan.spans):
         yield "exact_prefix_with_approximate_span", "an exact_prefix plan may only hold exact spans"
     if plan.kind is PlanKind.REQUEST_LOCAL and plan.execution.check is None:
@@ -352,9 +345,6 @@ def _of_kind(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
         yield "discovery_promises_tokens", f"{plan.matched_tokens} tokens are promised by a plan that moves none"
     if plan.execution.mode is EngineMode.STOCK and plan.matched_tokens and plan.holes:
         yield "hole_needs_wrapper", f"positions {plan.holes[0]} have no donor, and a stock engine would skip them"
-
-
-def _of_blocks(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     blocks, needed = plan.target_block_ids, -(-plan.prefix_end // plan.block_size)
     if blocks is None:
         return

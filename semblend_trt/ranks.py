@@ -42,11 +42,11 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value, which must be picklable; the others' is ignored."""
-        return value
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def least(self, values: Sequence[int]) -> list[int]:
         """Return the smallest number at each index over all ranks."""
-        return list(values)
+        return [min(given) for given in zip(*self.gather(list(values)), strict=True)]
 
     def together(self, run: Callable[[], T]) -> T:
         """Return what `run` does on this rank, once all ranks are through it. Raises on all of them what it raises on
@@ -70,12 +70,6 @@ class EngineRanks(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         return list(self._gather(value))
-
-    def broadcast(self, value: Any) -> Any:
-        return self.gather(value if self.rank == 0 else None)[0]
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        return [min(given) for given in zip(*self.gather(list(values)), strict=True)]
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor.cpu())).sum(0).to(tensor.device)

@@ -7,6 +7,7 @@ identifies their content. A field that either side does not know counts as a dif
 from __future__ import annotations
 
 import datetime
+import errno
 import grp
 import hashlib
 import json
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
-from semblend_trt.files import open_input, write_bytes
+from semblend_trt.files import read_input, write_bytes
 from semblend_trt.namespace import (
     MAX_TEXT,
     PARALLEL_SIZES,
@@ -306,8 +307,15 @@ class ReuseProfile(_Part):
     def read_with_digest(cls, path: str | Path) -> tuple[ReuseProfile, str]:
         """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
-            content = _content(Path(path))
+            if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would wait for its writer
+                raise ProfileError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
+            if (writers := writers_of(Path(path))) is not None:
+                message = f"reuse profile {path} decides what is served unchecked, and {writers}"
+                raise ProfileError(message, "profile_writable")
+            content = read_input(path, MAX_BYTES)
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {MAKE_AGAIN}") from error
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
             profile = cls.model_validate_json(content)
@@ -480,19 +488,6 @@ def _shown(name: str, value: JsonValue) -> str:
 
 def _difference(what: str, made_for: str, running: str) -> str:
     return f"The profile was made for {what} {made_for}; this engine runs {running}."
-
-
-def _content(path: Path) -> bytes:
-    # Opening a pipe would wait for its writer.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ProfileError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
-    if (writers := writers_of(path)) is not None:
-        raise ProfileError(f"reuse profile {path} decides what is served unchecked, and {writers}", "profile_writable")
-    with open_input(path) as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {MAKE_AGAIN}")
-    return content
 
 
 def writers_of(path: Path) -> str | None:

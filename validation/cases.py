@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.request import SamplingParams
-from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, read_input
+from semblend_trt.prompts import ChatError, render_chat
 from validation import prompts
 from validation.engines import ServedModel
 from validation.estimate.prompts import Encoder, PromptLog, encoded

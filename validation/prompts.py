@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.prompts import ChatError, render_chat
 from validation.documents import SHIPPED_VOCABULARY, WORDS, Vocabulary, words
 
 INSTRUCTION_MARK = "<|inst|>"

@@ -27,10 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig
 from engine_wrapper.embedded.request import SamplingParams
-from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
-from semblend_trt.prompts import PromptReader
+from semblend_trt.prompts import PromptError, PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -49,38 +49,15 @@ def attention_mass(
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     tokens = max(sequence.last_position for sequence in sequences) + 1
     launch(
-        mass_kernel,
-        (triton.cdiv(tokens, tile.block_n), geometry.kv_heads, len(sequences)),
-        q,
-        q,
-        memory,
-        lse,
-        into,
-        _records(sequences),
-        index.positions,
-        index.block_ids,
-        layer,
-        into.stride(0),
-        window or 0,
-        scale * LOG2_E,
-        *q.stride()[:2],
-        block,
-        apart,
-        **constants,
-        KV_HEADS=geometry.kv_heads,
-        GROUP=q.shape[1] // geometry.kv_heads,
-        HEAD_DIM=geometry.head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
-        BLOCK_SIZE=geometry.block_size,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        WINDOWED=window is not None,
+        mass_kernel, (triton.cdiv(tokens, tile.block_n), geometry.kv_heads, len(sequences)), q, q, memory, lse, into,
+        _records(sequences), index.positions, index.block_ids, layer, into.stride(0), window or 0, scale * LOG2_E,
+        *q.stride()[:2], block, apart, **constants, KV_HEADS=geometry.kv_heads, GROUP=q.shape[1] // geometry.kv_heads,
+        HEAD_DIM=geometry.head_dim, BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
+        BLOCK_SIZE=geometry.block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOWED=window is not None,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        PRECISION="ieee" if exact else None, num_warps=tile.num_warps, num_stages=tile.num_stages,
         maxnreg=tile.max_registers,
-    )
+    )  # fmt: skip
     return into
 
 

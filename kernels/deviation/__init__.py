@@ -11,7 +11,6 @@ from kernels.layout import (
     ContiguousKv,
     Fresh,
     FreshRows,
-    Kv,
     Move,
     PagedKv,
     all_to_device,
@@ -93,7 +92,7 @@ def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: 
                 donor = _rows(span.source, kind, layer, span.source_start + first, length).to(device).float()
                 if kind == 0:
                     donor = rotate_keys(donor, span.shift, rotation)
-                rows = _fresh_rows(fresh, kind, layer, span.target_start + first, length).float()
+                rows = _rows(fresh, kind, layer, span.target_start + first, length).float()
                 output[0, kind, column : column + length] = (rows - donor).square().sum(dim=(0, 2))
                 output[1, kind, column : column + length] = donor.square().sum(dim=(0, 2))
             column += length
@@ -115,14 +114,10 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
 
 
-def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
-    if not isinstance(fresh, FreshRows):
-        return _rows(fresh, kind, layer, start, length)
-    return fresh.planes[kind][start - fresh.first_position :][:length].transpose(0, 1)
-
-
-def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+def _rows(kv: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
     """Return K or V of some positions, [kv_heads, length, head_dim]."""
+    if isinstance(kv, FreshRows):
+        return kv.planes[kind][start - kv.first_position :][:length].transpose(0, 1)
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, :, start : start + length]
     blocks, slots = kv.places(start, length)

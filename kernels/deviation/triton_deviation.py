@@ -65,22 +65,10 @@ def prepared(
 
     def run() -> None:
         launch(
-            deviation_kernel,
-            (table.num_tiles, kv_factor),
-            base,
-            base,
-            table.words,
-            output,
-            table.tiles_at,
-            table.factors_at,
-            output.shape[-1],
-            layer,
-            **constants(table, base.dtype, head_dim, rotation),
-            TOKENS=tokens,
-            HEADS=kv_heads,
-            KINDS=kv_factor if output.ndim == 3 else 0,
-            num_warps=TILING.warps,
-        )
+            deviation_kernel, (table.num_tiles, kv_factor), base, base, table.words, output, table.tiles_at,
+            table.factors_at, output.shape[-1], layer, **constants(table, base.dtype, head_dim, rotation),
+            TOKENS=tokens, HEADS=kv_heads, KINDS=kv_factor if output.ndim == 3 else 0, num_warps=TILING.warps,
+        )  # fmt: skip
         keep_until_read([span.source.memory for span in spans], base)
 
     return run
@@ -110,26 +98,11 @@ def _compare_part(
 
 @triton.jit(do_not_specialize=["tiles_at", "factors_at", "total", "layer"])
 def deviation_kernel(
-    base,
-    table,
-    output,
-    tiles_at,
-    factors_at,
-    total,
-    layer,
-    UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAD_HEAD: tl.constexpr,
-    PAD_BEFORE: tl.constexpr,
-    PAD_HALF: tl.constexpr,
-    PAD_AFTER: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KINDS: tl.constexpr,
-):
+    base, table, output, tiles_at, factors_at, total, layer, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAD_HEAD: tl.constexpr,
+    PAD_BEFORE: tl.constexpr, PAD_HALF: tl.constexpr, PAD_AFTER: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, KINDS: tl.constexpr,
+):  # fmt: skip
     """Compare in program (tile, kind): kind 0 is K, which rotates unless its shift is 0.
 
     Each kind has its own target record. With KINDS, the number of kinds, store the sums of squares; with 0, the

@@ -79,8 +79,8 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
 
     Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled."""
     pool = torch.zeros(1, geometry.num_layers, geometry.kv_factor, geometry.row_elements, dtype=dtype, device=device)
-    token = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, 1, geometry.head_dim)
-    paged, held = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry), ContiguousKv(pool.new_zeros(token))
+    held = ContiguousKv(pool.new_zeros(geometry.shape(1)))
+    paged = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry)
     for source, target in ((paged, held), (held, paged)):
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
@@ -124,19 +124,15 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
+        keys = rows[:, 0]
+        if isinstance(rotation, RopeRotation) or move.shift == 0:
+            keys = rotate_keys(keys, move.shift, rotation.of_layer(0))
+        else:
+            turned = (rotate_keys(own, move.shift, rotation.of_layer(layer)) for layer, own in enumerate(keys))
+            keys = torch.stack(tuple(turned))
+        _scatter(target, move.target_start, 0, keys)
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
-
-
-def _rotated(keys: torch.Tensor, shift: int, rotation: Rotation) -> torch.Tensor:
-    """Rotate `keys`, [layers, kv_heads, length, head_dim], each layer by its own rotation."""
-    if isinstance(rotation, RopeRotation) or shift == 0:
-        return rotate_keys(keys, shift, rotation.of_layer(0))
-    rotated = torch.empty_like(keys)
-    for layer, own in enumerate(keys):
-        rotated[layer] = rotate_keys(own, shift, rotation.of_layer(layer))
-    return rotated
 
 
 def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
@@ -191,7 +187,12 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
         raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
     storages = _storages(target)
     for index, move in enumerate(moves):
-        if move.length and not storages.isdisjoint(_storages(move.source)) and _overlaps(move, target, ranges):
+        if not move.length or storages.isdisjoint(_storages(move.source)):
+            continue
+        own, memory = move.source.memory, target.memory
+        is_same = own.data_ptr() == memory.data_ptr() and own.shape == memory.shape
+        read = _slots(move.source, [(move.source_start, move.source_start + move.length)]) if is_same else None
+        if read is None or bool(torch.isin(read, _slots(target, ranges)).any()):
             raise ValueError(f"moves[{index}].source is written by the same call; source and target must not overlap")
 
 
@@ -206,15 +207,6 @@ def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None
 
 def _storages(kv: Kv) -> set[int]:
     return {plane.untyped_storage().data_ptr() for plane in kv.planes}
-
-
-def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the move, from a storage of `target`, reads a slot that is `written`."""
-    source, memory = move.source.memory, target.memory
-    if source.data_ptr() != memory.data_ptr() or source.shape != memory.shape:
-        return True
-    read = _slots(move.source, [(move.source_start, move.source_start + move.length)])
-    return bool(torch.isin(read, _slots(target, written)).any())
 
 
 def _slots(kv: Kv, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:

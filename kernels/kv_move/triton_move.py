@@ -65,25 +65,10 @@ def prepared(
 
     def run(moved: range, first: int) -> None:
         launch(
-            move_kernel,
-            (programs * len(moved),),
-            memory,
-            memory,
-            table.words,
-            table.tiles_at,
-            table.factors_at,
-            table.num_tiles,
-            moved.start,
-            first,
-            len(moved),
-            kv_factor,
-            kv_heads,
-            **fixed,
-            TOKENS=tokens,
-            LAYERED=isinstance(rotation, LayerRotations),
-            TOKENS_FIRST=tiling.tokens_first,
-            num_warps=tiling.warps,
-        )
+            move_kernel, (programs * len(moved),), memory, memory, table.words, table.tiles_at, table.factors_at,
+            table.num_tiles, moved.start, first, len(moved), kv_factor, kv_heads, **fixed, TOKENS=tokens,
+            LAYERED=isinstance(rotation, LayerRotations), TOKENS_FIRST=tiling.tokens_first, num_warps=tiling.warps,
+        )  # fmt: skip
         keep_until_read(sources, memory)
         if table.words.is_cuda:
             # Its memory is given out again for the stream of its upload, which may be another one.
@@ -96,29 +81,11 @@ def prepared(
     do_not_specialize=["tiles_at", "factors_at", "num_tiles", "from_layer", "to_layer", "layers", "kinds", "heads"]
 )
 def move_kernel(
-    base,
-    table,
-    tiles_at,
-    factors_at,
-    num_tiles,
-    from_layer,
-    to_layer,
-    layers,
-    kinds,
-    heads,
-    UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAD_HEAD: tl.constexpr,
-    PAD_BEFORE: tl.constexpr,
-    PAD_HALF: tl.constexpr,
-    PAD_AFTER: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LAYERED: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-):
+    base, table, tiles_at, factors_at, num_tiles, from_layer, to_layer, layers, kinds, heads, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAD_HEAD: tl.constexpr, PAD_BEFORE: tl.constexpr, PAD_HALF: tl.constexpr, PAD_AFTER: tl.constexpr,
+    TOKENS: tl.constexpr, LAYERED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Move a tile of tokens of one head of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
 
     LAYERED: the span names the factors' rows of all layers, one after the other, instead of one row."""

@@ -11,7 +11,7 @@ from kernels.layout import indexable, layer_view
 from kernels.rope import saturated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kernels.layout import PoolLayer, SequenceRows
 
@@ -101,7 +101,9 @@ def _attend_masked(
     attended, start, rows = [], 0, CHUNK_ROWS
     if sinks is not None or lse is not None:
         rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
-    for own in _chunks(positions, window, rows):
+    # A chunk's windows leave out no token between the first and the last.
+    apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
+    for own in (each for part in torch.tensor_split(positions, apart) for each in torch.split(part, rows)):
         first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
         near, places = (keys[:, first:end], values[:, first:end]), own.to(q.device)
         tokens = torch.arange(first, end, device=q.device)
@@ -112,13 +114,6 @@ def _attend_masked(
         attended.append(_attend_chunk(q[chunk], *near, mask, scale, sinks, None if lse is None else lse[chunk]))
         start += len(own)
     return torch.cat(attended)
-
-
-def _chunks(positions: torch.Tensor, window: int | None, rows: int) -> Iterator[torch.Tensor]:
-    """Yield up to `rows` positions each, whose windows leave out no token between the first and the last."""
-    apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
-    for part in torch.tensor_split(positions, apart):
-        yield from torch.split(part, rows)
 
 
 def _attend_chunk(

@@ -105,57 +105,21 @@ def attend(
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
-        attention_kernel,
-        (num_items * kv_heads,),
-        q,
-        q,
-        memory,
-        output,
-        partial,
-        partial_lse,
-        work.items,
-        index.positions,
-        index.block_ids,
-        sinks,
-        lse,
-        layer,
-        num_items,
-        window or 0,
-        scale * LOG2_E,
-        *q.stride()[:2],
-        *strides,
-        **constants,
-        **shared,
-        BLOCK_SIZE=geometry.block_size,
-        BLOCK_N=config.block_n,
-        SPLIT=work.slots > 0,
-        WINDOWED=window is not None,
-        HEAD_MAJOR=head_major,
+        attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
+        index.positions, index.block_ids, sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
+        *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
+        WINDOWED=window is not None, HEAD_MAJOR=head_major,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        PRECISION="ieee" if exact else None, num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=config.max_registers,
-    )
+    )  # fmt: skip
     if work.slots:
         # Low tiles are few and have many pieces, so pieces are read side by side; measured on an H200.
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
-            join_kernel,
-            (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads),
-            q,
-            partial,
-            partial_lse,
-            output,
-            work.tiles,
-            sinks,
-            lse,
-            **shared,
-            ROWS=rows,
-            WAYS=ways,
-            SLOTS=slots,
-            num_warps=4,
-        )
+            join_kernel, (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads), q, partial, partial_lse,
+            output, work.tiles, sinks, lse, **shared, ROWS=rows, WAYS=ways, SLOTS=slots, num_warps=4,
+        )  # fmt: skip
     return output
 
 
@@ -166,27 +130,11 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, k if v is None else v))
     launch(
-        write_kernel,
-        (tiles.shape[0], geometry.kv_heads),
-        memory,
-        k,
-        v,
-        memory,
-        tiles,
-        index.positions,
-        index.block_ids,
-        layer,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *strides,
-        **constants,
-        HEAD_DIM=geometry.head_dim,
-        BLOCK_D=triton.next_power_of_2(geometry.head_dim),
-        BLOCK_SIZE=geometry.block_size,
-        KINDS=geometry.kv_factor,
-        ROWS=ROWS_PER_TILE,
-        num_warps=4,
-    )
+        write_kernel, (tiles.shape[0], geometry.kv_heads), memory, k, v, memory, tiles, index.positions,
+        index.block_ids, layer, *k.stride()[:2], *v.stride()[:2], *strides, **constants, HEAD_DIM=geometry.head_dim,
+        BLOCK_D=triton.next_power_of_2(geometry.head_dim), BLOCK_SIZE=geometry.block_size, KINDS=geometry.kv_factor,
+        ROWS=ROWS_PER_TILE, num_warps=4,
+    )  # fmt: skip
 
 
 def memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], dict[str, int]]:
@@ -252,31 +200,11 @@ def _slot_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _attend(
-    accumulator,
-    normaliser,
-    maximum,
-    q,
-    row_positions,
-    keys,
-    value_offset,
-    table,
-    begin,
-    end,
-    last_block,
-    block_stride,
-    scale,
-    window,
-    first_seen,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MATH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    accumulator, normaliser, maximum, q, row_positions, keys, value_offset, table, begin, end, last_block,
+    block_stride, scale, window, first_seen, MASKED: tl.constexpr, WINDOWED: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MATH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Attend to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
 
     No row sees a token before `first_seen`."""
@@ -327,41 +255,13 @@ def _attend(
 
 @triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window"])
 def attention_kernel(
-    q_ptr,
-    pool_ptr,
-    output_ptr,
-    partial_ptr,
-    lse_ptr,
-    items_ptr,
-    positions_ptr,
-    block_ids_ptr,
-    sinks_ptr,
-    row_lse_ptr,
-    layer,
-    num_items,
-    window,
-    scale,
-    q_row_stride,
-    q_head_stride,
-    pool_block_stride,
-    pool_layer_stride,
-    pool_kind_stride,
-    HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    HEAD_MAJOR: tl.constexpr,
-    MATH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, pool_ptr, output_ptr, partial_ptr, lse_ptr, items_ptr, positions_ptr, block_ids_ptr, sinks_ptr,
+    row_lse_ptr, layer, num_items, window, scale, q_row_stride, q_head_stride, pool_block_stride, pool_layer_stride,
+    pool_kind_stride, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr, MATH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Attend for one item (a tile of packed rows and a piece of its KV) of one KV head."""
     program = tl.program_id(0)
     item = program % num_items if HEAD_MAJOR else program // KV_HEADS
@@ -445,22 +345,10 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["tiles_ptr"])
 def join_kernel(
-    partial_ptr,
-    lse_ptr,
-    output_ptr,
-    tiles_ptr,
-    sinks_ptr,
-    row_lse_ptr,
-    SINKS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    WAYS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    partial_ptr, lse_ptr, output_ptr, tiles_ptr, sinks_ptr, row_lse_ptr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    WAYS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Join ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
 
     Each of WAYS groups of threads takes every WAYS-th piece, SLOTS of them at a time."""
@@ -532,28 +420,11 @@ def join_kernel(
 
 @triton.jit(do_not_specialize=["tiles_ptr", "positions_ptr", "block_ids_ptr", "layer"])
 def write_kernel(
-    k_ptr,
-    v_ptr,
-    pool_ptr,
-    tiles_ptr,
-    positions_ptr,
-    block_ids_ptr,
-    layer,
-    k_row_stride,
-    k_head_stride,
-    v_row_stride,
-    v_head_stride,
-    pool_block_stride,
-    pool_layer_stride,
-    pool_kind_stride,
-    HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KINDS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    k_ptr, v_ptr, pool_ptr, tiles_ptr, positions_ptr, block_ids_ptr, layer, k_row_stride, k_head_stride, v_row_stride,
+    v_head_stride, pool_block_stride, pool_layer_stride, pool_kind_stride, HEAD_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KINDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write K and V, or the latent, of one tile of rows and one KV head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)

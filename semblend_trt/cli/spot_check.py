@@ -81,7 +81,7 @@ class SpotChecks:
     """Compares answers of a server with cold runs, tests the promises of its profiles, and tells the workers."""
 
     def __init__(self, server: Server, options: ConnectionOptions | None) -> None:
-        from semblend_trt.drift import DriftMonitor
+        from semblend_trt.cold_runs import DriftMonitor
 
         self._server, self._options = server, options
         self.counts: Counter[str] = Counter()
@@ -144,8 +144,7 @@ class SpotChecks:
 
     def _judge(self, receipt: dict[str, Any], first: bytes, cold: bytes) -> None:
         """Add an answer to the test of its bound; tell the workers where that finds the promise broken."""
-        from semblend_trt.cold_runs import least_kl, likelihoods_in
-        from semblend_trt.drift import BoundedAnswer
+        from semblend_trt.cold_runs import BoundedAnswer, least_kl, likelihoods_in
 
         with suppress(ValueError):  # no bound covers the answer, or the server tells no likelihoods
             bounded = BoundedAnswer.model_validate(receipt)

@@ -17,12 +17,9 @@ from semblend_trt.model_files import DigestCache, snapshot, tokenizer_digest, we
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.attention_layout import LayerGroup
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
@@ -42,14 +39,28 @@ def namespace_for(
 
     What the engine does not say becomes a value that matches none. Call it at the engine's start: it reads all weights
     that the digest cache does not know."""
+    quantization, asked = facts.quantization, engine.quantization
+    if asked is not None and asked.algorithm is not None:
+        quantization = f"{quantization or 'none'}+{asked.algorithm}"
     cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
     adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
+    model_revision, tokenizer_revision = settings.model_revision, settings.tokenizer_revision
+    if model_revision is None and engine.reads_own_weights:
+        with suppress(ConfigurationError):
+            if (directory := snapshot(engine.model, engine.revision)) is not None:
+                model_revision = content_value(weights_digest(directory, cache))
+    if tokenizer_revision is None and engine.tokenizer is not None:
+        tokenizer_revision = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
     extra = {
         "compute_dtype": _known(engine.dtype),
         "configuration": _configuration(engine, facts, adapters),
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
+    layers = {}  # what they attend to and rotate by, where they do not all attend to everything and rotate alike
+    if len(facts.groups) > 1 or facts.groups[0].window is not None:
+        described = json.dumps([asdict(group) for group in facts.groups], sort_keys=True)
+        layers = {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
     sizes = {
         "tp_size": engine.tensor_parallel_size,
         "pp_size": engine.pipeline_parallel_size,
@@ -57,41 +68,25 @@ def namespace_for(
     }
     return CacheNamespace(
         model=_name(engine.model),
-        model_revision=settings.model_revision or _model_revision(engine, cache),
+        model_revision=model_revision or unknown_value(),
         tokenizer=unknown_value() if engine.tokenizer is None else _name(engine.tokenizer),
-        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(engine),
+        tokenizer_revision=tokenizer_revision or unknown_value(),
         kv_layout="HND",
         block_size=block_size,
         kv_dtype=_known(text_of(pool_dtype)),
         cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
-        quantization=_quantization(engine, facts),
+        quantization=quantization,
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
             "rotary_dim": facts.rotation.rotary_dim,
             "interleaved": facts.rotation.interleaved,
-            **_layers(facts.groups),
+            **layers,
         },
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
         backend_cache_layout=_known(caches.layout),
         extra={name: value for name, value in extra.items() if value is not None},
     )
-
-
-def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
-    """Return a digest of what layers attend to and rotate by; empty if all attend to everything and rotate alike."""
-    if len(groups) == 1 and groups[0].window is None:
-        return {}
-    described = json.dumps([asdict(group) for group in groups], sort_keys=True)
-    return {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
-
-
-def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """Return the checkpoint's quantisation and the one that the engine was asked for."""
-    asked = engine.quantization
-    if asked is None or asked.algorithm is None:
-        return facts.quantization
-    return f"{facts.quantization or 'none'}+{asked.algorithm}"
 
 
 def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
@@ -103,26 +98,10 @@ def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) ->
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
-    if engine.reads_own_weights:
-        with suppress(ConfigurationError):
-            directory = snapshot(engine.model, engine.revision)
-            if directory is not None:
-                return content_value(weights_digest(directory, cache))
-    return unknown_value()
-
-
 def tokenizer_folder(engine: EngineSpec) -> Path | None:
     """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for a bad name."""
     revision = engine.tokenizer_revision or engine.revision
     return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
-
-
-def _tokenizer_revision(engine: EngineSpec) -> str:
-    digest = None
-    if engine.tokenizer is not None:
-        digest = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
-    return unknown_value() if digest is None else digest
 
 
 def _name(model: str | Path) -> str:

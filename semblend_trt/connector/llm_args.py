@@ -37,6 +37,7 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
     layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
     caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
+    kind = str(backend or "TRTLLM").upper()
     has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
     is_dummy = "dummy" in str(given("load_format", "")).lower()
     return EngineSpec(
@@ -55,7 +56,9 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
         pipeline_parallel_size=_size("pipeline_parallel_size", given("pipeline_parallel_size")),
         context_parallel_size=_size("context_parallel_size", given("context_parallel_size")),
         max_num_tokens=given("max_num_tokens"),
-        orders_blocks_by_head=_orders_blocks_by_head(str(backend or "TRTLLM").upper(), given("flashinfer_layout")),
+        # A block then holds [heads, tokens, channels]; an engine may say FLASHINFER's layout itself.
+        orders_blocks_by_head=kind == "TRTLLM"
+        or (kind == "FLASHINFER" and (given("flashinfer_layout") or flashinfer_layout()) == "HND"),
         contract=None if given("follows_transformers", False) else version_of(given("contract")),
         # The wrapper reads TensorRT-LLM's after the caches are registered.
         tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
@@ -106,11 +109,6 @@ def _asked_quantization(asked: Any) -> AskedQuantization | None:
     if algorithm is None and of_cache is None:
         return None
     return AskedQuantization(text_of(algorithm), options_text(asked))
-
-
-def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
-    """Return whether a block holds [heads, tokens, channels]. `layout`: that of FLASHINFER, if the engine says it."""
-    return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")
 
 
 def version_of(name: str | None) -> str:

@@ -177,7 +177,15 @@ class ProfileMatcher:
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
-        match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
+        match = self._matches.get(namespace.adapter) or self._without
+        if self._profile is not None and namespace.adapter not in self._matches:
+            if differences := self._profile.differences(namespace, geometry):
+                match = ProfileMatch(None, "profile_mismatch", tuple(differences))
+            elif (too_low := self._profile.check_refusal(self._lowest)) is not None:
+                match = ProfileMatch(None, "profile_check_layer", (too_low,))
+            else:
+                bound = self._profile.bound_for(*self._asked)
+                match = ProfileMatch(self._profile, digest=self._digest, bound=bound)
         # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
         if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:
             self._matches[namespace.adapter] = match
@@ -185,16 +193,6 @@ class ProfileMatcher:
                 self._logged[namespace.adapter] = mode
                 self._log(match, mode)
         return match
-
-    def _compare(self, namespace: CacheNamespace, geometry: KvGeometry) -> ProfileMatch:
-        if self._profile is None:
-            return self._without
-        differences = self._profile.differences(namespace, geometry)
-        if differences:
-            return ProfileMatch(None, "profile_mismatch", tuple(differences))
-        if (too_low := self._profile.check_refusal(self._lowest)) is not None:
-            return ProfileMatch(None, "profile_check_layer", (too_low,))
-        return ProfileMatch(self._profile, digest=self._digest, bound=self._profile.bound_for(*self._asked))
 
     def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:

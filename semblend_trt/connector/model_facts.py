@@ -23,9 +23,11 @@ from semblend_trt.connector.attention_layout import (
     check_latent,
     latent_rotation,
     layer_groups,
+    partial_rotary_factor,
+    rope_parameters,
+    rope_rotation,
     sizes_of,
 )
-from semblend_trt.connector.rope_config import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
 from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
@@ -167,6 +169,10 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
         rotations = _rotations(model_type, config, ropes, head_dim)
     check_chunked(model_type, config)
     directory = snapshot(model, revision)
+    try:
+        files = None if directory is None else digest_in(directory, PARAMETER_FILES)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     groups = layer_groups(config, rotations, is_latent=is_latent)
     _refuse_windows(model_type, sizes_of(groups, "window"), config, next(iter(ropes.values())))
     return ModelFacts(
@@ -179,7 +185,7 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
         groups=groups,
         rope_parameters=next(iter(ropes.values())),
         quantization=_quantization({**raw, **whole}, directory, tells_kv_scales),
-        configuration=_configuration(whole, directory),
+        configuration=configuration_digest({**whole, "files of quantisation": files}),
     )
 
 
@@ -361,14 +367,6 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
     name = declared.get("quant_method") or declared.get("quant_algo") or "unnamed"
     content = json.dumps(declared, sort_keys=True, default=str).encode()
     return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"
-
-
-def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
-    try:
-        files = None if directory is None else digest_in(directory, PARAMETER_FILES)
-    except OSError as error:
-        raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
-    return configuration_digest({**raw, "files of quantisation": files})
 
 
 def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:

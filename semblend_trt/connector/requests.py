@@ -521,17 +521,10 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
     )
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
         return report
-    if not tracked.load_failed:
-        report = replace(report, **_reuse_of(plan, tracked.evidence))
-    return replace(
-        report,
-        computed_holes=plan.matched_tokens - report.reused_tokens,
-        generation=max((span.generation for span in plan.spans), default=0),
-    )
-
-
-def _reuse_of(plan: SemanticKvPlan, evidence: CheckEvidence | None) -> dict[str, Any]:
-    """Return what became of a plan's tokens, as fields of a report."""
+    generation = max((span.generation for span in plan.spans), default=0)
+    if tracked.load_failed:
+        return replace(report, computed_holes=plan.matched_tokens, generation=generation)
+    evidence = tracked.evidence
     offered, exact, head = plan.reused_tokens, plan.exact_tokens, plan.execution.head_tokens
     found: dict[str, Any] = {"offered_tokens": offered, "reused_tokens": exact}
     if plan.is_checked:
@@ -543,4 +536,4 @@ def _reuse_of(plan: SemanticKvPlan, evidence: CheckEvidence | None) -> dict[str,
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
         found |= {"reused_tokens": exact, "recomputed_tokens": offered - exact}
-    return found
+    return replace(report, computed_holes=plan.matched_tokens - found["reused_tokens"], generation=generation, **found)

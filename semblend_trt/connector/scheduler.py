@@ -36,7 +36,7 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from semblend_trt.audit import AuditEvents
+    from semblend_trt.audit import AuditLog
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
@@ -79,7 +79,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def _observe(self) -> None:
         """Open what hears of requests and donors. An engine runs no code of what its settings leave off."""
         settings, announcer = self._settings, None
-        self._audit, self._metrics = cast("AuditEvents", _Silent()), cast("Metrics", _Silent())
+        self._audit, self._metrics = cast("AuditLog", _Silent()), cast("Metrics", _Silent())
         self._neighbours: Neighbours | None = None
         if settings.metrics:
             from semblend_trt.metrics import metrics_for
@@ -87,9 +87,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._metrics = metrics_for()
             self._metrics.watch_faults(self._runtime.faults)
         if settings.audit_path is not None:
-            from semblend_trt.audit import AuditEvents
+            from semblend_trt.audit import AuditLog
 
-            self._audit = AuditEvents(settings.audit_path)
+            self._audit = AuditLog(settings.audit_path)
             self._metrics.watch_audit(self._audit.dropped)
         if settings.nats_url is not None:
             from semblend_trt.fleet.announcer import announcer_for
@@ -231,21 +231,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if self._lookup is not None:
             self._lookup.forget_donors()
 
-    def _follow_weights(self) -> None:
-        """Drop all donors and saves, and take another namespace, if the weights have changed."""
-        if (changes := self._runtime.weights_changes) == self._weights_changes:
-            return
-        self._weights_changes = changes
-        for tracked in self._requests.values():  # they hold KV of both
-            self._cancel_intent(tracked)
-            tracked.intent = None
-        if self._lookup is not None:
-            weights = self._runtime.weights
-            is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
-            self._lookup.change_weights(are_first=is_first)
-            self._audit.event("weights_changed", changes=changes, are_first=is_first)
-        self._metrics.weights_changed()
-
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """Return what reuse did for a request that runs or ended recently; None for an unknown one."""
         # The table comes first: a request that ends meanwhile has its outcome before it leaves the table.
@@ -315,8 +300,20 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._lookup
 
     def take_events(self) -> None:
-        """Take the runtime's waiting events: saved donors, evidence of checks, failed loads, and changed weights."""
-        self._follow_weights()
+        """Take the runtime's waiting events: changed weights, saved donors, evidence of checks, and failed loads.
+
+        If the weights have changed, all donors and saves are dropped, and another namespace holds."""
+        if (changes := self._runtime.weights_changes) != self._weights_changes:
+            self._weights_changes = changes
+            for tracked in self._requests.values():  # they hold KV of both
+                self._cancel_intent(tracked)
+                tracked.intent = None
+            if self._lookup is not None:
+                weights = self._runtime.weights
+                is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
+                self._lookup.change_weights(are_first=is_first)
+                self._audit.event("weights_changed", changes=changes, are_first=is_first)
+            self._metrics.weights_changed()
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
@@ -331,12 +328,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if (checked := self._requests.get(evidence.request_id)) is not None:
                 checked.evidence = evidence
         while self._runtime.failed_loads:
-            tracked = self._requests.get(self._runtime.failed_loads.popleft())
-            if tracked is not None:
-                tracked.load_failed = True
-                tracked.release_leases()
-                if self.donor_index is not None and tracked.plan is not None:
-                    self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
+            failed = self._requests.get(self._runtime.failed_loads.popleft())
+            if failed is not None:
+                failed.load_failed = True
+                failed.release_leases()
+                if self.donor_index is not None and failed.plan is not None:
+                    self.donor_index.lost({span.donor_id for span in failed.plan.spans})
 
     def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
         drops = self._pool_exchanges_blocks

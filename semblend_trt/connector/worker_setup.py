@@ -132,8 +132,7 @@ def _open_disk(
         ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
         if ranks > 1:
             raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
-        form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
-        disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
+        disk = DiskTier(settings.disk_path, KvForm(geometry, dtype), settings.disk_key_path)
     except (OSError, ConfigurationError) as error:
         logger.warning("no donors are kept on disk: %s", error)
         runtime.offload_events.append(OffloadEvent(OffloadEventKind.DISK_UNAVAILABLE, error=str(error)))

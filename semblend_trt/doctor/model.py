@@ -86,7 +86,12 @@ def known_model(
         return _model.refused("configuration", str(error))
     except Exception as error:
         return _model.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
-    dtype = _own_dtype(name) if kv_dtype == AUTO else getattr(torch, kv_dtype, None)
+    own = kv_dtype
+    if kv_dtype == AUTO:
+        config, _ = imported("PretrainedConfig").get_config_dict(name, local_files_only=is_local(name))
+        own = str(config.get("dtype") or config.get("torch_dtype"))  # as Transformers 5 and older ones write it
+    dtype = getattr(torch, own, None)
+    dtype = dtype if isinstance(dtype, torch.dtype) or kv_dtype != AUTO else None
     if dtype not in (MOVABLE_DTYPES if is_scaled else SUPPORTED_DTYPES) and (kv_dtype != AUTO or dtype is not None):
         name = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
         return _model.refused("pool_layout", f"a KV cache of {name} is not taken; float32, bfloat16 and float16 are")
@@ -192,13 +197,6 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
         left = left if known.arguments is None else "the order of the caches in memory is"
         engines = " or ".join(held.engines)
         yield _profile.ok(f"it can hold for {known.name} in {engines}; {left} compared when the engine starts")
-
-
-def _own_dtype(name: str) -> torch.dtype | None:
-    config, _ = imported("PretrainedConfig").get_config_dict(name, local_files_only=is_local(name))
-    # Transformers 5 writes it as `dtype`, older ones as `torch_dtype`.
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> list[str]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.doctor import Finding
 
 # Defaults of the options that decide whether plans can be executed.
@@ -76,6 +75,7 @@ def options(llm_args: Any) -> Iterator[Finding]:
     from semblend_trt.connector.engine_spec import WRAPPER_MODULE
 
     config, cache = (getattr(llm_args, name, None) for name in ("kv_connector_config", "kv_cache_config"))
+    known = SimpleNamespace(**(_DEFAULTS | vars(llm_args)))
     module, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
     if module in ours:
         yield _options.ok(f"the connector is {module}")
@@ -83,18 +83,12 @@ def options(llm_args: Any) -> Iterator[Finding]:
         yield _options.failed(f"connector_module of kv_connector_config is {module!r}; ours are {' and '.join(ours)}")
     if (refusal := engine_refusal(spec_of(llm_args))) is not None:
         yield _options.refused(refusal, advice(refusal, Scope.ENGINE))
-    elif module == WRAPPER_MODULE and (reason := decoder_refusal(_with_defaults(llm_args))) is not None:
+    elif module == WRAPPER_MODULE and (reason := decoder_refusal(spec_of(known))) is not None:
         text = "no plan can be executed, and only what the engine can skip from the left is reused."
         yield _options.note(f"{text} {advice(reason)}", reason)
     if getattr(cache, "enable_block_reuse", True) is False:
         yield _options.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
     yield from _cache_manager(llm_args, cache)
-
-
-def _with_defaults(llm_args: Any) -> EngineSpec:
-    from semblend_trt.connector.eligibility import spec_of
-
-    return spec_of(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
 
 
 def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:

@@ -83,7 +83,20 @@ class DeviceTier:
 
         Raises ValueError when the id is taken, and CapacityError when free blocks are too few. Raises
         DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
-        donor = self._claim(donor_id, tokens)
+        needed = self._geometry.blocks_for(tokens)
+        with self._changed:
+            if donor_id in self._donors:
+                raise ValueError(f"donor {donor_id} is already in the device tier; drop it first")
+            self._changed.wait_for(
+                lambda: len(self._free) >= needed or not self._leaving, timeout=_LEAVING_TIMEOUT_SECONDS
+            )
+            if len(self._free) < needed:
+                raise CapacityError(
+                    f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
+                    "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
+                )
+            taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
+            donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
         stream = current_stream(self._arena.device)
         try:
             with self._changed:
@@ -136,23 +149,6 @@ class DeviceTier:
         with self._changed:
             donor = self._donors.get(donor_id) if isinstance(donor_id, str) else None
             return donor is not None and donor.is_ready
-
-    def _claim(self, donor_id: str, tokens: int) -> _Donor:
-        needed = self._geometry.blocks_for(tokens)
-        with self._changed:
-            if donor_id in self._donors:
-                raise ValueError(f"donor {donor_id} is already in the device tier; drop it first")
-            self._changed.wait_for(
-                lambda: len(self._free) >= needed or not self._leaving, timeout=_LEAVING_TIMEOUT_SECONDS
-            )
-            if len(self._free) < needed:
-                raise CapacityError(
-                    f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
-                    "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
-                )
-            taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
-            donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
-            return donor
 
     def _ready(self, donor_id: str) -> _Donor:
         donor = self._donors.get(donor_id)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kernels.layout import KvGeometry
     from semblend_trt.donors.store import HostKv, HostTier
 
 logger = logging.getLogger(__name__)
@@ -75,35 +76,24 @@ class DonorFileError(ReasonedError):
 
 @dataclass(frozen=True, slots=True)
 class KvForm:
-    """Sizes and dtype that all donors of one rank share."""
+    """Sizes and dtype that all donors of one rank share; blocks do not matter."""
 
-    num_layers: int
-    kv_factor: int
-    kv_heads: int
-    head_dim: int
+    geometry: KvGeometry
     dtype: torch.dtype
 
-    def shape(self, tokens: int) -> tuple[int, ...]:
-        """Return [layers, kv_factor, kv_heads, tokens, head_dim], as tiers take it."""
-        return self.num_layers, self.kv_factor, self.kv_heads, tokens, self.head_dim
-
     def in_file(self, tokens: int) -> list[int]:
-        return [self.num_layers, tokens, self.kv_factor, self.kv_heads, self.head_dim]
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one token in one layer."""
-        return self.kv_factor * self.kv_heads * self.head_dim * self.dtype.itemsize
+        layers, kv_factor, kv_heads, _, head_dim = self.geometry.shape(tokens)
+        return [layers, tokens, kv_factor, kv_heads, head_dim]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
-        return self.num_layers * self.layer_bytes
+        return self.geometry.bytes_per_token(self.dtype)
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the KV: whole pages, so that KV begins at a disk block."""
-        return _header_bytes(self.num_layers)
+        return _header_bytes(self.geometry.num_layers)
 
 
 def file_bytes(num_layers: int, token_bytes: int, tokens: int) -> int:
@@ -230,7 +220,13 @@ class DiskTier:
             yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
         names = [name for name in os.listdir(self._descriptor) if name.endswith(_SUFFIX)]
-        for name in sorted(names, key=self._last_use):
+
+        def last_use(name: str) -> float:
+            with suppress(OSError):
+                return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
+            return 0.0
+
+        for name in sorted(names, key=last_use):
             try:
                 with open_file(name, folder=self._descriptor) as file:
                     donor_id, text, seal = read_text(file, self.form, self._key)
@@ -262,12 +258,6 @@ class DiskTier:
         there = os.stat(self._folder / "lock", follow_symlinks=False)
         if not os.path.samestat(there, os.fstat(self._lock)):
             raise FileNotFoundError(f"{self._folder} is not the folder any more that this engine locked; start it anew")
-
-    def _last_use(self, name: str) -> float:
-        try:
-            return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
-        except OSError:
-            return 0.0
 
 
 class DiskTransfers:
@@ -339,7 +329,7 @@ class DiskTransfers:
     def _fetch(self, donor_id: str) -> None:
         try:
             form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
-            with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
+            with self._host.writing(donor_id, form.geometry.shape(tokens), form.dtype) as held:
                 self._disk.read(donor_id, held)
             self._report(OffloadEventKind.FETCHED, donor_id)
         except Exception as error:
@@ -456,14 +446,15 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
     header, found = _header_of(descriptor, form, key)
     if found != seal:
         raise DonorFileError("corrupt", "another file of ours has come in its place")
-    written = header.digests.split()[: form.num_layers]
+    written = header.digests.split()[: form.geometry.num_layers]
     if _of_layers(form, lambda layer: _moved(_read_all, descriptor, layer, form, held)) != written:
         raise DonorFileError("corrupt", "the file does not hold the KV that was written")
 
 
 def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
     """Run `work` for each layer on several threads. All end before an error is raised: file and memory go next."""
-    results, errors = [""] * form.num_layers, []
+    num_layers = form.geometry.num_layers
+    results, errors = [""] * num_layers, []
 
     def run(layers: range) -> None:
         try:
@@ -472,7 +463,7 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
         except Exception as error:
             errors.append(error)
 
-    shares = [range(first, form.num_layers, _THREADS) for first in range(_THREADS)]
+    shares = [range(first, num_layers, _THREADS) for first in range(_THREADS)]
     # Daemons: a disk that never answers must not keep the process from ending.
     threads = [threading.Thread(target=run, args=(share,), name="semblend-layers", daemon=True) for share in shares]
     try:
@@ -489,7 +480,8 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
 
 def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
     """Write a layer to its place in the file, or read it; return the digest of its bytes in memory."""
-    at, digest = form.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
+    layer_bytes = kv.capacity * form.token_bytes // form.geometry.num_layers
+    at, digest = form.header_bytes + layer * layer_bytes, hashlib.sha256()
     for part in kv.parts:
         rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], without a copy
         view = _bytes_of(rows.view(-1).view(torch.uint8).numpy())
@@ -506,7 +498,20 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
         raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
     written = _bytes_at(descriptor, 0, _LENGTH_BYTES + length)
     try:
-        header = _claimed(written[_LENGTH_BYTES:], form, key)
+        said = json.loads(written[_LENGTH_BYTES:])
+        about = said.get("__metadata__", {})
+        if about.get("format") != FORMAT:
+            raise DonorFileError("other_version", f"the file is of format {about.get('format')!r:.40}, not {FORMAT}")
+        if about["key"] != _key_name(key):
+            raise DonorFileError(
+                "other_key", "the file was sealed with another key; engines that share files share a key"
+            )
+        (tokens,) = said["tokens"]["shape"]
+        found, needed = (said["kv"]["dtype"], said["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
+        if found != needed:
+            raise DonorFileError("other_geometry", f"the file holds KV of {found!s:.140}; {needed!s:.140} is needed")
+        generation = about.get("generation", 0)
+        header = _Header(about["donor_id"], about["namespace_key"], tokens, about["digests"], generation)
         expected, seal = header.sealed(form, key)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DonorFileError("corrupt", f"this is no donor's file: {error!r:.140}") from error
@@ -517,22 +522,6 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
     if os.fstat(descriptor).st_size != size:
         raise DonorFileError("corrupt", f"the file has {os.fstat(descriptor).st_size} bytes; {size} were written")
     return header, seal
-
-
-def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
-    """Return the unverified header; refuse other versions, keys and forms. `_header_of` catches a forgery's errors."""
-    said = json.loads(encoded)
-    about = said.get("__metadata__", {})
-    if about.get("format") != FORMAT:
-        raise DonorFileError("other_version", f"the file is of format {about.get('format')!r:.40}, not {FORMAT}")
-    if about["key"] != _key_name(key):
-        raise DonorFileError("other_key", "the file was sealed with another key; engines that share files share a key")
-    (tokens,) = said["tokens"]["shape"]
-    found, needed = (said["kv"]["dtype"], said["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
-    if found != needed:
-        raise DonorFileError("other_geometry", f"the file holds KV of {found!s:.140}; {needed!s:.140} is needed")
-    generation = about.get("generation", 0)
-    return _Header(about["donor_id"], about["namespace_key"], tokens, about["digests"], generation)
 
 
 def _header_bytes(num_layers: int) -> int:

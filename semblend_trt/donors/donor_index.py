@@ -323,22 +323,20 @@ class DonorIndex:
     def take_events(self, events: deque[OffloadEvent]) -> None:
         """Take the tiers' events, and drop what can go."""
         for donor_id, text in self.offload.take_events(events):
-            self._found(donor_id, text)
+            # Found on disk: lookups and the fleet learn of it, unless another one keeps its text.
+            key, tokens, generation, length = text.namespace_key, text.tokens, text.generation, len(text.tokens)
+            intent = SaveIntent(0, donor_id, length, generation=generation, prompt_tokens=length)
+            near = list(self.texts.near(key, tokens))
+            self.texts.put(key, generation, donor_id, tokens)
+            self.texts.spans.add(key, donor_id, tokens)
+            if self.is_kept(intent, near, length):
+                self.lost({donor_id})
+                continue
+            for observer in () if generation else self._observers:
+                observer.found(donor_id, key, tokens, Tier.DISK.value)
+            self.texts.continue_with(intent, near)
+            self._drop_continued()
         self._drop_doomed()
-        self._drop_continued()
-
-    def _found(self, donor_id: str, text: DonorText) -> None:
-        """Make a donor found on disk known to lookups and to the fleet, unless another one keeps its text."""
-        intent = SaveIntent(0, donor_id, len(text.tokens), generation=text.generation, prompt_tokens=len(text.tokens))
-        near = list(self.texts.near(text.namespace_key, text.tokens))
-        self.texts.put(text.namespace_key, text.generation, donor_id, text.tokens)
-        self.texts.spans.add(text.namespace_key, donor_id, text.tokens)
-        if self.is_kept(intent, near, len(text.tokens)):
-            self.lost({donor_id})
-            return
-        for observer in () if text.generation else self._observers:
-            observer.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
-        self.texts.continue_with(intent, near)
         self._drop_continued()
 
     def _drop_doomed(self) -> None:

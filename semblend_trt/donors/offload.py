@@ -160,11 +160,11 @@ class OffloadQueue:
     def make_room(self, moves: TierMoves) -> None:
         """Add the commands that make room for a donor that the catalog has placed."""
         self.drop(moves.dropped)
+        self._commands.releases += moves.released
+        self._commands.offloads += moves.offloaded
         for donor_id in moves.released:
-            self._commands.releases.append(donor_id)
             self._moved(donor_id, Tier.DISK)
         for donor_id in moves.offloaded:
-            self._commands.offloads.append(donor_id)
             self._moved(donor_id, Tier.HOST)
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
@@ -187,15 +187,19 @@ class OffloadQueue:
         if self._link is not None:
             self._link.texts.pop(donor_id, None)
 
-    def fetch(self, donor_ids: Iterable[str]) -> None:
-        """Read donors back from disk in this order, while room lasts and few are on their way."""
-        self._fetch(donor_ids, MAX_FETCHES, may_drop=True)
+    def fetch(self, donor_ids: Iterable[str], most: int = MAX_FETCHES, *, may_drop: bool = True) -> None:
+        """Read donors back from disk in this order, while room lasts and fewer than `most` are on their way."""
+        for donor_id in donor_ids:
+            if len(self._fetching) < most and (moves := self._catalog.fetch(donor_id, may_drop=may_drop)) is not None:
+                self.make_room(moves)
+                self._commands.fetches.append(donor_id)
+                self._fetching.add(donor_id)
 
     def prefetch(self, donor_ids: Iterable[str]) -> None:
         """Read back donors that a later lookup may use: few at once, and only where no donor is lost for it.
 
         Equal tokens still decide what that lookup reuses."""
-        self._fetch(donor_ids, MAX_PREFETCHES, may_drop=False)
+        self.fetch(donor_ids, MAX_PREFETCHES, may_drop=False)
 
     def promote(self, donor_ids: Iterable[str]) -> None:
         """Copy donors of the host to the device in this order, while room lasts and few are on their way."""
@@ -245,13 +249,6 @@ class OffloadQueue:
                 self.drop([donor_id])
             elif is_here:
                 self._moved(donor_id, Tier.HOST)
-
-    def _fetch(self, donor_ids: Iterable[str], most: int, *, may_drop: bool) -> None:
-        for donor_id in donor_ids:
-            if len(self._fetching) < most and (moves := self._catalog.fetch(donor_id, may_drop=may_drop)) is not None:
-                self.make_room(moves)
-                self._commands.fetches.append(donor_id)
-                self._fetching.add(donor_id)
 
     def _moved(self, donor_id: str, tier: Tier) -> None:
         for observer in self._observers:

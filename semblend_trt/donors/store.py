@@ -166,7 +166,19 @@ class HostTier:
         donor end before the block begins; with `stream`, which alone may then write, that stream waits for them
         instead. Raises ValueError for a taken id, and CapacityError without room in the budget. Raises
         DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
-        slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
+        tokens = shape[3]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        with self._lock:
+            if donor_id in self._slots:
+                raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
+            if self.used_bytes + size > self.byte_budget:
+                raise CapacityError(
+                    f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
+                    f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
+                )
+            ranges = [] if self._memory is None else self._memory.take(tokens, size // tokens)
+            slot = self._slots[donor_id] = _Slot(size, ranges)
+            self.used_bytes += size
         try:
             held = self._allocate(slot, shape, dtype)
             with self._lock:
@@ -225,21 +237,6 @@ class HostTier:
             slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
             return slot is not None and slot.kv is not None
 
-    def _claim(self, donor_id: str, tokens: int, token_bytes: int) -> _Slot:
-        size = tokens * token_bytes
-        with self._lock:
-            if donor_id in self._slots:
-                raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
-            if self.used_bytes + size > self.byte_budget:
-                raise CapacityError(
-                    f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
-                    f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
-                )
-            ranges = [] if self._memory is None else self._memory.take(tokens, token_bytes)
-            slot = self._slots[donor_id] = _Slot(size, ranges)
-            self.used_bytes += size
-            return slot
-
     def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
         layers, kv_factor, kv_heads, tokens, head_dim = shape
         parts = []
@@ -297,11 +294,11 @@ class DonorStore:
             return False
         try:
             tokens = self.device.tokens_of(donor_id)
-            with self.device.reading(donor_id) as source:
-                sizes = source.geometry
-                shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-                with self.host.writing(donor_id, shape, source.pool.dtype) as held:
-                    copy(source, tokens, held)
+            with (
+                self.device.reading(donor_id) as source,
+                self.host.writing(donor_id, source.geometry.shape(tokens), source.pool.dtype) as held,
+            ):
+                copy(source, tokens, held)
         except Exception:
             # Nothing is lost where the scheduler has dropped it meanwhile.
             if not self.device.drop(donor_id):

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from litellm.integrations.custom_logger import CustomLogger
 
 from semblend_trt.background import OnceAMinute
-from semblend_trt.chats import PromptError
 from semblend_trt.config import load_settings
 from semblend_trt.fleet.placement import Loads, counted_placement
 from semblend_trt.model_files import tokenizer_digest
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.policy import COLD
-from semblend_trt.prompts import ReadingThreads
+from semblend_trt.prompts import PromptError, ReadingThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping

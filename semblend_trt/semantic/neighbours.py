@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.audit import AuditEvents
+    from semblend_trt.audit import AuditLog
     from semblend_trt.config import Settings
     from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.metrics import Metrics
@@ -100,7 +100,7 @@ class Neighbours(DonorObserver):
         self,
         open_embedder: Callable[[], Embedder],
         open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
-        audit: AuditEvents,
+        audit: AuditLog,
         metrics: Metrics,
         announcer: DonorAnnouncer | None,
         *,
@@ -248,7 +248,7 @@ class Neighbours(DonorObserver):
 def neighbours_for(
     settings: Settings,
     tokenizer_folder: Callable[[], Path | None],
-    audit: AuditEvents,
+    audit: AuditLog,
     metrics: Metrics,
     announcer: DonorAnnouncer | None,
 ) -> Neighbours:

@@ -140,10 +140,8 @@ class PlanLoader:
         return failed
 
     def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
-        donors = {
-            donor_id: reads.enter_context(self._store.reading(donor_id))
-            for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)
-        }
+        ids = dict.fromkeys(span.donor_id for span in plan.spans)
+        donors = {each: reads.enter_context(self._store.reading(each)) for each in ids}
         target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
         near, far = list[Move](), list[Move]()

@@ -230,9 +230,8 @@ class DonorSaver:
             kv_move([Move(source, 0, 0, tokens)], target, self._rotation)
             yield
         else:
-            sizes = self._geometry
-            shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, self._pool.dtype, self._stream))
+            shape, dtype = self._geometry.shape(tokens), self._pool.dtype
+            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, dtype, self._stream))
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:

@@ -155,22 +155,18 @@ class HostWriter:
         for part, start, length in held.parts_of(0, held.capacity):
             moves.append(Move(part, start, done, length, turn=0))
             done += length
-        if self._staging is None:
+        staging, num_layers = self._staging, target.geometry.num_layers
+        if staging is None:
             kv_move(moves, target, self._rotation)
         else:
-            self._stage_up(self._staging, moves, target)
+            layers = max(1, min(num_layers, staging.capacity // done))
+            for first in range(0, num_layers, layers):
+                end = min(first + layers, num_layers)
+                for batch in batches(moves, staging.capacity // layers):
+                    staged = staging.view(staging.next(), end - first, sum(move.length for move in batch))
+                    _copy_layers(batch, staged, first, end)
+                    kv_move(_staged(batch, ContiguousKv(staged)), target.layers(first, end), self._rotation)
         finish(current_stream(target.pool.device))
-
-    def _stage_up(self, staging: Staging, moves: Sequence[Move], target: PagedKv) -> None:
-        num_layers = target.geometry.num_layers
-        layers = max(1, min(num_layers, staging.capacity // sum(move.length for move in moves)))
-        for first in range(0, num_layers, layers):
-            end = min(first + layers, num_layers)
-            part = target.layers(first, end)
-            for batch in batches(moves, staging.capacity // layers):
-                staged = staging.view(staging.next(), end - first, sum(move.length for move in batch))
-                _copy_layers(batch, staged, first, end)
-                kv_move(_staged(batch, ContiguousKv(staged)), part, self._rotation)
 
     def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
         """Do as `chunks`, for `tokens` positions from `first_token` on, to the start of `held`."""

@@ -5,9 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.attention_mass import attention_mass, naive, seen_tokens
+from kernels import naive
+from kernels.attention_mass import attention_mass, seen_tokens
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill.naive import sparse_prefill
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
 from tests.kernels.builders import FP8, TOLERANCE, Batch, donor_of, error_of, filled, rows_at, seeded
@@ -17,7 +17,7 @@ SCALE = 0.3
 
 def lse_of(q, kv, sequences, window=None, sinks=None):
     lse = torch.full(q.shape[:2], float("nan"))
-    sparse_prefill(q, kv, sequences, SCALE, window, sinks, lse)
+    naive.sparse_prefill(q, kv, sequences, SCALE, window, sinks, lse)
     return lse
 
 

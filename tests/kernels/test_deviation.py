@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, Move, deviation, naive, relative, squares
+from kernels import naive
+from kernels.deviation import FreshRows, Move, deviation, relative, squares
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import still

@@ -8,7 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_move import LayerMoves, Move, kv_move, naive
+from kernels import naive
+from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
 from kernels.rope import rotate_keys
 from tests.kernels import builders

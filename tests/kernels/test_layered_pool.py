@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
+from kernels import naive
 from kernels.deviation import deviation, relative, row_squares, squares
-from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
 from kernels.rope import saturated
-from kernels.sparse_prefill import naive as naive_prefill
 from kernels.sparse_prefill import sparse_prefill, write_rows
 from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, LAYOUTS, assert_same, donor_of, filled, geometry_of, on, pool_of, rows_at
@@ -37,7 +36,7 @@ def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_
     donor, fresh = donor_of(sizes, 20, 4, dtype), donor_of(sizes, 20, 5, dtype)
     rotation = ROTATION if sizes.kv_factor == 2 else LATENT_ROTATION
     place = (source_start, target_start, length)
-    expected = naive_deviation.deviation([Move(donor, *place)], fresh, 1, rotation)
+    expected = naive.deviation([Move(donor, *place)], fresh, 1, rotation)
     spans, rows = [Move(filled(layout, device, donor), *place)], on(builders.fresh_rows(fresh, 1, target_start), device)
     for each in (on(fresh, device), rows, filled(layout, device, fresh)):
         assert_same(deviation(spans, each, 1, rotation), expected)
@@ -81,10 +80,10 @@ def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim,
     for plane in planes:
         layer_view(pool, batch.geometry, *plane).copy_(layer_view(in_one, batch.geometry, *plane))
     attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, 0.3)
-    assert_same(attended, naive_prefill.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
+    assert_same(attended, naive.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
     k, v = builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
     write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), sequences)
-    naive_prefill.write_rows(k, v, expected, batch.sequences)
+    naive.write_rows(k, v, expected, batch.sequences)
     for plane in planes:
         actual, wanted = (layer_view(each, batch.geometry, *plane).cpu() for each in (pool, batch.pool))
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
@@ -104,7 +103,7 @@ def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device)
     if dtype is FP8:
         rows[0, 0, 0], rows[1, 0, -1], rows[2, 0, -2] = math.inf, -448.5, 3e4
     write_rows(rows.to(device), None, PoolLayer(actual.pool, 1, sizes), [each.to(device) for each in sequences])
-    naive_prefill.write_rows(rows, None, PoolLayer(expected.pool, 1, sizes), sequences)
+    naive.write_rows(rows, None, PoolLayer(expected.pool, 1, sizes), sequences)
     written, wanted = builders.content(actual), builders.content(expected)
     assert int((~written.isnan()).sum()) == rows.numel()
     taken = builders.token_rows(PagedKv(actual.pool, torch.tensor([4, 0, 7]), sizes), torch.tensor(own[0]))[1, 0].cpu()

@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import naive
 from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
-from kernels.sparse_prefill import SequenceRows, naive, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, ROWS, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded

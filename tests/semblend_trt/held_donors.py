@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from kernels.layout import ContiguousKv
+from kernels.layout import ContiguousKv, KvGeometry
 from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText
 from semblend_trt.donors.disk_tier import KvForm, file_bytes
 from semblend_trt.donors.store import HostKv
 
 BYTES_PER_TOKEN = 10
-FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+FORM = KvForm(KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=1), torch.float32)
 
 
 def catalog_of(host_tokens=100, max_donors=10, eviction=Eviction.LRU, **limits):
@@ -70,7 +70,7 @@ def host_kv(*sizes, form=FORM, fill=None):
     generator = torch.Generator().manual_seed(sum(sizes))
     parts = []
     for size in sizes:
-        in_memory = (form.num_layers, size, form.kv_factor, form.kv_heads, form.head_dim)
+        in_memory = form.in_file(size)
         rows = torch.randn(in_memory, generator=generator) if fill is None else torch.full(in_memory, fill)
         parts.append(ContiguousKv(rows.to(form.dtype).permute(0, 2, 3, 1, 4)))
     return HostKv(tuple(parts))

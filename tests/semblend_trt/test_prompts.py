@@ -1,13 +1,28 @@
-"""Prompts of the OpenAI API as token ids: texts, ids and chats; other values are refused."""
+"""A prompt of the OpenAI API has the tokens that the engine would compute, or is refused by name."""
 
 import asyncio
+import contextlib
+import io
+import json
 import threading
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from semblend_trt.chats import PromptError
-from semblend_trt.prompts import SHORT_BODY_BYTES, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.prompts import (
+    SHORT_BODY_BYTES,
+    ChatError,
+    PromptError,
+    PromptReader,
+    PromptTooLongError,
+    ReadingThreads,
+    render_chat,
+)
+from tests.conftest import byte_tokenizer
+from tests.semblend_trt.chat_bodies import READ, REFUSED, TEMPLATES, USER
+from validation.estimate.prompts import HEAD_BYTES, Encoder, PromptLog, encoded
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if tools }}<a>"
 
@@ -108,3 +123,113 @@ def test_short_prompts_wait_for_no_long_one(tokenizer):
         threads.close()
 
     asyncio.run(read())
+
+
+WHOLE = "{{ messages | tojson }}"
+MACRO = "{% macro w(i) %}{% for c in i %}{% endfor %}{% endmacro %}"
+
+
+def rendered(body, template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return render_chat(body, tokenizer)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_alike_is_refused_by_name(name):
+    body, expected = REFUSED[name]
+    for template in (WHOLE, *TEMPLATES.values()):
+        with pytest.raises(ChatError) as refused:
+            rendered(body, template)
+        assert refused.value.name == expected
+
+
+def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm():
+    (call,) = json.loads(rendered(READ["a call and its result"], WHOLE))[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"city": "Rome", "days": [1, 2]}
+    assert [list(call), list(call["function"])] == [["id", "function", "type"], ["arguments", "name"]]
+    tools = rendered(READ["tools"], "{{ tools | tojson }}")
+    clock = '{"name": "clock", "description": null, "parameters": null, "strict": true}'
+    assert '{"type": "function", "function": ' + clock + "}" in tools
+
+
+def test_arguments_documents_variables_and_effort_reach_the_template():
+    assert "<arg_key>city</arg_key><arg_value>Rome<" in rendered(READ["a call without tools"], TEMPLATES["glm"])
+    assert "Oslo is not." in rendered(READ["documents"], TEMPLATES["granite"])
+    assert rendered(READ["a variable of the template"], "{{ date_string }}") == "1 May 2030"
+    shown = "{{ reasoning_effort }} {{ enable_thinking }}"
+    assert [rendered(READ[name], shown) for name in ("effort", "no effort")] == ["high True", "none False"]
+    assert rendered(READ["thinking off with effort"], shown) == "low False"
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_parts"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for c in m['content'] %}{% endfor %}{% endfor %}", True),
+        ("{% set x = messages[1:] %}{% for m in x %}{% for c in m.content | list %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% set content = m.content %}{% for c in content %}{% endfor %}{% endfor %}", True),
+        (MACRO + "{% for m in messages %}{{ w(m.content) }}{% endfor %}", True),
+        (MACRO + "{% for m in messages %}{{ w(i=m.content) }}{% endfor %}", True),
+        ("{% macro w(content) %}{% for c in content %}{% endfor %}{% endmacro %}{{ w(tools) }}", False),
+        ("{% set a, b = messages, 1 %}{% for m in a %}{% for c in m.content %}{% endfor %}{% endfor %}", False),
+        ("{% for k, m in messages %}{% for c in content %}{% endfor %}{% endfor %}", False),
+    ],
+)
+def test_templates_that_go_through_a_content_get_its_parts(template, takes_parts):
+    body, seen = READ["content as parts"], "{{ messages[0].content is string }}"
+    # What the template itself does with them is not rendered.
+    assert rendered(body, f"{{% if false %}}{template}{{% endif %}}{seen}") == str(not takes_parts)
+
+
+def test_developers_are_the_system_where_a_template_does_not_know_them():
+    body = READ["developer after a system"]
+    merged, *_ = json.loads(rendered(body, WHOLE))
+    assert merged == {"role": "system", "content": "Be brief.\n\nShort."}
+    known = json.loads(rendered(body, WHOLE + "{# 'developer' #}"))
+    assert [message["role"] for message in known] == ["system", "user", "assistant", "developer", "user"]
+
+
+def test_a_tokenizer_without_a_template_and_one_of_gpt_oss_are_named():
+    for template, name in ((None, "no_template"), ("<|channel|>" + WHOLE, "own_code")):
+        with pytest.raises(ChatError) as refused:
+            rendered({"messages": [USER]}, template)
+        assert refused.value.name == name
+
+
+def test_placement_and_the_estimate_read_the_same_tokens(tmp_path):
+    for kind, template in TEMPLATES.items():
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / kind)
+        encoder, reader = Encoder(str(tmp_path / kind)), PromptReader(tokenizer)
+        bodies = [body for body in READ.values() if body is not READ["special tokens"]]
+        lines = "".join(json.dumps(body) + "\n" for body in bodies).encode()
+        log = PromptLog(io.BufferedReader(io.BytesIO(lines), HEAD_BYTES), encoder)
+        found = {prompt.line: ids.tolist() for prompt, ids in encoded(log, encoder)}
+        for line, body in enumerate(bodies, 1):
+            try:
+                assert reader.chat(body) == found.pop(line)
+            except ChatError:
+                assert line not in found
+        assert found == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "id", "function"]), inner)
+    ),
+    max_leaves=6,
+)
+FIELDS = ["role", "content", "tool_calls", "name", "reasoning", "tool_call_id", "task", "tools"]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(FIELDS), JSON), max_size=3),
+    st.dictionaries(st.sampled_from(["tools", "documents", "chat_template_kwargs", "kv_transfer_params"]), JSON),
+)
+def test_no_body_makes_it_fail(messages, fields):
+    body = {"messages": [{"role": "user", **each} for each in messages], **fields}
+    with contextlib.suppress(ChatError):
+        rendered(body, TEMPLATES["glm"])

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
+from semblend_trt.prompts import ChatError, render_chat
 from validation.replay.trace import Skipped, UnreadError
 
 # Bytes of a log that decide its form.

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
-from semblend_trt.audit import AuditEvents
+from semblend_trt.audit import AuditLog
 from semblend_trt.connector import scheduler as scheduler_module
 from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import Metrics, Series
@@ -125,7 +125,7 @@ class Told:
         self.used, self.path = {}, path
         self._life, self._scheduler, self._worker = life, life._llm.connector_scheduler, life._llm.connector_worker
         self.registry = CollectorRegistry()
-        self._scheduler._audit, self._scheduler._metrics = AuditEvents(path), Metrics(Series(self.registry))
+        self._scheduler._audit, self._scheduler._metrics = AuditLog(path), Metrics(Series(self.registry))
         self._plans, self.lost, self.compared = {}, 0, 0
         self._watch_rows()
         self._watch_ends()

@@ -8,9 +8,8 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-from semblend_trt.chats import ChatError
 from semblend_trt.model_tokenizer import load_tokenizer
-from semblend_trt.prompts import PromptReader
+from semblend_trt.prompts import ChatError, PromptReader
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.server_process import MODEL, wait_for

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
+from semblend_trt.connector.attention_layout import rope_parameters, rope_rotation
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, model_facts
-from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
 from tests.semblend_trt.engine_specs import sizes

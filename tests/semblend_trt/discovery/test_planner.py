@@ -14,8 +14,6 @@ from semblend_trt.cost import CostModel
 from semblend_trt.discovery.planner import (
     DEADLINE_TOKENS,
     Deadline,
-    LookupRequest,
-    Planned,
     Planner,
     Preference,
     chain,
@@ -251,12 +249,6 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
 )
 def test_less_than_a_span_is_not_looked_up(length, computed, reason):
     assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
-
-
-def test_other_namespaces_are_not_even_counted():
-    asked = planner({"a": PROMPT})
-    planned = asked.plan(LookupRequest(7, "elsewhere", PROMPT, 0, 32, WRAPPER, True))
-    assert planned == Planned(None, "no_donor_match", 0)
 
 
 @pytest.mark.parametrize(("ratio", "reason"), [(0.25, None), (0.36, "low_reuse")])
@@ -645,3 +637,66 @@ def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_ow
     near_a, later_a = Preference({"a"}.__contains__), Preference({"a"}.__contains__, generations={"a": 1})
     assert chain(runs, 0, 1000, 64, near_a) == [Run("z", 0, 0, 100), Run("a", 50, 100, 100)]
     assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
+
+
+# -- chunked attention: runs are cut where a chunk ends, in the donor or in the prompt
+CHUNK, SPAN = 256, 64
+RANDOM = np.random.default_rng(3)
+
+
+def some(count):
+    return RANDOM.integers(0, 50_000, count).astype(np.int32)
+
+
+TEXT = some(700)
+
+
+def spans_of(before_donor, before_prompt, **options):
+    """Of a plan for the text elsewhere: where each span begins in donor and prompt, and its length."""
+    donor = np.concatenate([some(before_donor), TEXT, some(9)])
+    prompt = np.concatenate([some(before_prompt), TEXT, some(20)])
+    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, **options)
+    plan = plan_of(made.plan(request(prompt)))
+    assert plan.kind is PlanKind.REQUEST_LOCAL
+    return [(span.donor_start, span.target_start, span.length) for span in plan.spans]
+
+
+def test_no_span_holds_the_end_of_a_chunk():
+    """Its first 36 tokens and those between two ends are too few for a span."""
+    assert spans_of(20, 40) == [(20, 40, 216), (256, 276, 236), (512, 532, 208)]
+    assert spans_of(40, 20) == [(40, 20, 216), (276, 256, 236), (532, 512, 208)]
+    assert [span[1] + span[2] for span in spans_of(20, 40)[:2]] == [256, 512]
+
+
+@pytest.mark.parametrize("shift", [0, CHUNK, 2 * CHUNK])
+def test_where_chunks_end_at_the_same_tokens_a_run_stays_whole(shift):
+    assert spans_of(20, 20 + shift) == [(20, 20 + shift, 700)]
+
+
+def test_text_that_is_identical_from_the_first_token_stays_whole():
+    prompt = np.concatenate([TEXT, some(20)])
+    plan = plan_of(planner({"a": TEXT}, "exact", chunk=CHUNK, min_span_tokens=SPAN).plan(request(prompt, mode=STOCK)))
+    assert plan.kind is PlanKind.EXACT_PREFIX
+    assert [(span.target_start, span.length) for span in plan.spans] == [(0, 700)]
+
+
+@pytest.mark.parametrize(("shift", "reason"), [(SPAN, "chunk_edge"), (CHUNK, None), (13, None)])
+def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
+    """Where chunks of 128 tokens end 64 apart, no piece has 80 tokens."""
+    made = planner({"a": np.concatenate([some(7), TEXT])}, chunk=2 * SPAN, min_span_tokens=80)
+    planned = made.plan(request(np.concatenate([some(7 + shift), TEXT, some(5)])))
+    assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(1, 900), st.integers(1, 300))
+def test_pieces_are_the_run_and_each_lies_in_one_chunk(donor, target, length, chunk):
+    run = Run("a", donor, target, length)
+    pieces = run.in_chunks(chunk)
+    assert sum(piece.length for piece in pieces) == length
+    assert [piece.target_start for piece in pieces[1:]] == [piece.target_end for piece in pieces[:-1]]
+    assert {piece.donor_start - piece.target_start for piece in pieces} == {donor - target}
+    if (donor - target) % chunk == 0:
+        assert pieces == [run]
+        return
+    for start, end in ((each[at], each[at] + each.length - 1) for each in pieces for at in (1, 2)):
+        assert start // chunk == end // chunk

@@ -1,14 +1,19 @@
-"""The catalog keeps its budgets, drops the least recently used, and never a donor that is read."""
+"""The catalog keeps its budgets, drops donors in the order of its policy's definition, and never one that is read."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from semblend_trt.config import Eviction
+from semblend_trt.config import Eviction, load_settings
 from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
-from semblend_trt.errors import CapacityError, DonorUnavailableError
-from tests.semblend_trt.held_donors import catalog_of, keep
+from semblend_trt.donors.eviction import DonorHistory, policy_of
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 
 @pytest.mark.known_defect(19)
@@ -125,3 +130,199 @@ def test_a_donor_is_as_often_used_as_the_one_that_it_continues():
     catalog.commit("turn-2", 40)
     catalog.drop("turn-1")
     assert catalog.reserve("new", 40).dropped == ("other",)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "use", "remove", "evict"]), st.integers(0, 5), st.integers(1, 300)), max_size=60
+)
+
+
+def played(policy, steps):
+    """The histories of donors after the steps, which the policy hears of too, and their ranks by size."""
+    held, sized, floor = {}, {}, 0.0
+    for tick, (step, number, size) in enumerate(steps):
+        donor = str(number)
+        if (step == "add") == (donor in held):
+            continue
+        if step == "add":
+            held[donor], sized[donor] = DonorHistory(size, tick), floor + 1 / size
+            policy.added(donor, held[donor])
+        elif step == "use":
+            held[donor].last_use, held[donor].uses = tick, held[donor].uses + 1
+            sized[donor] = floor + 1 / held[donor].tokens
+            policy.used(donor)
+        else:
+            floor = max(floor, sized[donor]) if step == "evict" else floor
+            del held[donor], sized[donor]
+            policy.removed(donor, evicted=step == "evict")
+    return held, sized
+
+
+RANKS = {
+    Eviction.LRU: lambda history, _: history.last_use,
+    Eviction.LFU: lambda history, _: (history.uses, history.last_use),
+    Eviction.SIZE_AWARE: lambda history, sized: (sized, history.last_use),
+}
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+@given(steps=STEPS)
+def test_order_is_that_of_the_definition(name, steps):
+    policy = policy_of(name)
+    held, sized = played(policy, steps)
+    assert list(policy.candidates()) == sorted(held, key=lambda donor: RANKS[name](held[donor], sized[donor]))
+
+
+@pytest.mark.parametrize("name", ["fifo", "static_semantic", "adaptive_semantic"])
+def test_a_policy_that_only_a_replay_plays_is_refused_with_those_that_serve(monkeypatch, name):
+    monkeypatch.setenv("SEMBLEND_EVICTION", name)
+    used = "use one of lru, lfu, size_aware; `python -m validation replay` plays the others"
+    with pytest.raises(ConfigurationError, match=f"SEMBLEND_EVICTION: policy '{name}' evicts no donors; {used}"):
+        load_settings()
+
+
+@pytest.mark.known_defect(20)
+@pytest.mark.parametrize("name", list(Eviction))
+def test_hit_then_overflow_keeps_the_hot_donor(name):
+    catalog = catalog_of(100, 50, name)
+    for donor_id in "abcd":
+        keep(catalog, donor_id, 25)
+    for _ in range(3):
+        catalog.lease("a").release()
+    assert "a" not in keep(catalog, "e", 25).dropped
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A catalog of three tiers under any policy: budgets hold, leased donors stay, and nothing is lost count of."""
+
+    name = Eviction.LRU
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+        self.catalog = catalog_of(
+            60, 8, self.name,
+            device_blocks=4, block_size=10, disk_bytes=20 * 4096,
+        )  # fmt: skip
+        self.catalog.begin_writing()
+        self.saving = []
+        self.writing = set()
+        self.moving = {}
+        self.ready = set()
+        self.leases = []
+
+    def obey(self, moves):
+        gone = set(moves.dropped)
+        leased = {lease.donor_id for lease in self.leases}
+        assert not (gone | set(moves.released) | set(moves.offloaded)) & leased
+        assert not gone & (self.writing | set(self.moving) | set(self.saving))
+        self.ready -= gone
+        self.writing |= set(moves.written)
+
+    @rule(size=st.integers(1, 50))
+    def reserve(self, size):
+        self.number += 1
+        try:
+            moves = self.catalog.reserve(str(self.number), size)
+        except CapacityError:
+            return
+        self.obey(moves)
+        self.saving.append(str(self.number))
+
+    @rule(size=st.integers(1, 50))
+    def find(self, size):
+        self.number += 1
+        dropped = self.catalog.adopt(str(self.number), size)
+        if dropped is not None:
+            assert set(dropped) <= self.ready - set(self.moving)
+            self.obey(TierMoves(Tier.DISK, dropped=dropped))
+            self.ready.add(str(self.number))
+
+    @precondition(lambda self: self.saving)
+    @rule(is_cancelled=st.booleans())
+    def commit(self, is_cancelled):
+        donor_id = self.saving.pop(0)
+        if is_cancelled:
+            assert self.catalog.cancel(donor_id)
+            self.writing.discard(donor_id)
+            return
+        self.catalog.commit(donor_id, 1)
+        self.ready.add(donor_id)
+
+    @precondition(lambda self: self.writing - set(self.saving))
+    @rule(succeeded=st.booleans())
+    def written(self, succeeded):
+        donor_id = min(self.writing - set(self.saving))
+        self.writing.discard(donor_id)
+        self.catalog.written(donor_id, succeeded)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data(), up=st.sampled_from(["fetch", "promote"]))
+    def move_up(self, data, up):
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        moves = getattr(self.catalog, up)(donor_id)
+        if moves is not None:
+            self.moving[donor_id] = up
+            self.obey(moves)
+
+    @precondition(lambda self: self.moving)
+    @rule(succeeded=st.booleans())
+    def moved_up(self, succeeded):
+        donor_id, up = self.moving.popitem()
+        if up == "promote":
+            self.catalog.promoted(donor_id, succeeded)
+            assert self.catalog.tier(donor_id) is (Tier.DEVICE if succeeded else Tier.HOST)
+            return
+        assert self.catalog.fetched(donor_id, succeeded)
+        if not succeeded:
+            self.ready.discard(donor_id)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def use(self, data):
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        if donor_id not in self.catalog.resting():
+            self.leases.append(self.catalog.lease(donor_id))
+
+    @rule()
+    def release(self):
+        while self.leases:
+            self.leases.pop().release()
+
+    @invariant()
+    def budgets_hold(self):
+        stats = self.catalog.stats()
+        assert stats.used_bytes <= 60 * BYTES_PER_TOKEN
+        assert stats.device_blocks_used <= 4
+        assert stats.disk_bytes_used <= 20 * 4096
+        assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
+
+    @invariant()
+    def every_donor_is_where_the_catalog_says(self):
+        for donor_id in self.ready:
+            fetching = self.moving.get(donor_id) == "fetch"
+            assert self.catalog._entries[donor_id].state == ("fetching" if fetching else "ready")
+        for lease in self.leases:
+            assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
+
+    def teardown(self):
+        self.release()
+        while self.saving:
+            self.catalog.cancel(self.saving.pop())
+        while self.moving:
+            self.moved_up(True)
+        for donor_id in sorted(self.writing):
+            self.catalog.written(donor_id, True)
+        for donor_id in sorted(self.ready):
+            assert self.catalog.drop(donor_id)
+        stats = self.catalog.stats()
+        assert (stats.used_bytes, stats.device_blocks_used, stats.disk_bytes_used, stats.leases) == (0, 0, 0, 0)
+
+
+def machine_of(policy):
+    machine = type(f"Policy_{policy.value}", (PolicyMachine,), {"name": policy})
+    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40)
+    return machine.TestCase
+
+
+TestLru, TestLfu, TestSizeAware = map(machine_of, Eviction)

@@ -60,8 +60,9 @@ def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
 def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     holds = (
         "import sys, pathlib, torch\n"
+        "from kernels.layout import KvGeometry\n"
         "from semblend_trt.donors.disk_tier import DiskTier, KvForm\n"
-        "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(3, 2, 2, 8, torch.float32))\n"
+        "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(KvGeometry(3, 2, 8, 1), torch.float32))\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )

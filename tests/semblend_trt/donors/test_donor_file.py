@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from semblend_trt.donors import disk_tier
-from semblend_trt.donors.disk_tier import PAGE, DonorFileError, file_bytes, read_kv, read_text, write_donor
+from semblend_trt.donors.disk_tier import PAGE, DonorFileError, KvForm, file_bytes, read_kv, read_text, write_donor
 from tests.semblend_trt.held_donors import FORM, host_kv, text_of, whole
 
 TOKENS = 21
@@ -84,7 +84,11 @@ def test_parts_of_memory_need_not_be_those_of_the_writer(written, sizes):
 
 def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written):
     path, *_ = written
-    assert path.stat().st_size <= file_bytes(FORM.num_layers, FORM.token_bytes, TOKENS) < path.stat().st_size + PAGE
+    assert (
+        path.stat().st_size
+        <= file_bytes(FORM.geometry.num_layers, FORM.token_bytes, TOKENS)
+        < path.stat().st_size + PAGE
+    )
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     assert header == FORM.header_bytes
     assert header % PAGE == 0
@@ -172,7 +176,8 @@ def test_another_format_is_another_version(written, version):
 @pytest.mark.parametrize("change", [{"num_layers": 4}, {"kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.bfloat16}])
 def test_kv_of_another_model_or_dtype_is_refused(written, change):
     path, _, seal = written
-    other = dataclasses.replace(FORM, **change)
+    sizes = {name: value for name, value in change.items() if name != "dtype"}
+    other = KvForm(dataclasses.replace(FORM.geometry, **sizes), change.get("dtype", FORM.dtype))
     assert_refused("other_geometry", text_in, path, other)
     assert_refused("other_geometry", kv_in, path, seal, None, other)
 
@@ -248,7 +253,7 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
     read, over, ended = disk_tier._read_all, threading.Event(), []
 
     def fails_at_once_or_takes_long(descriptor, view, start):
-        if len(view) * FORM.num_layers == TOKENS * FORM.token_bytes:  # a layer's KV
+        if len(view) * FORM.geometry.num_layers == TOKENS * FORM.token_bytes:  # a layer's KV
             if start == FORM.header_bytes:
                 raise OSError(errno.EIO, "a bad sector")
             over.wait(0.05)
@@ -258,7 +263,7 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
     monkeypatch.setattr(disk_tier, "_read_all", fails_at_once_or_takes_long)
     with pytest.raises(OSError, match="a bad sector"):
         kv_in(path, seal)
-    assert len(ended) == FORM.num_layers - 1
+    assert len(ended) == FORM.geometry.num_layers - 1
     over.set()
 
 
@@ -272,5 +277,5 @@ def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeyp
 
     monkeypatch.setattr(disk_tier, "_moved", note)
     kv_in(path, seal)
-    assert len(readers) == FORM.num_layers
+    assert len(readers) == FORM.geometry.num_layers
     assert all(reader.daemon for reader in readers)

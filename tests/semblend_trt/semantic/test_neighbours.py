@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry
 
-from semblend_trt.audit import AuditEvents
+from semblend_trt.audit import AuditLog
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
@@ -37,7 +37,7 @@ class Records:
 
     def __init__(self, path):
         self._path, self._registry, self.vectors = path, CollectorRegistry(), {}
-        self.audit, self.metrics = AuditEvents(path), metrics_for(self._registry)
+        self.audit, self.metrics = AuditLog(path), metrics_for(self._registry)
         self.announcer = SimpleNamespace(embedded=self.vectors.__setitem__)
 
     def events(self):
