@@ -113,7 +113,9 @@ class VllmWorker:
         """Return what the scheduler's process has to know of this rank; None if it is this process."""
         if self._reporter is None:
             return None
-        return self._reporter.start(self._arguments.read_caches())
+        from engine_wrapper.vllm.report import StartReport
+
+        return StartReport(self._runtime.refusal, self._runtime.pool, self._arguments.read_caches())
 
     @never_raises(lambda: None)
     def step_report(self) -> StepReport | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
@@ -25,6 +25,7 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     import torch
 
+    from kernels.layout import PagedKv
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.connector.requests import SemBlendConnectorMetadata
     from semblend_trt.donors.disk_tier import DiskTransfers
@@ -284,7 +285,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             stale = DonorUnavailableError("its donors were computed with other weights")
             failed = [(plan, stale) for plan in plans if plan.spans]
         elif self.loader is not None:
-            failed = self.loader.load(plans)
+            failed = self.loader.load(plans, self._in_blocks() if plans else None)
         here = {index: error for index, plan in enumerate(plans) for other, error in failed if other is plan}
         failures, self._runtime.weights_changes = agree_on_loads(
             self._runtime.ranks, plans, here, self._runtime.weights_changes
@@ -307,9 +308,34 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         intent, followed = self._to_save.pop(request_id, None), self._followed.pop(request_id, None)
         if intent is None or self.saver is None:
             return False
-        if followed is None or not followed.is_whole or followed.iteration > self._completed_iteration:
+        if not self._is_whole(followed):
             self.saver.refuse(intent, "a forward that was to write its KV has failed")
             return True
+        block_ids, tokens = self._written(intent, followed)
+        if tokens:
+            self.saver.start(intent, block_ids, tokens)
+        else:
+            self.saver.refuse(intent, "its blocks are none of the pool's")
+        return True
+
+    def _in_blocks(self) -> dict[str, PagedKv]:
+        """Return donors by id that are whole in the engine's blocks, which it holds until `get_finished` at least."""
+        if self.saver is None or not self._holds_saved_blocks or self._is_v2:
+            return {}
+        found = dict(self.saver.in_blocks)
+        for intent in self._to_save.values():
+            followed = self._followed.get(intent.request_id)
+            block_ids, tokens = self._written(intent, followed) if self._is_whole(followed) else ([], 0)
+            if tokens and tokens == intent.max_tokens:
+                found[intent.donor_id] = self.saver.source(block_ids)
+        return found
+
+    def _is_whole(self, followed: _FollowedRequest | None) -> TypeGuard[_FollowedRequest]:
+        """Return whether every forward that was to write the request's KV has completed."""
+        return followed is not None and followed.is_whole and followed.iteration <= self._completed_iteration
+
+    def _written(self, intent: SaveIntent, followed: _FollowedRequest) -> tuple[list[int], int]:
+        """Return the blocks and the tokens that can be saved of an ended request; 0 for blocks of no pool."""
         assert self._runtime.pool is not None
         block_size, known = self._runtime.pool.geometry.block_size, set[int]()
         block_ids = list(intent.block_ids) or followed.block_ids
@@ -320,8 +346,4 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 tokens = min(tokens, len(known) * block_size)
                 break
             known.add(block)
-        if tokens:
-            self.saver.start(intent, block_ids[: -(-tokens // block_size)], tokens)
-        else:
-            self.saver.refuse(intent, "its blocks are none of the pool's")
-        return True
+        return block_ids[: -(-tokens // block_size)], tokens

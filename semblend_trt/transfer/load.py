@@ -114,8 +114,11 @@ class PlanLoader:
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._readiness, self._reader = readiness, reader
 
-    def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
-        """Queue the plans' loads after the current stream's work; later work on it sees all of them.
+    def load(
+        self, plans: Sequence[SemanticKvPlan], in_blocks: Mapping[str, PagedKv] | None = None
+    ) -> list[tuple[SemanticKvPlan, Exception]]:
+        """Queue the plans' loads after the current stream's work; later work on it sees all of them. `in_blocks`:
+        donors that are not saved yet, in blocks that only later work on this stream may write.
 
         Returns the plans that could not be loaded, with the reason; nothing that may be read of them is in the pool.
         Host donors are read until `readiness` has asked for every group; see `DeviceTier` for the others."""
@@ -129,7 +132,7 @@ class PlanLoader:
         with ExitStack() as reads:
             for plan in plans:
                 try:
-                    prepared.append((plan, self._prepare(plan, reads)))
+                    prepared.append((plan, self._prepare(plan, reads, in_blocks or {})))
                 except Exception as error:
                     failed.append((plan, error))
             try:
@@ -139,9 +142,9 @@ class PlanLoader:
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         return failed
 
-    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
+    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack, in_blocks: Mapping[str, PagedKv]) -> _Load:
         donors = {
-            donor_id: reads.enter_context(self._store.reading(donor_id))
+            donor_id: in_blocks.get(donor_id) or reads.enter_context(self._store.reading(donor_id))
             for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)
         }
         target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)

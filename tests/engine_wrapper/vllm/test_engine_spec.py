@@ -25,10 +25,11 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.vllm.engine_configs import MODEL, engine_config
+from tests.builders.vllm import engine_config
 from tests.semblend_trt.samples import unknown_fields
+from validation.models import shipped_model
 
-HEADS, DIM, BLOCK = 2, 64, 16
+HEADS, DIM, BLOCK, MODEL = 2, 64, 16, shipped_model()
 
 
 def with_layers(config, cache=None):

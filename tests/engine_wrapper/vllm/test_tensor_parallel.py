@@ -1,15 +1,18 @@
 """Two ranks of tensor parallelism: one decision for both, and what one rank cannot do is computed by both."""
 
+from datetime import timedelta
+
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
 
-from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
+# A rank waits so long for one that does not come to the end of a forward, in place of three minutes.
+SHORT_WAIT = timedelta(seconds=20)
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +25,27 @@ def cold():
 def two(engine, monkeypatch):
     """Makes an engine of two ranks."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setattr("semblend_trt.ranks._LONGEST_WAIT", SHORT_WAIT)  # workers are forks of this process
 
-    def make(policy, settings=None):
-        served = engine(policy, {"min_saving": 0, **(settings or {})}, tensor_parallel_size=2)
+    def make(policy, settings=None, **options):
+        served = engine(policy, {"min_saving": 0, **(settings or {})}, tensor_parallel_size=2, **options)
         assert served.scheduler.namespace is None or served.scheduler.namespace.tensor_parallel["tp_size"] == 2
         return served
 
     return make
 
 
-def ask(served, prompt):
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=16, temperature=0, logprobs=1, detokenize=False)
-    [output] = served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    [own] = output.outputs
-    return [*own.token_ids], [next(iter(each.values())).logprob for each in own.logprobs], output
-
-
 def assert_cold(served, prompt, cold):
-    tokens, logprobs, output = ask(served, prompt)
-    assert tokens == cold(prompt).tokens
-    assert near(logprobs, cold(prompt).logprobs)
-    receipt = output.kv_transfer_params[VLLM_RECEIPT]
-    assert output.num_cached_tokens == receipt["exact_prefix_tokens"] + receipt["reused_tokens"]
-    return receipt
+    answer = served.ask(prompt, max_tokens=16)
+    assert answer.tokens == cold(prompt).tokens
+    assert near(answer.logprobs, cold(prompt).logprobs)
+    assert answer.cached == answer.receipt["exact_prefix_tokens"] + answer.receipt["reused_tokens"]
+    return answer.receipt
 
 
 def taught(served, *donors):
     for donor in (NEW, *donors):  # the first prompt is computed again
-        ask(served, donor)
+        served.ask(donor, max_tokens=16)
     served.settle()
     served.forget()
     assert served.runtime.mode.value == "wrapper"
@@ -83,8 +77,17 @@ def fail_forward(worker):
         forward._planned = fails
 
 
+def fail_layer(worker):
+    """On the second rank alone, before its attention: the first rank waits for it in the sum after that."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if get_rank() == 1:
+        layers = get_kv_transfer_group()._worker._forward._runner.model.model.layers
+        layers[3].forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("the second rank fails"))
+
+
 def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
-    served = two(*WHOLE)
+    served = two(*WHOLE, kept=True)
     taught(served, DONOR)
     assert assert_cold(served, MOVED, cold)["offered_tokens"] == len(DOCUMENT)
     served.settle()
@@ -103,19 +106,26 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
 
 
 def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path):
-    found, profiles = [], []
-    for make in (engine, two):
-        served = make("position_fix", {"min_saving": 0})
-        taught(served)
-        namespace, geometry = served.scheduler.namespace, served.runtime.pool.geometry
-        settings = checked_at(served, tmp_path, **CHECK)
-        for of_one_rank in profiles:
-            assert any("parallel layout" in each for each in of_one_rank.differences(namespace, geometry))
-        profiles.append(ReuseProfile.read(tmp_path / "profile.json"))
-        served = make("boundary", {"min_saving": 0, **settings})
+    """And an engine one of whose ranks fails within a layer ends: the other one waits for it."""
+    found, settings, profiles, namespaces = {}, {}, {}, {}
+    for name, make in (("both", two), ("one", engine)):  # two ranks first: that engine is kept
+        served = make(*WHOLE, kept=True) if make is two else make("position_fix", {"min_saving": 0})
+        served.ask(NEW)
+        (tmp_path / name).mkdir()
+        settings[name] = {"min_saving": 0, **checked_at(served, tmp_path / name, **CHECK)}
+        profiles[name] = ReuseProfile.read(tmp_path / name / "profile.json")
+        namespaces[name] = served.scheduler.namespace, served.runtime.pool.geometry
+    assert any("parallel layout" in each for each in profiles["one"].differences(*namespaces["both"]))
+    for name, make in (("one", engine), ("both", two)):
+        served = make("boundary", settings[name])
         taught(served, DONOR)
-        found.append(ask(served, MOVED)[2].kv_transfer_params[VLLM_RECEIPT])
-    one, both = found
+        found[name] = served.ask(MOVED, max_tokens=16).receipt
+    one, both = found["one"], found["both"]
     assert 0 < one["reused_tokens"] < one["checked_tokens"] == both["checked_tokens"] == len(DOCUMENT)
     assert both["reused_tokens"] == pytest.approx(one["reused_tokens"], abs=2)
     assert both["largest_kept"] == pytest.approx(one["largest_kept"], rel=1e-2)
+    served.settle()
+    served.forget()
+    served.llm.collective_rpc(fail_layer)
+    with pytest.raises(Exception, match="a rank did not come to the end of a forward"):
+        served.ask(MOVED)
