@@ -135,6 +135,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.store, self.loader, self.saver, self.transfers = open_tiers(
             self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
+        if holds and not self._is_v2:
+            self.loader.in_blocks = self._in_blocks
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds, self._is_v2)
 
     def _kv_scales(self) -> str | None:
@@ -285,7 +287,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             stale = DonorUnavailableError("its donors were computed with other weights")
             failed = [(plan, stale) for plan in plans if plan.spans]
         elif self.loader is not None:
-            failed = self.loader.load(plans, self._in_blocks() if plans else None)
+            failed = self.loader.load(plans)
         here = {index: error for index, plan in enumerate(plans) for other, error in failed if other is plan}
         failures, self._runtime.weights_changes = agree_on_loads(
             self._runtime.ranks, plans, here, self._runtime.weights_changes
@@ -320,8 +322,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def _in_blocks(self) -> dict[str, PagedKv]:
         """Return donors by id that are whole in the engine's blocks, which it holds until `get_finished` at least."""
-        if self.saver is None or not self._holds_saved_blocks or self._is_v2:
-            return {}
+        assert self.saver is not None
         found = dict(self.saver.in_blocks)
         for intent in self._to_save.values():
             followed = self._followed.get(intent.request_id)

@@ -1,18 +1,18 @@
 """Two ranks of tensor parallelism: one decision for both, and what one rank cannot do is computed by both."""
 
-from datetime import timedelta
+from contextlib import nullcontext
 
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
 
+from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.ranks import RanksApartError, TorchRanks
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
-# A rank waits so long for one that does not come to the end of a forward, in place of three minutes.
-SHORT_WAIT = timedelta(seconds=20)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,6 @@ def cold():
 def two(engine, monkeypatch):
     """Makes an engine of two ranks."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.setattr("semblend_trt.ranks._LONGEST_WAIT", SHORT_WAIT)  # workers are forks of this process
 
     def make(policy, settings=None, **options):
         served = engine(policy, {"min_saving": 0, **(settings or {})}, tensor_parallel_size=2, **options)
@@ -105,8 +104,9 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     assert served.faults["planned_forward"] > 0
 
 
-def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path):
-    """And an engine one of whose ranks fails within a layer ends: the other one waits for it."""
+def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path, monkeypatch):
+    """And an engine one of whose ranks fails within a layer ends: on a CPU the other one waits for it, and vLLM for
+    that."""
     found, settings, profiles, namespaces = {}, {}, {}, {}
     for name, make in (("both", two), ("one", engine)):  # two ranks first: that engine is kept
         served = make(*WHOLE, kept=True) if make is two else make("position_fix", {"min_saving": 0})
@@ -127,5 +127,32 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     served.settle()
     served.forget()
     served.llm.collective_rpc(fail_layer)
-    with pytest.raises(Exception, match="a rank did not come to the end of a forward"):
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "20")  # of five minutes
+    with pytest.raises(Exception, match="a rank failed within a forward" if is_available() else "timed out"):
         served.ask(MOVED)
+
+
+@pytest.mark.parametrize(
+    ("done", "parts", "others", "raised"),
+    [
+        (True, 6, [1, 6, -6], None),
+        (True, 6, [0, 6, -6], DonorUnavailableError),  # it failed before its first part, or after its last one
+        (False, 6, [1, 6, -6], LookupError),
+        (True, 6, [0, 3, -3], RanksApartError),
+        (False, 3, [1, 6, -6], RanksApartError),
+        (False, 3, [0, 4, -4], RanksApartError),
+    ],
+)
+def test_ranks_that_have_come_to_other_parts_of_a_forward_do_not_go_on(monkeypatch, done, parts, others, raised):
+    """Their sums would meet those of other layers."""
+    ranks, reached = TorchRanks.__new__(TorchRanks), [100]
+    monkeypatch.setattr(TorchRanks, "least", lambda _, own: [min(both) for both in zip(own, others, strict=True)])
+
+    def run():
+        reached.append(100 + parts)
+        if not done:
+            raise LookupError
+        return "rows"
+
+    with nullcontext() if raised is None else pytest.raises(raised):
+        assert ranks.together(run, lambda: reached[-1]) == "rows"
