@@ -127,7 +127,7 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     served.settle()
     served.forget()
     served.llm.collective_rpc(fail_layer)
-    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "20")  # of five minutes
+    monkeypatch.setattr("vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 20)  # of five minutes; vLLM keeps what it read
     with pytest.raises(Exception, match="a rank failed within a forward" if is_available() else "timed out"):
         served.ask(MOVED)
 

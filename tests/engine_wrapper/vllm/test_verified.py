@@ -146,10 +146,13 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
     assert max(rows) <= served.core.scheduler.max_num_scheduled_tokens
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("options", "compares_all"),
-    [({}, True), ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True), ({}, False)],
+    [
+        pytest.param({}, True, marks=pytest.mark.every_version),
+        ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True),
+        ({}, False),
+    ],
     ids=str,
 )
 def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
