@@ -48,9 +48,10 @@ class Ranks:
         """Return the smallest number at each index over all ranks."""
         return [min(given) for given in zip(*self.gather(list(values)), strict=True)]
 
-    def together(self, run: Callable[[], T]) -> T:
+    def together(self, run: Callable[[], T], reached: Callable[[], int] = int) -> T:  # noqa: ARG002 - one rank is not apart
         """Return what `run` does on this rank, once all ranks are through it. Raises on all of them what it raises on
-        any, and RanksApartError if not all come to its end."""
+        any. Raises RanksApartError if not all come to its end, or `reached` counts other parts of it on each: on a card
+        the others do not wait, and what is run next would take the sums that they have left."""
         return run()
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,16 +103,19 @@ class TorchRanks(Ranks):
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=self._host)
         return list(least.tolist())
 
-    def together(self, run: Callable[[], T]) -> T:
-        error, found = None, list[T]()
+    def together(self, run: Callable[[], T], reached: Callable[[], int] = int) -> T:
+        error, found, begin = None, list[T](), reached()
         try:
             found.append(run())
         except Exception as raised:
             error = raised
         try:
-            (are_done,) = self.least([error is None])
+            parts = reached() - begin
+            are_done, least, most = self.least([error is None, parts, -parts])
         except RuntimeError as raised:
             raise RanksApartError(f"a rank did not come to the end of a forward: {raised}") from error
+        if least != -most:
+            raise RanksApartError(f"a rank failed within a forward: it ran {least} parts, another {-most}") from error
         if error is not None:
             raise error
         if not are_done:

@@ -181,12 +181,15 @@ class VllmRows:
         self.enter(stage)
         rows = self._schedule.token_ids, self._positions
         # Graphs that are known here were captured without adapters.
-        with nullcontext(rows) if self._has_adapters else graphs.replayed(*rows) as (input_ids, positions):
+        given = nullcontext(rows) if self._has_adapters else graphs.replayed(*rows)
+        with self._parts.calls.counted(), given as (input_ids, positions):
             return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
         """Run a layer."""
-        self._hidden, self._residual = self._parts.calls.run(layer, self._positions, self._begun())
+        rows = self._begun()
+        with self._parts.calls.counted():
+            self._hidden, self._residual = self._parts.calls.run(layer, self._positions, rows)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Run the check's layer up to K and V of all rows, which are written once the deviations are taken."""
@@ -203,7 +206,8 @@ class VllmRows:
         if not check.is_sample:
             # A layer writes into what it is given, and runs again for the rows that go on.
             hidden, residual = hidden.clone(), None if residual is None else residual.clone()
-        deviations: torch.Tensor = take_fresh(parts, layer, self._positions, (hidden, residual), take)
+        with parts.calls.counted():
+            deviations: torch.Tensor = take_fresh(parts, layer, self._positions, (hidden, residual), take)
         return deviations
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32).
 
 from __future__ import annotations
 
+import logging
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
-from engine_wrapper.vllm.log import log_into_vllm
 from engine_wrapper.vllm.refusals import are_workers_apart, engine_refusal_of
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.runtime import runtime_for
@@ -22,12 +23,34 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.scheduler import StepMetadata
 
 
+class _IntoVllm(logging.Handler):
+    """Brings each line, once, into vLLM's own log, with its level and time, and `semblend` before the message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        target = logging.getLogger("vllm")
+        handlers = target.handlers
+        if not handlers and not logging.getLogger().handlers and logging.lastResort is not None:
+            handlers = [logging.lastResort]  # vLLM configures no logging, and the user neither
+        own = copy(record)
+        own.msg = f"semblend: {record.msg}"
+        for handler in handlers if target.isEnabledFor(record.levelno) else ():
+            if record.levelno >= handler.level:
+                handler.handle(own)
+
+
+_log = _IntoVllm()
+
+
 class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as stock."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_into_vllm()
+        for floor in ("engine_wrapper", "semblend_trt", "kernels"):
+            logger = logging.getLogger(floor)
+            logger.addHandler(_log)  # a handler is added once
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))

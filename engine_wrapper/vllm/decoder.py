@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engine_wrapper.kv_scales import Scale
     from engine_wrapper.vllm.adapters import LoadedAdapters
@@ -65,6 +65,15 @@ class LayerCalls:
     def __init__(self, model: Any) -> None:
         """`model`: what the runner calls; its `model` is the decoder."""
         self._model, self._decoder = model, model.model
+        # Counts layers that rows began and ended, the parts by which ranks compare how far they came.
+        self.reached = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count one part when it begins, and once more when it ends."""
+        self.reached += 1
+        yield
+        self.reached += 1
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows that enter the lowest layer, [rows, hidden]; Granite's decoder multiplies its embeddings."""

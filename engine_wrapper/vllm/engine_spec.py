@@ -36,10 +36,8 @@ HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
 
 _lock = threading.Lock()
 _known: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
-# vLLM's attention layers by name, which it adds as it loads the model.
-_layers: weakref.WeakKeyDictionary[EngineSpec, Mapping[str, Any]] = weakref.WeakKeyDictionary()
-# What workers in other processes have reported of their caches.
-_reported: weakref.WeakKeyDictionary[EngineSpec, list[Caches]] = weakref.WeakKeyDictionary()
+# vLLM's attention layers by name, which it adds as it loads the model; and the caches of workers in other processes.
+_parts: weakref.WeakKeyDictionary[EngineSpec, tuple[Mapping[str, Any], list[Caches]]] = weakref.WeakKeyDictionary()
 
 
 def from_vllm_config(vllm_config: Any) -> EngineSpec:
@@ -53,16 +51,16 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
     with _lock:
         known = _known.get(key)
         # An ended engine may wait for the garbage collector under the same id, which its user chose.
-        if known is None or (_layers[known] and layers and _layers[known] is not layers):
+        if known is None or (_parts[known][0] and layers and _parts[known][0] is not layers):
             reported: list[Caches] = []
             known = _known[key] = _read(vllm_config, layers, reported)
-            _layers[known], _reported[known] = layers, reported
+            _parts[known] = layers, reported
         return known
 
 
 def learn_caches(engine: EngineSpec, caches: Caches) -> None:
     """Have the engine's spec name the caches that a worker in another process has."""
-    _reported[engine][:] = [caches]
+    _parts[engine][1][:] = [caches]
 
 
 def vllm_version() -> tuple[int, int] | None:
@@ -76,12 +74,21 @@ def vllm_version() -> tuple[int, int] | None:
 
 def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> EngineSpec:
     model, parallel, load = config.model_config, config.parallel_config, config.load_config
-    settings, refusal = _settings(config.kv_transfer_config)
+    refusal = None
+    try:
+        settings = settings_of(getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {})
+        load_settings(**settings)
+    except ConfigurationError as error:
+        logger.error("KV reuse is off: %s", error)
+        settings, refusal = settings_off(), "settings_invalid"
     load_format = str(getattr(load, "load_format", "")).lower()
     dtype, cache_dtype = text_of(getattr(model, "dtype", None)), getattr(config.cache_config, "cache_dtype", None)
     version, implementation = vllm_version(), str(getattr(model, "model_impl", "auto"))
     is_own_model = implementation in ("auto", "vllm")
     name = "" if version is None else f"vllm-{version[0]}.{version[1]}{'' if is_own_model else f'-{implementation}'}"
+    method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
+    asked = {"quant_algo": method or "?", "options": options}
+    is_quantized = method is not None or options is not None
     # vLLM scales queries by their position if it takes long prompts (`model_executor/models/llama4.py`).
     text = getattr(model, "hf_text_config", None)
     scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
@@ -102,7 +109,7 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
         dtype=dtype,
         kv_dtype="float8_e4m3fn" if cache_dtype in E4M3 else dtype,
         read_caches=read_caches,
-        quantization=_asked_quantization(model),
+        quantization=AskedQuantization(str(method or "?"), options_text(asked)) if is_quantized else None,
         reads_own_weights=load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None),
         has_model_overrides=any(getattr(model, name, None) not in HARMLESS for name in OVERRIDES),
         tensor_parallel_size=_size(parallel, "tensor_parallel_size"),
@@ -121,25 +128,6 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
         settings=settings,
         refusal=refusal,
     )
-
-
-def _settings(transfer: Any) -> tuple[dict[str, Any], str | None]:
-    """The settings of the connector's configuration; the defaults and a refusal if they cannot be used."""
-    try:
-        settings = settings_of(getattr(transfer, "kv_connector_extra_config", None) or {})
-        load_settings(**settings)
-    except ConfigurationError as error:
-        logger.error("KV reuse is off: %s", error)
-        return settings_off(), "settings_invalid"
-    return settings, None
-
-
-def _asked_quantization(model: Any) -> AskedQuantization | None:
-    method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
-    if method is None and options is None:
-        return None
-    algorithm = method or "?"
-    return AskedQuantization(str(algorithm), options_text({"quant_algo": algorithm, "options": options}))
 
 
 def _size(config: Any, *names: str) -> int | None:
@@ -194,11 +182,15 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count as
     unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
     setting two values."""
-    named = _keys()
+    named = {}
+    for field in Settings.model_fields:
+        _, variable, *_ = names = variables_of(field)
+        given = (field, f"semblend_{field}", variable.removeprefix("SEMBLEND_"), *names)
+        named.update((name.lower(), field) for name in given)
     found, old = dict[str, Any](), dict[str, Any]()
     replaced, unknown = dict[str, str](), list[str]()
-    for given, value in extra.items():
-        key, text = str(given).lower(), value.strip() if isinstance(value, str) else value
+    for name, value in extra.items():
+        key, text = str(name).lower(), value.strip() if isinstance(value, str) else value
         # A value of another type means what its text would mean in the variable.
         if isinstance(text, (bool, int, float)):
             text = json.dumps(text)
@@ -219,7 +211,7 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
             replaced[key] = why
         else:
             close = difflib.get_close_matches(key, named, n=1, cutoff=0.8)
-            unknown.append(repr(str(given)[:64]) + (f" (did you mean {close[0]}?)" if close else ""))
+            unknown.append(repr(str(name)[:64]) + (f" (did you mean {close[0]}?)" if close else ""))
     if "disk_path" in old and "disk_bytes" not in found:
         replaced["kv_storage_path"] = "disk_path with disk_bytes, without which nothing is written"
     if replaced:
@@ -233,13 +225,3 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 def settings_off() -> dict[str, Any]:
     """Return the default settings, none of them read from the environment."""
     return {name: setting.default for name, setting in Settings.model_fields.items()}
-
-
-def _keys() -> dict[str, str]:
-    """The field of each name that a setting may be given under."""
-    keys = {}
-    for setting in Settings.model_fields:
-        _, variable, *_ = names = variables_of(setting)
-        for name in (setting, f"semblend_{setting}", variable.removeprefix("SEMBLEND_"), *names):
-            keys[name.lower()] = setting
-    return keys

@@ -83,9 +83,9 @@ class PlannedForward:
     def _run_step(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         plans = self._runtime.active_plans.take_all(each.number for each in self.step.values())
         if plans:
-            ranks = self._runtime.ranks
+            together = partial(self._runtime.ranks.together, reached=lambda: self._parts.calls.reached)
             try:
-                return ranks.together(partial(self._planned, plans, options))
+                return together(partial(self._planned, plans, options))
             except RanksApartError:
                 raise
             except Exception:
@@ -95,7 +95,7 @@ class PlannedForward:
             try:
                 self._runtime.failed_loads.extend(plans)
                 whole = {number: plan.without_spans("planned_forward") for number, plan in plans.items()}
-                return ranks.together(partial(self._planned, whole, options))
+                return together(partial(self._planned, whole, options))
             except RanksApartError:
                 raise
             except Exception:

@@ -84,14 +84,10 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class Reporter:
-    """Makes the reports of one rank."""
+    """Makes the reports of one rank's steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._sent, self._faults = runtime, RankState(), Counter[str]()
-
-    def start(self, caches: Caches) -> StartReport:
-        """Return what is known before the first step."""
-        return StartReport(self._runtime.refusal, self._runtime.pool, caches)
 
     def report(self, *, begins_again: bool) -> StepReport | None:
         """Return what is new since the last call, or None."""
@@ -100,7 +96,9 @@ class Reporter:
         changes, adapters = runtime.weights_changes, dict(runtime.adapters)
         known = runtime.refusal, runtime.mode, runtime.costs, runtime.tokens_left
         state = RankState(*known, changes, are_first, adapters)
-        events = {name: _taken(getattr(runtime, name)) for name in _EVENTS}
+        events = {name: tuple(getattr(runtime, name)) for name in _EVENTS}
+        for name in _EVENTS:
+            getattr(runtime, name).clear()
         faults, self._faults = runtime.faults - self._faults, Counter(runtime.faults)
         if state == self._sent and not (any(events.values()) or faults or begins_again):
             return None
@@ -135,9 +133,3 @@ class RemoteWeights:
         self.are_first = are_first
         if changed:
             self.prefix_is_stale = not (self.suspicions and self._was_reset)
-
-
-def _taken(events: Any) -> tuple[Any, ...]:
-    found = tuple(events)
-    events.clear()
-    return found

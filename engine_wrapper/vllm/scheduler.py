@@ -232,10 +232,10 @@ class RequestView:
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
         self.cache_salt: str | None = request.cache_salt
-        asked = getattr(request, "kv_transfer_params", None)
-        self.exact_only = isinstance(asked, dict) and asked.get(EXACT_ONLY) is True
-        self.cold = isinstance(asked, dict) and asked.get(COLD) is True
-        broken = asked.get(BROKEN_PROFILES) if isinstance(asked, dict) else None
+        given = getattr(request, "kv_transfer_params", None)
+        asked = given if isinstance(given, dict) else {}
+        self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
+        broken = asked.get(BROKEN_PROFILES)
         self.broken_profiles = broken if isinstance(broken, list) else []
         self._request = request
         if taken_tokens is not None:
@@ -455,12 +455,13 @@ class VllmScheduler:
             tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._scheduler)
 
     def _adapter_of(self, number: int, request: Any) -> str | None:
-        """The identity of a request's adapter; None without one."""
+        """What KV of a request's adapter belongs to; None without one. It equals no other value while vLLM has not
+        loaded the adapter."""
         if (adapter := getattr(request, "lora_request", None)) is None:
             return None
         known = self._runtime.adapters.get(adapter.lora_int_id)
         self._adapters[number] = adapter.lora_int_id, known
-        return _identity_of(adapter.lora_name, known)
+        return unknown_value() if known is None else json.dumps([adapter.lora_name, content_value(known.digest)])
 
     def _keep_apart(self, number: int, name: str, num_computed_tokens: int) -> None:
         """Keep no donor of a request whose adapter is not loaded yet, or that goes on from vLLM's own prefix under a
@@ -494,8 +495,3 @@ class VllmScheduler:
         if request_id not in self._numbers:
             self._numbers[request_id] = next(self._next_number)
         return self._numbers[request_id]
-
-
-def _identity_of(name: str, weights: AdapterWeights | None) -> str:
-    """Return what KV of this adapter belongs to; it equals no other value while vLLM has not loaded the adapter."""
-    return unknown_value() if weights is None else json.dumps([name, content_value(weights.digest)])

@@ -101,7 +101,11 @@ class VllmWorker:
             self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None and self._runtime.refusal is None:
             self._hook(pool, caches)
-            self._adopt_refusals()
+            # What any rank refuses, all refuse: one that went on alone would wait for the others.
+            refusals = self._runtime.ranks.gather(self._runtime.refusal)
+            if (refusal := next((each for each in refusals if each is not None), None)) is not None:
+                self._runtime.refusal, self._forward = refusal, None
+                self._undo.close()
         if self._runtime.refusal is None:
             settings = self._settings
             on = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
@@ -113,7 +117,9 @@ class VllmWorker:
         """Return what the scheduler's process has to know of this rank; None if it is this process."""
         if self._reporter is None:
             return None
-        return self._reporter.start(self._arguments.read_caches())
+        from engine_wrapper.vllm.report import StartReport
+
+        return StartReport(self._runtime.refusal, self._runtime.pool, self._arguments.read_caches())
 
     @never_raises(lambda: None)
     def step_report(self) -> StepReport | None:
@@ -278,16 +284,6 @@ class VllmWorker:
                 self._runtime.faults["hook"] += 1
                 reason = error.reason if isinstance(error, LayoutError) else "model_runner"
                 self._runtime.refusal = self._runtime.refusal or reason
-
-    def _adopt_refusals(self) -> None:
-        """Refuse what any rank refuses: one that went on alone would wait for the others."""
-        if self._runtime.ranks.size == 1:
-            return
-        refusal = next((each for each in self._runtime.ranks.gather(self._runtime.refusal) if each is not None), None)
-        if refusal is not None:
-            self._runtime.refusal = refusal
-            self._undo.close()
-            self._forward = None
 
     def _decoder(self, runner: ModelRunner, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> Decoder:
         """The runner's decoder. Raises LayoutError or TypeError if planned rows cannot run it."""

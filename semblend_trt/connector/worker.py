@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from kernels.device import Event, current_stream, on, record
 from semblend_trt.config import load_settings
@@ -25,6 +25,7 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     import torch
 
+    from kernels.layout import PagedKv
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.connector.requests import SemBlendConnectorMetadata
     from semblend_trt.donors.disk_tier import DiskTransfers
@@ -134,6 +135,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.store, self.loader, self.saver, self.transfers = open_tiers(
             self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
+        if holds and not self._is_v2:
+            self.loader.in_blocks = self._in_blocks
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds, self._is_v2)
 
     def _kv_scales(self) -> str | None:
@@ -304,9 +307,33 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         intent, followed = self._to_save.pop(request_id, None), self._followed.pop(request_id, None)
         if intent is None or self.saver is None:
             return False
-        if followed is None or not followed.is_whole or followed.iteration > self._completed_iteration:
+        if not self._is_whole(followed):
             self.saver.refuse(intent, "a forward that was to write its KV has failed")
             return True
+        block_ids, tokens = self._written(intent, followed)
+        if tokens:
+            self.saver.start(intent, block_ids, tokens)
+        else:
+            self.saver.refuse(intent, "its blocks are none of the pool's")
+        return True
+
+    def _in_blocks(self) -> dict[str, PagedKv]:
+        """Return donors by id that are whole in the engine's blocks, which it holds until `get_finished` at least."""
+        assert self.saver is not None
+        found = dict(self.saver.in_blocks)
+        for intent in self._to_save.values():
+            followed = self._followed.get(intent.request_id)
+            block_ids, tokens = self._written(intent, followed) if self._is_whole(followed) else ([], 0)
+            if tokens and tokens == intent.max_tokens:
+                found[intent.donor_id] = self.saver.source(block_ids)
+        return found
+
+    def _is_whole(self, followed: _FollowedRequest | None) -> TypeGuard[_FollowedRequest]:
+        """Return whether every forward that was to write the request's KV has completed."""
+        return followed is not None and followed.is_whole and followed.iteration <= self._completed_iteration
+
+    def _written(self, intent: SaveIntent, followed: _FollowedRequest) -> tuple[list[int], int]:
+        """Return the blocks and the tokens that can be saved of an ended request; 0 for blocks of no pool."""
         assert self._runtime.pool is not None
         block_size, known = self._runtime.pool.geometry.block_size, set[int]()
         block_ids = list(intent.block_ids) or followed.block_ids
@@ -317,8 +344,4 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 tokens = min(tokens, len(known) * block_size)
                 break
             known.add(block)
-        if tokens:
-            self.saver.start(intent, block_ids[: -(-tokens // block_size)], tokens)
-        else:
-            self.saver.refuse(intent, "its blocks are none of the pool's")
-        return True
+        return block_ids[: -(-tokens // block_size)], tokens

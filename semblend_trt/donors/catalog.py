@@ -1,7 +1,8 @@
 """DonorCatalog: each donor's tier and room, and the choice of donors that make room for another.
 
 It runs on the scheduler and decides for every rank. A donor is *saving* from `reserve` to `commit`, then *ready*. Only
-ready donors are leased, moved or evicted; a leased one neither moves down nor goes. A donor counts in one tier: in the
+ready donors are moved or evicted, and leased, but for saving ones whose KV the engine's blocks hold until the commit. A
+leased one neither moves down nor goes. A donor counts in one tier: in the
 host's once its offload is decided, and in both during a promotion.
 
 A new donor goes to the device first. The donors that it displaces move down to the host, then out. A file is a second
@@ -111,7 +112,8 @@ class CatalogStats:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry(DonorHistory):
-    """A donor as policies see it; a promotion takes device room too. `is_retried`: others were dropped for its file."""
+    """A donor as policies see it; a promotion takes device room too. `is_retried`: others were dropped for its file.
+    `is_held`: while it is saved, the engine's blocks hold its KV."""
 
     tier: Tier
     state: Literal["saving", "ready", "fetching"] = "saving"
@@ -119,6 +121,7 @@ class _Entry(DonorHistory):
     leases: int = 0
     is_promoting: bool = False
     is_retried: bool = False
+    is_held: bool = False
 
     @property
     def is_readable(self) -> bool:
@@ -140,14 +143,14 @@ class Lease:
     """One reader's hold on a donor, which cannot go before `release`. A second release does nothing."""
 
     catalog: DonorCatalog
-    donor_id: str
+    entry: _Entry
     released: bool = False
 
     def release(self) -> None:
         with self.catalog._lock:
             if not self.released:
                 self.released = True
-                self.catalog._entries[self.donor_id].leases -= 1
+                self.entry.leases -= 1  # the catalog may not have it any more, if its save failed
 
 
 class DonorCatalog:
@@ -167,7 +170,9 @@ class DonorCatalog:
         self._full_at, self._full_until = 0, 0.0
         self._lock = threading.Lock()
 
-    def reserve(self, donor_id: str, tokens: int, continues: str = "", generation: int = 0) -> TierMoves:
+    def reserve(
+        self, donor_id: str, tokens: int, continues: str = "", generation: int = 0, *, is_held: bool = False
+    ) -> TierMoves:
         """Make room for a donor of at most `tokens` tokens, if possible on the device.
 
         Where another donor would have to move, the one that it `continues` leaves memory first. Raises ValueError when
@@ -187,7 +192,7 @@ class DonorCatalog:
                     "being saved leave no room, raise SEMBLEND_HOST_BYTES, SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
                 )
             moves = self._apply(moves, continues)
-            entry = _Entry(tokens, uses=0 if old is None else old.uses, tier=moves.tier)
+            entry = _Entry(tokens, uses=0 if old is None else old.uses, tier=moves.tier, is_held=is_held)
             self._enter(donor_id, entry, generation)
             return self._with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
@@ -209,14 +214,15 @@ class DonorCatalog:
         return self._remove_where(lambda entry: entry.is_movable, donor_id)
 
     def lease(self, donor_id: str) -> Lease:
-        """Hold a ready donor, which counts as a use; DonorUnavailableError when it is not in memory."""
+        """Hold a readable donor, which counts as a use; DonorUnavailableError when it is not in memory."""
         with self._lock:
             entry = self._entries.get(donor_id)
-            if entry is None or not entry.is_readable:
+            if entry is None or not (entry.is_readable or (entry.is_held and entry.state == "saving")):
                 raise DonorUnavailableError(f"donor {donor_id} is not held and cannot be leased")
             entry.leases += 1
-            self._count_use(donor_id, entry)
-            return Lease(self, donor_id)
+            if entry.state == "ready":
+                self._count_use(donor_id, entry)
+            return Lease(self, entry)
 
     def touch(self, donor_id: str) -> None:
         """Count a use of a donor, if it is ready."""

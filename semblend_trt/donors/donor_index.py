@@ -175,7 +175,8 @@ class HeldDonors:
 
 
 class DonorIndex:
-    """Keep texts, catalog and offload queue in step: a donor is found only while its bytes are held.
+    """Keep texts, catalog and offload queue in step: a donor is found only while its bytes are held, if only by the
+    blocks that the engine holds until they are saved.
 
     `catalog` says where a donor is, `texts` what it holds; `offload` collects the catalog's decisions about tiers."""
 
@@ -189,6 +190,7 @@ class DonorIndex:
     ) -> None:
         """Hold no donor yet. `observers` hear of held donors, `count` of every tier event; `disk` needs a disk tier."""
         self._settings, self._observers = settings, observers
+        self._are_held = pool.holds_saved_blocks and not pool.exchanges_blocks
         geometry = pool.geometry
         capacities = Capacities(
             host_bytes=settings.host_bytes,
@@ -239,13 +241,15 @@ class DonorIndex:
             return False
         continued = next(iter(self.texts.continued_by(intent, near)), "")
         try:
-            moves = self.catalog.reserve(donor_id, len(tokens), continued, text.generation)
+            moves = self.catalog.reserve(donor_id, len(tokens), continued, text.generation, is_held=self._are_held)
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", intent.request_id, error)
             self.cancel(intent)
             return False
         self.offload.make_room(moves)
         self.texts.put(namespace_key, text.generation, donor_id, tokens)
+        if self._are_held:
+            self.texts.spans.add(namespace_key, donor_id, tokens)
         self._saving[donor_id] = _Saving(intent, text, frozenset(block_ids))
         self.offload.save(replace(intent, tier=moves.tier, is_written=donor_id in moves.written), text)
         return True
@@ -267,7 +271,7 @@ class DonorIndex:
             saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, saved: SavedDonor) -> None:
-        """Take the worker's report: the donor is held (only then found), not saved, or lost on its way down."""
+        """Take the worker's report: the donor is held in a tier, not saved, or lost on its way down."""
         donor_id, why, entry = saved.donor_id, saved.error, self._saving.pop(saved.donor_id, None)
         if entry is None:
             if why is not None:
@@ -290,7 +294,9 @@ class DonorIndex:
         tier = self.catalog.commit(donor_id, len(tokens))
         if is_cut:
             self.texts.put(namespace_key, generation, donor_id, tokens)
-        self.texts.spans.add(namespace_key, donor_id, tokens)
+            self.texts.spans.remove(donor_id)
+        if donor_id not in self.texts.spans:
+            self.texts.spans.add(namespace_key, donor_id, tokens)
         for observer in self._observers:
             if generation:
                 observer.gone(donor_id)  # events cannot say that a donor is approximate

@@ -18,7 +18,7 @@ from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
@@ -100,7 +100,8 @@ class PlanLoader:
 
     `reader` copies from the host on its own streams; without one, as on the CPU, one call a plan moves donors of both
     tiers. `readiness` learns when the layers arrive. The current stream waits for all of them, unless a forward waits
-    layer by layer."""
+    layer by layer. `in_blocks` gives donors that are not saved yet, in blocks that only later work on that stream may
+    write."""
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class PlanLoader:
     ) -> None:
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._readiness, self._reader = readiness, reader
+        self.in_blocks: Callable[[], Mapping[str, PagedKv]] = dict
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queue the plans' loads after the current stream's work; later work on it sees all of them.
@@ -125,11 +127,12 @@ class PlanLoader:
         if not plans:
             return []
         failed: list[tuple[SemanticKvPlan, Exception]] = []
+        in_blocks = self.in_blocks()
         prepared: list[tuple[SemanticKvPlan, _Load]] = []
         with ExitStack() as reads:
             for plan in plans:
                 try:
-                    prepared.append((plan, self._prepare(plan, reads)))
+                    prepared.append((plan, self._prepare(plan, reads, in_blocks)))
                 except Exception as error:
                     failed.append((plan, error))
             try:
@@ -139,9 +142,9 @@ class PlanLoader:
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         return failed
 
-    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
+    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack, in_blocks: Mapping[str, PagedKv]) -> _Load:
         ids = dict.fromkeys(span.donor_id for span in plan.spans)
-        donors = {each: reads.enter_context(self._store.reading(each)) for each in ids}
+        donors = {each: in_blocks.get(each) or reads.enter_context(self._store.reading(each)) for each in ids}
         target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
         near, far = list[Move](), list[Move]()

@@ -90,6 +90,8 @@ class DonorSaver:
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._offloads: deque[Future[SavedDonor]] = deque()
         self.save_seconds: deque[float] = deque(maxlen=256)
+        # Donors that are whole in the engine's blocks, which it holds until `finished` names their requests.
+        self.in_blocks: dict[str, PagedKv] = {}
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +99,7 @@ class DonorSaver:
 
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
         """Begin to save the first `tokens` positions of `block_ids`, or those that `snapshots` has room for."""
-        source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
+        source = self.source(block_ids)
         room = ExitStack()
         if self._snapshots is not None:
             tokens = min(tokens, self._snapshots.free_tokens)
@@ -107,6 +109,8 @@ class DonorSaver:
                 room.close()
                 self.refuse(intent, f"{type(error).__name__}: {error}")
                 return
+        elif tokens == intent.max_tokens:
+            self.in_blocks[intent.donor_id] = source
         # The copy starts after the forward that wrote the last token.
         written = record(current_stream(self._pool.device))
         save = _Save(intent, tokens, self._chunks(intent, source, tokens, written, room), room)
@@ -114,6 +118,10 @@ class DonorSaver:
         if intent.tier is Tier.HOST and self._newest.done():
             self._queue(save, self._at_once)
         self._saves[intent.request_id] = self._submit(self._save, save)
+
+    def source(self, block_ids: list[int]) -> PagedKv:
+        """Return these blocks of the engine's pool."""
+        return PagedKv(self._pool, block_vector(block_ids), self._geometry)
 
     def refuse(self, intent: SaveIntent, why: str) -> None:
         """End a save that cannot begin; `finished` reports it like any other, so all ranks drop the donor."""
@@ -137,6 +145,7 @@ class DonorSaver:
         for request_id, saved in zip(saves, self._agreed(saves.values()), strict=True):
             if saved is not None:
                 del self._saves[request_id]
+                self.in_blocks.pop(saved.donor_id, None)
                 ended.append((request_id, saved))
         return ended
 

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 
-from tests.engine_wrapper.vllm.place import PLACE
+from tests.builders.vllm import PLACE
 from tests.server_process import MODEL, ServerProcess
 
 # A session of its own: the engine is a process beside the server, and outlives it when that is killed.

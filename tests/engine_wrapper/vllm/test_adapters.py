@@ -6,11 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.cuda import is_available
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from semblend_trt.outcome import VLLM_RECEIPT
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near, serving
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near, serving
 from validation.models import shipped_model
 
 pytestmark = pytest.mark.every_version
@@ -58,20 +56,12 @@ def cold_with(adapters):
     return found
 
 
-class Answer:
-    def __init__(self, output):
-        [own] = output.outputs
-        self.tokens = list(own.token_ids)
-        self.logprobs = [next(iter(each.values())).logprob for each in own.logprobs]
-        self.receipt = (output.kv_transfer_params or {}).get(VLLM_RECEIPT)
-
-
 def ask(served, *asked, max_tokens=16):
     """Answers to prompts with adapters, or None, that are asked together."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=1, detokenize=False)
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in asked]
-    found = served.llm.generate(prompts, params, use_tqdm=False, lora_request=[each for _, each in asked])
-    return [Answer(output) for output in found]
+    found = served.ask(
+        *(prompt for prompt, _ in asked), adapters=[adapter for _, adapter in asked], max_tokens=max_tokens
+    )
+    return found if isinstance(found, list) else [found]
 
 
 def forgotten(served):

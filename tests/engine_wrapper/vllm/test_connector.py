@@ -1,33 +1,65 @@
 """What a user of vLLM gets: answers that equal vLLM's own, from other requests' KV."""
 
+import threading
+
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 from semblend_trt.outcome import VLLM_RECEIPT
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, both_modes, taught
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, both_modes, is_cold, taught
 
 pytestmark = pytest.mark.every_version
 
 
 def test_without_a_plan_answers_are_vllms_own_to_the_bit(engine, cold):
-    served = engine("position_fix")
+    served = engine("position_fix", kept=True)
     for prompt in (DONOR, NEW):
         assert served.ask(prompt, max_tokens=16) == cold(prompt)
 
 
 def test_text_that_vllm_has_forgotten_comes_back(engine, cold):
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix", kept=True))
     [answer] = assert_cold(served, cold, DONOR)
     assert answer.cached == len(DONOR) - 1
 
 
 def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine):
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix", kept=True))
     asks_for_exact = {"kv_transfer_params": {"semblend.exact_only": True}}
     assert served.ask([*range(100, 121), *DOCUMENT], extra_args=asks_for_exact).cached == 0
     answer = served.ask(MOVED)
     assert answer.cached == len(DOCUMENT)  # what was promised in front of it was computed
+
+
+@both_modes
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "its last forward failed"])
+def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm_holds(
+    engine, cold, is_async, is_whole, monkeypatch
+):
+    """Its save begins in the step that loads from it, and ends here after the second request has."""
+    served, go_on = taught(engine("position_fix", kept=True), NEW), threading.Event()
+    worker, saver = served.worker._worker, served.worker._worker.saver
+    save = saver._save
+    with monkeypatch.context() as change:
+        change.setattr(saver, "_save", lambda own: (go_on.wait(60), save(own))[1])
+        if not is_whole:
+            change.setattr(worker, "_is_whole", lambda followed: False)
+        try:
+            served.ask(DONOR, max_tokens=1)
+            answers = [served.ask(MOVED, max_tokens=16) for _ in range(2)]
+            catalog = served.scheduler.donor_index.catalog.stats()
+        finally:
+            go_on.set()
+    if not is_whole:
+        assert answers[0].cached == 0
+        assert answers[0].tokens == answers[1].tokens == cold(MOVED).tokens
+        return
+    assert all(each.cached >= len(DOCUMENT) for each in answers)
+    assert catalog.saving >= 1
+    served.settle()
+    served.forget()
+    assert is_cold(served.ask(MOVED, max_tokens=16), answers[0])  # from its tier the same KV comes
 
 
 def test_with_all_layers_computed_again_answers_are_cold_ones(engine, cold):
@@ -37,7 +69,7 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(engine, cold):
 
 
 def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
-    served = engine("position_fix")
+    served = engine("position_fix", kept=True)
     served.llm.beam_search([{"prompt_token_ids": DONOR}], BeamSearchParams(beam_width=4, max_tokens=8))
     served.settle()
     catalog = served.scheduler.donor_index.catalog
@@ -48,8 +80,9 @@ def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
     assert (catalog.stats().ready, catalog.stats().saving) == (2, 0)
 
 
-def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold):
-    served = taught(engine("position_fix"))
+def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold, monkeypatch):
+    """If the reset fails, vLLM is told, and nothing is reused either."""
+    served = taught(engine("position_fix", kept=True))
     assert served.llm.reset_prefix_cache(reset_connector=True)
     assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
     served.llm.reset_prefix_cache(reset_connector=True)
@@ -59,10 +92,6 @@ def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold):
     served.settle()
     served.forget()
     assert served.ask(DONOR).cached > 400
-
-
-def test_a_reset_that_fails_is_told_and_nothing_is_reused(engine, cold, monkeypatch):
-    served = taught(engine("position_fix"))
     with monkeypatch.context() as change:
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
         assert not served.llm.reset_prefix_cache(reset_connector=True)
@@ -72,7 +101,7 @@ def test_a_reset_that_fails_is_told_and_nothing_is_reused(engine, cold, monkeypa
 @both_modes
 @pytest.mark.usefixtures("is_async")
 def test_an_answer_that_a_stop_string_ends_carries_its_receipt(engine):
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix", kept=True))
 
     def answer(**options):
         params = SamplingParams(max_tokens=16, temperature=0, **options)

@@ -25,10 +25,11 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.vllm.engine_configs import MODEL, engine_config
+from tests.builders.vllm import engine_config
 from tests.semblend_trt.samples import unknown_fields
+from validation.models import shipped_model
 
-HEADS, DIM, BLOCK = 2, 64, 16
+HEADS, DIM, BLOCK, MODEL = 2, 64, 16, shipped_model()
 
 
 def with_layers(config, cache=None):
@@ -47,26 +48,19 @@ def namespace_of(changes=None, cache=None):
     return namespace_for(arguments, model_facts(MODEL), load_settings(**arguments.settings), BLOCK, torch.float32)
 
 
-def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments():
+def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments_until_it_has_ended():
     config = engine_config()
     arguments = from_vllm_config(config)
     for each in (copy.copy(config), copy.deepcopy(config), replace(config)):
         assert from_vllm_config(each) is arguments
     assert from_vllm_config(engine_config()) is not arguments
-
-
-def test_arguments_and_their_runtime_end_with_their_holders():
-    config = engine_config()
-    arguments = from_vllm_config(config)
-    ended = [weakref.ref(arguments)]
+    ended = weakref.ref(arguments)
     runtime_for(arguments).refusal = "old"
     del arguments
     gc.collect()
-    assert ended[0]() is None
+    assert ended() is None
     assert runtime_for(from_vllm_config(config)).refusal is None
-
-
-def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_its_own():
+    # Under the id of one that has ended a new engine has its own.
     first, second = with_layers(engine_config()), with_layers(engine_config())
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
     held = from_vllm_config(first)
@@ -114,27 +108,15 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "unknown"),
     [
-        {"model_config.dtype": torch.bfloat16},
-        {"cache_config.cache_dtype": "fp8"},
-        {"model_config.quantization_config": {"linear": "fp8"}},
-        {"parallel_config.tensor_parallel_size": 2},
-        {"parallel_config.pipeline_parallel_size": 2},
-        {"parallel_config.prefill_context_parallel_size": 2},
-        {"model_config.model_impl": "transformers"},
-    ],
-    ids=str,
-)
-def test_what_changes_the_kv_makes_another_namespace(changes):
-    other = namespace_of(changes)
-    assert unknown_fields(other) == []
-    assert other.key != namespace_of().key
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
+        ({"model_config.dtype": torch.bfloat16}, None),
+        ({"cache_config.cache_dtype": "fp8"}, None),
+        ({"model_config.quantization_config": {"linear": "fp8"}}, None),
+        ({"parallel_config.tensor_parallel_size": 2}, None),
+        ({"parallel_config.pipeline_parallel_size": 2}, None),
+        ({"parallel_config.prefill_context_parallel_size": 2}, None),
+        ({"model_config.model_impl": "transformers"}, None),
         ({"load_config.load_format": "dummy"}, "model_revision"),
         ({"load_config.load_format": "a plugin's"}, "model_revision"),
         ({"load_config.model_loader_extra_config": {"a": 1}}, "model_revision"),
@@ -145,9 +127,10 @@ def test_what_changes_the_kv_makes_another_namespace(changes):
     ],
     ids=str,
 )
-def test_what_is_not_known_matches_nothing(changes, field):
-    assert field in unknown_fields(namespace_of(changes))
-    assert namespace_of(changes).key != namespace_of(changes).key
+def test_what_changes_the_kv_makes_another_namespace_and_what_is_not_known_matches_nothing(changes, unknown):
+    other = namespace_of(changes)
+    assert (unknown_fields(other) == []) if unknown is None else (unknown in unknown_fields(other))
+    assert other.key != namespace_of({} if unknown is None else changes).key
 
 
 @pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
@@ -164,13 +147,9 @@ def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unk
     assert from_vllm_config(engine_config()).read_caches().layout is None
     # 0.25 keeps a list of caches.
     assert namespace_of(cache=[torch.empty(4, HEADS, BLOCK, 2 * DIM)]).backend_cache_layout.endswith("/0.1.2.3")
-
-
-def test_layers_of_two_backends_are_unknown(monkeypatch):
-    config = with_layers(engine_config())
-    backend = config.compilation_config.static_forward_context["model.layers.0"].attn_backend
-    other = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
-    config.compilation_config.static_forward_context["model.layers.1"].attn_backend = other
+    layers = (config := with_layers(engine_config())).compilation_config.static_forward_context
+    backend = layers["model.layers.0"].attn_backend
+    layers["model.layers.1"].attn_backend = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
     assert from_vllm_config(config).read_caches().layout is None
 
 

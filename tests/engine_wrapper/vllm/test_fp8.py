@@ -1,11 +1,7 @@
 """KV in e4m3 inside a real vLLM: what it stores is what we move, compare and keep, byte for byte."""
 
 import json
-import logging
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +12,10 @@ from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders.engine import cases_of
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
-from tests.engine_wrapper.vllm.place import on_card
+from tests.builders.vllm import DOCUMENT, DONOR, FP8, MOVED, NEW, WHOLE, cold_answers, near, on_card, taught
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
 from tests.engine_wrapper.watching import watched
 
-FP8 = {"kv_cache_dtype": "fp8"}
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
 
 
@@ -77,8 +71,9 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
 
 @pytest.mark.usefixtures("scaled", "to_nearest")
 def test_with_a_checkpoints_scales_too(engine, compared):
-    wanted = cold_answers(MOVED, **FP8)(MOVED)
-    served = taught(engine(*WHOLE, **FP8))
+    served = engine(*WHOLE, **FP8)
+    wanted = served.cold(MOVED)
+    taught(served)
     assert_compared_alike(compared)
     assert same(served.ask(MOVED, max_tokens=16), wanted)
     assert served.offered >= len(DOCUMENT)
@@ -115,20 +110,9 @@ def turned(codes, shift, frequencies):
     return torch.cat([planes.real, planes.imag], -1).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def unscaled(tmp_path_factory):
-    """A small model. Another process makes it: classes of Transformers that vLLM has run in this one are vLLM's."""
-    folder = tmp_path_factory.mktemp("unscaled")
-    sizes = {"head_dim": 64, "vocab_size": 2000, "max_position_embeddings": 2048}
-    made = f"save_tiny_model('qwen3', Path({str(folder)!r}), **{sizes})"
-    code = f"from pathlib import Path; from tests.conftest import save_tiny_model; {made}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
-    return folder
-
-
-def with_scales(unscaled, folder, strategy):
+def with_scales(tiny, folder, strategy):
     """A checkpoint that asks for KV in fp8 and holds its scales, as compressed-tensors writes them."""
-    shutil.copytree(unscaled, folder, dirs_exist_ok=True)
+    shutil.copytree(tiny("qwen3", head_dim=64), folder, dirs_exist_ok=True)
     scales = torch.tensor([[[1.0]], [[2.0]]]) if strategy == "attn_head" else torch.ones(1)
     weights = load_file(folder / "model.safetensors")
     for layer in range(3):
@@ -189,36 +173,26 @@ def to_nearest(monkeypatch):
 
 def served_by_its_scales(engine, model):
     """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
-    wanted = cold_answers(MOVED, model=model)(MOVED)
-    served = taught(engine("boundary", {"recompute_boundary_layer": 3}, model=model))
-    assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
-    answer = served.ask(MOVED, max_tokens=16)
-    assert same(answer, wanted)
+    served = engine("boundary", {"recompute_boundary_layer": 3}, model=model)
+    wanted = served.cold(MOVED)
+    assert taught(served).scheduler.namespace.kv_dtype == "float8_e4m3fn"
+    assert same(served.ask(MOVED, max_tokens=16), wanted)
     assert served.offered >= len(DOCUMENT)
     return served
 
 
-def test_a_checkpoint_brings_its_scales(engine, unscaled, tmp_path):
-    served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "tensor"))
+def test_a_checkpoint_brings_its_scales(engine, tiny, tmp_path):
+    served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "tensor"))
     assert served.worker._forward._parts.head_scales == ()
 
 
 @pytest.mark.usefixtures("to_nearest", "by_head")
-def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, unscaled, tmp_path):
+def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, tiny, tmp_path):
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
-        served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
+        served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "attn_head"))
     assert_compared_alike(compared)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
     torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
-
-
-@pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")
-def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(engine, unscaled, tmp_path, caplog):
-    served = engine("position_fix", model=with_scales(unscaled, tmp_path, "attn_head"))
-    assert served.refusal == "kv_scales"
-    assert "by which this attention backend stores none" in caplog.text
-    assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
-    assert not served.faults
 
 
 @pytest.mark.usefixtures("scaled")
@@ -284,25 +258,30 @@ def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile,
     assert answers(served, traps, donors=True)[1] == 0
 
 
+def not_on_card(*row, why):
+    return pytest.param(*row, marks=pytest.mark.skipif(is_available(), reason=f"skipped: {why}"))
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "told"),
     [
-        pytest.param(
-            *("fp8_e5m2", "kv_cache_dtype", "fp8_e4m3"),
-            marks=pytest.mark.skipif(is_available(), reason="skipped: vLLM 0.25.1 itself ends with it on a card"),
-        ),
-        ("fp8", "kv_scales", "k_scale of 0.0"),
+        not_on_card("fp8_e5m2", "kv_cache_dtype", "fp8_e4m3", why="vLLM 0.25.1 itself ends with it on a card"),
+        not_on_card("heads", "kv_scales", "by which this attention backend stores none", why="none there does so"),
+        ("zero", "kv_scales", "k_scale of 0.0"),
     ],
 )
 def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
-    engine, scaled, monkeypatch, caplog, kind, reason, told
+    engine, tiny, tmp_path, scaled, monkeypatch, caplog, kind, reason, told
 ):
-    if kind == "fp8":
+    options = {"kv_cache_dtype": kind} if kind == "fp8_e5m2" else FP8
+    if kind == "zero":
         monkeypatch.setitem(SCALES, 5, (0.0, 1.0))
-    caplog.set_level(logging.WARNING)
-    served = engine(*WHOLE, kv_cache_dtype=kind)
+    if kind == "heads":
+        monkeypatch.undo()
+        options = {"model": with_scales(tiny, tmp_path, "attn_head")}
+    served = engine(*WHOLE, **options)
     assert served.refusal == reason
     assert told in caplog.text
-    if kind == "fp8_e5m2":  # vLLM itself serves nothing by a scale of 0
+    if kind != "zero":  # vLLM itself serves nothing by a scale of 0
         assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
     assert not served.faults

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -11,20 +10,33 @@ from transformers import DeepseekV3Config
 from engine_wrapper import self_check
 from engine_wrapper.vllm import attention, planned_forward
 from kernels.layout import PagedKv
+from tests.builders.vllm import (
+    DOCUMENT,
+    DONOR,
+    FP8,
+    LATENT,
+    LATENT_IN_FP8,
+    LONG,
+    MOVED,
+    NEW,
+    checked_at,
+    near,
+    on_card,
+    serving,
+    some,
+    taught,
+    while_another_decodes,
+)
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm import conftest
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, LONG, MOVED, NEW, near, taught, while_another_decodes
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8, take_prompts_as_in_0_25
-from tests.engine_wrapper.vllm.place import LATENT, LATENT_IN_FP8, on_card
 from tests.engine_wrapper.watching import watched
 from tests.kernels.builders import token_rows
 
 ON_CARD = torch.cuda.is_available()
-FP8 = {"kv_cache_dtype": "fp8"}
 # As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {0: 0.013, 1: 0.02, 2: 0.007}
 # FLASH_ATTN_MLA takes up to 512 rows as a decode.
-FAR = [*conftest.some(520), *DONOR, *conftest.some(8)]
+FAR = [*some(520), *DONOR, *some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
 TOKENS = 4 if ON_CARD else 16
@@ -70,12 +82,6 @@ def models(tmp_path_factory):
     return lambda form="deepseek_v3": made[form]
 
 
-@pytest.fixture(scope="module")
-def cold(models, kv):
-    asked = cache(lambda form: conftest.cold_answers(DONOR, MOVED, FAR, NEW, LONG, model=models(form), **kv))
-    return lambda prompt, form="deepseek_v3": asked(form)(prompt)
-
-
 def assert_cold(served, answer, expected):
     is_fp8 = served.worker._forward._parts.pool.dtype == torch.float8_e4m3fn
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
@@ -96,8 +102,10 @@ def proven(engine, model, **options):
 
 
 @pytest.mark.every_version
-def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, models, cold, kv):
-    expected = [cold(prompt) for prompt in (NEW, MOVED)]
+def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, models, kv):
+    stock = serving(models(), enable_prefix_caching=False, **kv)
+    expected = [stock.ask(prompt, max_tokens=16) for prompt in (NEW, MOVED)]
+    stock.close()
     served = taught(engine(*WHOLE, model=models(), **kv))
     parts = served.worker._forward._parts
     if kv:
@@ -120,26 +128,27 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     ],
     ids=["kimi_k2", "no rank of queries", "a short run in front", "more rows in front than a decode has"],
 )
-def test_answers_are_cold_ones_in_every_form(engine, models, cold, policy, form, prompt):
-    expected = cold(prompt, form)
-    served = taught(engine(*policy, model=models(form)))
+def test_answers_are_cold_ones_in_every_form(engine, models, policy, form, prompt):
+    served = engine(*policy, model=models(form))
+    expected = served.cold(prompt)
+    taught(served)
     assert_cold(served, served.ask(prompt, max_tokens=16), expected)
     assert served.offered >= len(DOCUMENT)
 
 
-def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built, kv):
-    expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
+def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, built, kv):
+    served = engine(None if kv else WHOLE[0], None if kv else WHOLE[1], model=models(), **kv)
+    expected = served.cold(NEW, MOVED, LONG)
     beside = {"new": expected[0].tokens, "moved": expected[1].tokens}
     if kv:  # beside other rows sums of another order end at the next number of e4m3, in vLLM itself too
-        stock = conftest.serving(models(), enable_prefix_caching=False, **kv)
-        beside = while_another_decodes(stock)
-        stock.close()
-    served = taught(engine(*WHOLE, model=models(), **kv))
+        beside = while_another_decodes(served)
+        served = engine(*WHOLE, model=models(), **kv)
+    taught(served)
     found = served.ask(NEW, MOVED, LONG, max_tokens=16)
     assert served.offered_of(3)[1] >= len(DOCUMENT)
     for answer, alone in zip(found, expected, strict=True):
         assert_cold(served, answer, alone)
-    served = taught(engine(*WHOLE, model=models(), **kv))
+    taught(served.renew())
     built.clear()
     found = while_another_decodes(served)
     assert {name: each[:TOKENS] for name, each in found.items()} == {
@@ -218,7 +227,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
     # The check compares whole rows of the layer above.
     deviations = (fresh[1].float() - moved[1].float()).norm(dim=1) / moved[1].float().norm(dim=1)
     for threshold in [float(deviations.median())] if kv else [0.2, 0.9]:
-        settings = conftest.checked_at(served, tmp_path, layer=1, threshold=threshold)
+        settings = checked_at(served, tmp_path, layer=1, threshold=threshold)
         served = taught(engine("boundary", settings, model=models(), **kv))
         served.ask(MOVED, max_tokens=1)
         found, kept = served.scheduler.outcomes.of(served.last), deviations[deviations <= threshold]
@@ -230,9 +239,10 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
 
 
 @in_own_dtype
-def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, cold, tmp_path):
-    expected = cold(MOVED)
-    settings = conftest.checked_at(engine("position_fix", model=models()), tmp_path, layer=1, threshold=1e-6)
+def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, tmp_path):
+    served = engine("position_fix", model=models())
+    expected = served.cold(MOVED)
+    settings = checked_at(served, tmp_path, layer=1, threshold=1e-6)
     served = taught(engine("boundary", settings, model=models()))
     assert_cold(served, served.ask(MOVED, max_tokens=16), expected)
     found = served.scheduler.outcomes.of(served.last)
@@ -240,12 +250,12 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, m
 
 
 @in_own_dtype
-def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, cold, monkeypatch):
-    expected = cold(MOVED)
+def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, monkeypatch):
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = proven(engine, models())
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.cached, answer.tokens, served.refusal) == (0, expected.tokens, "attention_backend")
+    assert (answer, served.refusal) == (served.cold(MOVED), "attention_backend")
+    assert not answer.cached
 
 
 @in_own_dtype
@@ -263,17 +273,20 @@ def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong
 
 
 @in_fp8
-@pytest.mark.parametrize(("scale", "told"), [(0.0, "k_scale of 0.0"), (math.inf, "k_scale of inf")])
-def test_a_scale_that_is_none_is_refused_with_its_value(engine, models, kv, scale, told, monkeypatch, caplog):
-    monkeypatch.setitem(SCALES, 1, scale)
-    assert engine("position_fix", model=models(), **kv).refusal == "kv_scales"
-    assert told in caplog.text
-
-
-@in_fp8
-def test_another_fp8_than_e4m3fn_is_refused_by_name(engine, models, kv, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("scale", "is_other", "reason", "told"),
+    [
+        (0.0, False, "kv_scales", "k_scale of 0.0"),
+        (math.inf, False, "kv_scales", "k_scale of inf"),
+        (0.02, True, "kv_cache_dtype", "e4m3fnuz"),
+    ],
+)
+def test_a_scale_that_is_none_and_another_fp8_than_e4m3fn_are_refused_by_name(
+    engine, models, kv, scale, is_other, reason, told, monkeypatch, caplog
+):
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)
-    assert engine("position_fix", model=models(), **kv).refusal == "kv_cache_dtype"
-    assert "e4m3fnuz" in caplog.text
+    monkeypatch.setitem(SCALES, 1, scale)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: is_other)
+    assert engine("position_fix", model=models(), **kv).refusal == reason
+    assert told in caplog.text

@@ -3,19 +3,26 @@
 import pytest
 from torch.cuda import is_available
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from semblend_trt.outcome import Scope, advice
-from tests.engine_wrapper.vllm import conftest
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, SHORT, WHOLE, assert_cold, both_modes, taught
+from engine_wrapper.vllm.attention import VllmRows
+from tests.builders.vllm import (
+    DOCUMENT,
+    DONOR,
+    MOVED,
+    NEW,
+    WHOLE,
+    assert_cold,
+    both_modes,
+    cold_answers,
+    random_tokens,
+    some,
+    taught,
+)
+from tests.engine_wrapper.watching import watched
 
 HEAD, BLOCK = 70, 32
-
-
-def sampled(served, prompt, **options):
-    params = SamplingParams(detokenize=False, **{"max_tokens": 8, "temperature": 0, **options})
-    return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
 
 
 def assert_planned(served, cold):
@@ -48,22 +55,18 @@ def test_answers_are_cold_ones(engine, cold, options):
 
 def test_priorities_change_no_answer(engine, cold):
     served = taught(engine(*WHOLE, scheduling_policy="priority"))
-    params = SamplingParams(max_tokens=16, temperature=0, detokenize=False)
-    asked = [{"prompt_token_ids": prompt} for prompt in (NEW, MOVED)]
-    found = served.llm.generate(asked, params, use_tqdm=False, priority=[5, 0])
-    assert [list(each.outputs[0].token_ids) for each in found] == [cold(NEW).tokens, cold(MOVED).tokens]
+    assert_cold(served, cold, NEW, MOVED, priority=[5, 0])
     assert sum(served.offered_of(2)) > 400
 
 
 def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
     options = {"n": 3, "seed": 5, "temperature": 0.8, "max_tokens": 12}
-    alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
-    served = taught(engine(*WHOLE))
-    found = sampled(served, MOVED, **options)
+    served = engine(*WHOLE)
+    [alone] = served.outputs(MOVED, skip_reading_prefix_cache=True, **options)
+    [found] = taught(served).outputs(MOVED, **options)
     assert [each.token_ids for each in found.outputs] == [each.token_ids for each in alone.outputs]
     assert len({tuple(each.token_ids) for each in found.outputs}) == 3
-    settled = [served.scheduler.outcomes.of(served.last - i) for i in range(3)]
-    assert sum(each.offered_tokens for each in settled) > 400
+    assert sum(served.offered_of(3)) > 400
 
 
 @both_modes
@@ -71,7 +74,7 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     served = taught(engine(*WHOLE))
     stop = cold(MOVED).tokens[5]
     until = cold(MOVED).tokens.index(stop) + 1
-    found = sampled(served, MOVED, stop_token_ids=[stop], max_tokens=16)
+    [found] = served.outputs(MOVED, stop_token_ids=[stop], max_tokens=16)
     assert served.offered > 400
     assert (found.outputs[0].token_ids, found.outputs[0].stop_reason) == (cold(MOVED).tokens[:until], stop)
     served.settle()
@@ -92,12 +95,11 @@ def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
         served.forget()
 
 
-@pytest.mark.parametrize("steps", [2, 5])
-@both_modes
+@pytest.mark.parametrize(("is_async", "steps"), [(True, 2), (True, 5), (False, 2), (False, 5)], indirect=["is_async"])
 def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, steps):
     # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
-    served = engine("position_fix", max_num_batched_tokens=256)
-    llm_engine, pool = served.llm.llm_engine, served.core.scheduler.kv_cache_manager.block_pool
+    served = engine("position_fix", kept=True, max_num_batched_tokens=256)
+    llm_engine, pool = served.llm.llm_engine, served.blocks
     free = pool.get_num_free_blocks()
     llm_engine.add_request("left", {"prompt_token_ids": MOVED}, SamplingParams(max_tokens=64, ignore_eos=True))
     for _ in range(steps):
@@ -114,36 +116,18 @@ def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, ste
 
 def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     options = {"prompt_logprobs": 1, "logprobs": 1}
-    alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
+    [alone] = engine(None, enable_prefix_caching=False).outputs(MOVED, **options)
     served = taught(engine("position_fix"))
-    found = sampled(served, MOVED, **options)
+    [found] = served.outputs(MOVED, **options)
     assert (found.num_cached_tokens, found.prompt_logprobs) == (0, alone.prompt_logprobs)
     assert found.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert served.scheduler.outcomes.of(served.last).reason == "prompt_logprobs"
-    found = sampled(served, MOVED, max_tokens=16, skip_reading_prefix_cache=True)
-    assert (found.num_cached_tokens, found.outputs[0].token_ids) == (0, cold(MOVED).tokens)
-    assert served.scheduler.outcomes.of(served.last).reason == "skip_reading_prefix_cache"
+    assert served.report().reason == "prompt_logprobs"
+    assert served.ask(MOVED, max_tokens=16, skip_reading_prefix_cache=True) == cold(MOVED)
+    assert served.report().reason == "skip_reading_prefix_cache"
     counted = served.scheduler.outcomes.reasons()
     assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
-    assert sampled(served, MOVED).num_cached_tokens >= len(MOVED) - BLOCK
+    assert served.ask(MOVED).cached >= len(MOVED) - BLOCK
     assert served.runtime.refusal is None
-
-
-@pytest.mark.parametrize(
-    ("reason", "changes"),
-    [("load_failure_policy", {"kv_load_failure_policy": "fail"}), ("kv_role", {"kv_role": "kv_producer"})],
-)
-def test_a_refused_engine_serves_as_stock(engine, cold, reason, changes, caplog):
-    extra = {**SHORT, "policy": "position_fix"}
-    served = engine(
-        None, kv_transfer_config=KVTransferConfig(**{**conftest.TRANSFER, **changes}, kv_connector_extra_config=extra)
-    )
-    served.ask(DONOR)
-    answer = served.ask(MOVED, max_tokens=16)
-    assert served.refusal == reason
-    assert f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}" in caplog.text
-    assert (answer.tokens, answer.logprobs, answer.cached) == (cold(MOVED).tokens, cold(MOVED).logprobs, 0)
-    assert served.scheduler.outcomes.reasons() == {reason: 2}
 
 
 class Published:
@@ -165,7 +149,7 @@ class Watched:
 
     def __init__(self, served, told):
         self._served, self._told = served, told
-        self.pool = served.core.scheduler.kv_cache_manager.block_pool
+        self.pool = served.blocks
         self.exact = []
         self.approximate = []
 
@@ -209,17 +193,97 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options)
     told = served.core.scheduler.kv_event_publisher = Published()
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
-    watched, some = Watched(served, told), conftest.random_tokens(2)
-    assert watched.run(MOVED, HEAD, max_tokens=100) > 90
-    assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
-    assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
-    watched.assert_exact_told()
+    looked_at, others = Watched(served, told), random_tokens(2)
+    assert looked_at.run(MOVED, HEAD, max_tokens=100) > 90
+    assert served.report().reused_tokens > 400
+    assert len(looked_at.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
+    looked_at.assert_exact_told()
     for _ in range(3):
-        served.ask(some(600), some(600), max_tokens=40, ignore_eos=True)
-        watched.assert_clean()
-    assert watched.run(MOVED, HEAD, max_tokens=40) > 30
-    assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
+        served.ask(others(600), others(600), max_tokens=40, ignore_eos=True)
+        looked_at.assert_clean()
+    assert looked_at.run(MOVED, HEAD, max_tokens=40) > 30
+    assert served.report().reused_tokens > 400
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
     assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK
+
+
+# -- plans beside other requests and in parts --------------------------------------------------------------------------
+
+drawn = random_tokens(1)
+DOCUMENTS = [drawn(500) for _ in range(2)]
+DONORS = [[*drawn(20 + 9 * i), *document, *drawn(20)] for i, document in enumerate(DOCUMENTS)]
+SHIFTED = [[*drawn(33 + 5 * i), *document, *drawn(70)] for i, document in enumerate(DOCUMENTS)]
+FRESH = drawn(150)
+
+
+@pytest.fixture(scope="module")
+def cold_of_two():
+    return cold_answers(*DONORS, *SHIFTED, FRESH)
+
+
+def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold_of_two):
+    served = taught(engine(*WHOLE), *DONORS)
+    assert_cold(served, cold_of_two, SHIFTED[0], FRESH, SHIFTED[1])
+    assert [each > 400 for each in served.offered_of(3)] == [True, False, True]
+    served = taught(engine(*WHOLE, max_num_seqs=2), *DONORS)
+    assert_cold(served, cold_of_two, FRESH, SHIFTED[0], DONORS[0], SHIFTED[1])
+    assert served.offered_of(4)[1] > 400
+
+
+@pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
+def test_a_plan_is_cut_to_the_budget_of_a_step(engine, cold_of_two, policy, monkeypatch):
+    served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4), *DONORS)
+    rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
+    found = served.ask(*SHIFTED, max_tokens=16)
+    assert [each.tokens for each in found] == [cold_of_two(each).tokens for each in SHIFTED]
+    assert min(served.offered_of(2)) > 400
+    assert 0 < max(rows) <= 128
+
+
+@pytest.mark.every_version
+def test_approximate_kv_is_never_published_and_salts_keep_texts_apart(engine, cold_of_two):
+    served = taught(engine("position_fix"), *DONORS)
+    assert served.ask(SHIFTED[0], max_tokens=40).cached > 400
+    served.runtime.refusal = "test"
+    [again] = assert_cold(served, cold_of_two, SHIFTED[0])
+    assert again.cached <= SHIFTED[0].index(DOCUMENTS[0][0])
+    served.renew().ask(DONORS[0], max_tokens=1, salts=["a"])
+    served.settle()
+    for salt in ("b", None):
+        [answer] = assert_cold(served, cold_of_two, SHIFTED[0], salts=[salt])
+        assert answer.cached == 0
+    assert served.ask(SHIFTED[0], salts=["a"]).cached > 400
+
+
+def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_of_two, monkeypatch):
+    # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
+    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024), *DONORS)
+    times = watched(monkeypatch, served.core.scheduler, "_preempt_request", lambda *_, **__: 1)
+    assert_cold(served, cold_of_two, *SHIFTED)
+    assert times
+
+
+# -- drafts from the text itself ---------------------------------------------------------------------------------------
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+REPEATED = some(40) * 4  # an answer to it has drafts that are taken
+
+
+@pytest.mark.every_version
+def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
+    cold, most = cold_answers(DONOR, MOVED, REPEATED), 48
+    served = taught(engine(*WHOLE, speculative_config=DRAFTS))
+    [answer] = assert_cold(served, cold, MOVED)
+    assert (answer.cached, served.offered) == (0, len(DOCUMENT))
+    steps = watched(monkeypatch, served.core.scheduler, "update_from_output", lambda *_: 1)
+    told = served.ask(REPEATED, max_tokens=most)
+    assert told.tokens[:16] == cold(REPEATED).tokens
+    assert len(steps) < most  # drafts were taken
+    served.settle()
+    served.forget()
+    # The donor holds the answer too, but for what the last step may have added.
+    again = [*REPEATED, *told.tokens]
+    served.ask([*again, *DONOR[:30]], max_tokens=1)
+    assert served.offered >= len(again) - 1 - DRAFTS["num_speculative_tokens"]

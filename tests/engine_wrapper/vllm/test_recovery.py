@@ -1,4 +1,5 @@
-"""What could be neither placed nor computed by our rows is computed by vLLM: all answers are cold ones."""
+"""What could be neither placed nor computed by our rows is computed by vLLM: all answers are cold ones, and vLLM's own
+counts of a prompt are what was used, whatever was promised."""
 
 from dataclasses import replace
 
@@ -7,7 +8,35 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_wrapper.vllm.scheduler import Recovery
-from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, assert_cold, both_modes, fail_planned, taught
+from semblend_trt.outcome import VLLM_RECEIPT
+from tests.builders.vllm import DONOR, LONG, MOVED, NEW, WHOLE, assert_cold, both_modes, fail_planned, taught
+from tests.engine_wrapper.watching import watched
+
+
+def nothing(monkeypatch, served):
+    """All goes well."""
+
+
+def are_gone(monkeypatch, served):
+    """The donors are gone when they are to be placed: our rows compute what was promised."""
+    worker = served.worker._worker
+    load = worker._load
+    monkeypatch.setattr(worker, "_load", lambda *told: (worker.store.clear(), load(*told)))
+
+
+def load_fails(monkeypatch, served):
+    """The tier cannot be read: our rows compute what was promised."""
+
+    def fails(plans, _):
+        if plans:
+            raise OSError("injected")
+
+    monkeypatch.setattr(served.worker._worker, "_load", fails)
+
+
+def fails_once(monkeypatch, served):
+    """A plan cannot be executed: our rows compute its request whole."""
+    fail_planned(monkeypatch, served, once=True)
 
 
 def fails_twice(monkeypatch, served):
@@ -46,26 +75,113 @@ def is_unread(monkeypatch, served):
     monkeypatch.setattr(half._steps, "read", fails)
 
 
-FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
+# The last one takes our forward from the model, which no later test gives back.
+FAILURES = [fails_twice, cannot_be_read, is_disordered, is_unread, is_lost]
 
 
-@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-@both_modes
+@pytest.mark.parametrize(
+    ("fail", "is_async"),
+    [
+        (fail, mode)
+        for mode in (True, False)
+        for fail in (fails_twice, cannot_be_read, is_disordered, is_unread, is_lost)
+    ],
+    indirect=["is_async"],
+    ids=lambda value: {True: "async", False: "in turn"}[value] if isinstance(value, bool) else value.__name__,
+)
 def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, monkeypatch):
-    served = taught(engine("position_fix", max_num_batched_tokens=96, max_num_seqs=2))
-    assert (served.core.batch_queue is not None) == is_async
+    served = engine("position_fix", kept=True, max_num_batched_tokens=96, max_num_seqs=2)
+    assert (taught(served).core.batch_queue is not None) == is_async
+    before = served.scheduler.outcomes.reasons()
     fail(monkeypatch, served)
     answers = assert_cold(served, cold, LONG, NEW, MOVED, DONOR)
     assert served.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
     assert [each.cached for each in answers[:2]] == [0, 0]
     assert_cold(served, cold, MOVED, NEW)
     assert set(served.faults) == {served.refusal}
-    assert served.scheduler.outcomes.reasons()[served.refusal] >= 2
+    assert served.scheduler.outcomes.reasons()[served.refusal] - before.get(served.refusal, 0) >= 2
+
+
+class Told:
+    """What vLLM sends of each step: its counts of prompts, and receipts."""
+
+    def __init__(self, monkeypatch, served):
+        self.external = self.own = self.hits = 0
+        self.cached, self.receipts = {}, {}
+        watched(monkeypatch, served.core.scheduler, "update_from_output", self._read)
+
+    def _read(self, found, *_):
+        for outputs in found.values():
+            for each in outputs.outputs:
+                self._take(each)
+            if (stats := outputs.scheduler_stats) is not None and (hits := stats.connector_prefix_cache_stats):
+                self.hits += hits.hits + hits.preempted_hits
+
+    def _take(self, output):
+        if (stats := output.prefill_stats) is not None:
+            self.own += stats.num_local_cached_tokens
+            self.external += stats.num_external_cached_tokens
+            self.cached[output.request_id] = stats.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self.receipts[output.request_id] = output.kv_transfer_params[VLLM_RECEIPT]
+
+    def total(self, name):
+        return sum(each[f"{name}_tokens"] for each in self.receipts.values())
+
+
+FAULTS = {
+    nothing: set(),
+    are_gone: set(),
+    load_fails: {"start_load_kv"},
+    fails_once: {"planned_forward"},
+    fails_twice: {"planned_forward"},
+    is_lost: {"plan_not_executed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_async"),
+    [(fault, mode) for mode in (True, False) for fault in FAULTS],
+    indirect=["is_async"],
+    ids=lambda value: {True: "async", False: "in turn"}[value] if isinstance(value, bool) else value.__name__,
+)
+def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
+    served = taught(engine("verified", kept=True, disable_log_stats=False))
+    if fault not in (is_lost, fails_twice):
+        # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
+        served.ask(NEW, max_tokens=1)
+    told = Told(monkeypatch, served)
+    fault(monkeypatch, served)
+    answers = served.ask(NEW, MOVED, DONOR[:200], max_tokens=4)
+    if fault is not nothing:
+        assert [each.tokens for each in answers[:2]] == [cold(NEW).tokens[:4], cold(MOVED).tokens[:4]]
+    assert set(served.faults) == FAULTS[fault]
+    assert (told.own, told.external) == (told.total("exact_prefix"), told.total("reused"))
+    assert told.hits == told.total("reused")
+    for name, cached in told.cached.items():
+        assert cached == told.receipts[name]["exact_prefix_tokens"] + told.receipts[name]["reused_tokens"]
+    assert sum(each.cached for each in answers) == told.own + told.external
+    assert (told.total("reused") > 0) == (told.total("offered") > 0) == (fault is nothing)
+
+
+def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, monkeypatch):
+    """With a grammar the V2 runner samples a step after vLLM has ended requests of the one before."""
+    served = taught(engine("position_fix", kept=True))
+    open_behind, end = [], served.worker.wait_for_save
+
+    def ended(metadata):
+        open_behind.append(served.runtime.is_forward_open)
+        end(metadata)
+
+    monkeypatch.setattr(served.worker, "wait_for_save", ended)
+    assert_cold(served, cold, NEW, LONG)
+    assert open_behind
+    assert not any(open_behind)
 
 
 def test_a_step_that_a_graph_replays_costs_its_plan_and_no_later_one(engine, cold, monkeypatch):
     """A full graph of a decode runs no forward of ours; a small budget may leave a planned prompt so few tokens."""
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix", kept=True))
     forward = served.worker._forward
     with monkeypatch.context() as change:
         change.setattr(served.worker, "_replayed", 1 << 20)
@@ -77,30 +193,16 @@ def test_a_step_that_a_graph_replays_costs_its_plan_and_no_later_one(engine, col
 
 @pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
 def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold, call, monkeypatch):
-    served = engine("position_fix")
+    """Where no save can begin, vLLM goes on holding the blocks, and their KV is read there."""
+    served = engine(*WHOLE)
     worker = served.worker._worker
     with monkeypatch.context() as change:
         change.setattr(worker, call, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
         served.ask(DONOR, max_tokens=1)
         served.ask(LONG, max_tokens=1)
     assert set(served.faults) == {call}
-    answers = assert_cold(served, cold, MOVED, NEW)
-    assert [each.cached for each in answers] == [0, 0]
-
-
-def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, monkeypatch):
-    """With a grammar the V2 runner samples a step after vLLM has ended requests of the one before."""
-    served = taught(engine("position_fix"))
-    open_behind, end = [], served.worker.wait_for_save
-
-    def watched(metadata):
-        open_behind.append(served.runtime.is_forward_open)
-        end(metadata)
-
-    monkeypatch.setattr(served.worker, "wait_for_save", watched)
-    assert_cold(served, cold, NEW, LONG)
-    assert open_behind
-    assert not any(open_behind)
+    assert_cold(served, cold, MOVED, NEW)
+    assert [offered > 0 for offered in served.offered_of(2)] == [call == "get_finished", False]
 
 
 @pytest.mark.every_version
@@ -113,7 +215,7 @@ def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, mon
 
 
 @both_modes
-def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
+def test_what_was_never_written_is_not_hit_and_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
     # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
@@ -121,14 +223,8 @@ def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     assert served.refusal == "planned_forward"
     assert_cold(served, cold, DONOR, MOVED)
     served.settle()
-    pool = served.core.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-
-@both_modes
-def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
-    served = taught(engine("position_fix"))
-    fails_twice(monkeypatch, served)
+    assert served.blocks.get_num_free_blocks() == served.blocks.num_gpu_blocks - 1
+    taught(served.renew())
     llm_engine = served.llm.llm_engine
     for name, prompt in (("gone", MOVED), ("kept", NEW)):
         llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=16, temperature=0))

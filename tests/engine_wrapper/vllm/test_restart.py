@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, WHOLE, cold_answers, random_tokens, serving
+from tests.builders.vllm import WHOLE, cold_answers, random_tokens, serving, transfer
 
 FIRST = list(range(10, 110))
 
@@ -60,10 +59,8 @@ def leave_running(served):
 
 def killed(path):
     """The life of an engine whose process ends without a word, in a process of its own."""
-    extra = {**SHORT, "policy": WHOLE[0], **WHOLE[1], **disk(Path(path))}
-    served = serving(
-        kv_transfer_config=KVTransferConfig(**TRANSFER, kv_connector_extra_config=extra), max_num_batched_tokens=128
-    )
+    settings = {**WHOLE[1], **disk(Path(path))}
+    served = serving(kv_transfer_config=transfer(WHOLE[0], settings), max_num_batched_tokens=128)
     served.ask(DONOR, max_tokens=1)
     written(served)
     leave_running(served)
@@ -86,7 +83,7 @@ def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     assert (stats.ready, stats.resting) == (0, 1)
     first = served.ask(MOVED[0], max_tokens=16)
     assert (first.cached, first.tokens) == (0, cold(MOVED[0]).tokens)
-    assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"
+    assert served.report().reason == "donor_on_disk"
     ready(served)
     second = served.ask(MOVED[1], max_tokens=16)
     assert served.offered > 400

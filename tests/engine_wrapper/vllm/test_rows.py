@@ -19,7 +19,7 @@ from engine_wrapper.vllm.attention import VllmRows, own_builder
 from engine_wrapper.vllm.decoder import unfused_of
 from engine_wrapper.vllm.hooks import StepGraphs
 from semblend_trt.plan import SpanCheck
-from tests.engine_wrapper.vllm.conftest import near, random_tokens, taught
+from tests.builders.vllm import near, random_tokens, taught
 from tests.engine_wrapper.watching import watched
 
 some = random_tokens(3)
@@ -42,18 +42,14 @@ def deviate(monkeypatch, every):
     monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
-def evidence_of(served):
-    return served.scheduler.outcomes.of(served.last).figures
-
-
 def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monkeypatch, runs):
-    served = taught(engine("verified", max_num_seqs=2), DONOR)
+    served = taught(engine("verified", kept=True, max_num_seqs=2), DONOR)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
         patched.setattr(deviation_check, "ROWS_PER_GAP", 0)
         answer = served.ask(MOVED)
     assert answer.cached > 500
-    found = evidence_of(served)
+    found = served.report().figures
     assert 30 < max(runs) <= found["recomputed_tokens"] < 60
     assert found["offered_tokens"] == found["reused_tokens"] + found["recomputed_tokens"]
     served.forget()
@@ -62,23 +58,24 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
     assert max(runs) < 3
     assert (again.tokens, again.cached) == (answer.tokens, answer.cached)
     assert near(again.logprobs, answer.logprobs)
-    assert evidence_of(served) == found | {"largest_kept": evidence_of(served)["largest_kept"]}
+    assert served.report().figures == found | {"largest_kept": served.report().figures["largest_kept"]}
 
 
 def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatch, runs):
-    cold = engine(None, enable_prefix_caching=False).ask(MOVED, max_tokens=16).tokens
-    served = taught(engine("verified", max_num_seqs=2), DONOR)
+    served = engine("verified", kept=True, max_num_seqs=2)
+    cold = served.cold(MOVED).tokens
+    taught(served, DONOR)
     monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
     deviate(monkeypatch, 17)
     runs.clear()
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.tokens, served.offered > 400, set(runs)) == (cold, True, {1})
-    found = evidence_of(served)
+    found = served.report().figures
     assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])
 
 
 def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
-    served = taught(engine("verified", max_num_seqs=2), DONOR)
+    served = taught(engine("verified", kept=True, max_num_seqs=2), DONOR)
     attended = []
     monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
     assert served.ask(MOVED).cached > 500
@@ -114,8 +111,7 @@ def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were():
 def test_the_builder_is_our_own_and_the_engine_keeps_its(engine):
     served = engine("verified", max_num_seqs=2, max_num_batched_tokens=512)
     parts = served.worker._forward._parts
-    runner = served.core.model_executor.driver_worker.worker.model_runner
-    theirs = runner.attn_groups[0][0].get_metadata_builder(0)
+    theirs = served.runner.attn_groups[0][0].get_metadata_builder(0)
     assert type(parts.builder) is type(theirs)
     assert parts.builder is not theirs
     assert parts.builder.vllm_config.scheduler_config.max_num_seqs == 512

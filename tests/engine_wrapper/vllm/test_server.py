@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from semblend_trt.cli.main import main
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
+from tests.builders.vllm import SHORT, TRANSFER
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.litellm_proxy import LiteLlm, deployment
 from tests.semblend_trt.conftest import NatsServer

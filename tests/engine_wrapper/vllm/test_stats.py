@@ -13,8 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
 from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 from semblend_trt.plan import PlanSpan
-from tests.engine_wrapper.vllm.conftest import random_tokens
-from tests.engine_wrapper.vllm.engine_configs import engine_config
+from tests.builders.vllm import engine_config, random_tokens
 from tests.engine_wrapper.watching import watched
 from tests.semblend_trt.plans import plan_of
 from tests.test_metrics_page import series

@@ -1,12 +1,15 @@
 """Two ranks of tensor parallelism: one decision for both, and what one rank cannot do is computed by both."""
 
+from contextlib import nullcontext
+
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
 
-from semblend_trt.outcome import VLLM_RECEIPT
+from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.ranks import RanksApartError, TorchRanks
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
@@ -23,35 +26,25 @@ def two(engine, monkeypatch):
     """Makes an engine of two ranks."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
-    def make(policy, settings=None):
-        served = engine(policy, {"min_saving": 0, **(settings or {})}, tensor_parallel_size=2)
+    def make(policy, settings=None, **options):
+        served = engine(policy, {"min_saving": 0, **(settings or {})}, tensor_parallel_size=2, **options)
         assert served.scheduler.namespace is None or served.scheduler.namespace.tensor_parallel["tp_size"] == 2
         return served
 
     return make
 
 
-def ask(served, prompt):
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=16, temperature=0, logprobs=1, detokenize=False)
-    [output] = served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    [own] = output.outputs
-    return [*own.token_ids], [next(iter(each.values())).logprob for each in own.logprobs], output
-
-
 def assert_cold(served, prompt, cold):
-    tokens, logprobs, output = ask(served, prompt)
-    assert tokens == cold(prompt).tokens
-    assert near(logprobs, cold(prompt).logprobs)
-    receipt = output.kv_transfer_params[VLLM_RECEIPT]
-    assert output.num_cached_tokens == receipt["exact_prefix_tokens"] + receipt["reused_tokens"]
-    return receipt
+    answer = served.ask(prompt, max_tokens=16)
+    assert answer.tokens == cold(prompt).tokens
+    assert near(answer.logprobs, cold(prompt).logprobs)
+    assert answer.cached == answer.receipt["exact_prefix_tokens"] + answer.receipt["reused_tokens"]
+    return answer.receipt
 
 
 def taught(served, *donors):
     for donor in (NEW, *donors):  # the first prompt is computed again
-        ask(served, donor)
+        served.ask(donor, max_tokens=16)
     served.settle()
     served.forget()
     assert served.runtime.mode.value == "wrapper"
@@ -83,8 +76,17 @@ def fail_forward(worker):
         forward._planned = fails
 
 
+def fail_layer(worker):
+    """On the second rank alone, before its attention: the first rank waits for it in the sum after that."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if get_rank() == 1:
+        layers = get_kv_transfer_group()._worker._forward._runner.model.model.layers
+        layers[3].forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("the second rank fails"))
+
+
 def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
-    served = two(*WHOLE)
+    served = two(*WHOLE, kept=True)
     taught(served, DONOR)
     assert assert_cold(served, MOVED, cold)["offered_tokens"] == len(DOCUMENT)
     served.settle()
@@ -102,20 +104,55 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     assert served.faults["planned_forward"] > 0
 
 
-def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path):
-    found, profiles = [], []
-    for make in (engine, two):
-        served = make("position_fix", {"min_saving": 0})
-        taught(served)
-        namespace, geometry = served.scheduler.namespace, served.runtime.pool.geometry
-        settings = checked_at(served, tmp_path, **CHECK)
-        for of_one_rank in profiles:
-            assert any("parallel layout" in each for each in of_one_rank.differences(namespace, geometry))
-        profiles.append(ReuseProfile.read(tmp_path / "profile.json"))
-        served = make("boundary", {"min_saving": 0, **settings})
+def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path, monkeypatch):
+    """And an engine one of whose ranks fails within a layer ends: on a CPU the other one waits for it, and vLLM for
+    that."""
+    found, settings, profiles, namespaces = {}, {}, {}, {}
+    for name, make in (("both", two), ("one", engine)):  # two ranks first: that engine is kept
+        served = make(*WHOLE, kept=True) if make is two else make("position_fix", {"min_saving": 0})
+        served.ask(NEW)
+        (tmp_path / name).mkdir()
+        settings[name] = {"min_saving": 0, **checked_at(served, tmp_path / name, **CHECK)}
+        profiles[name] = ReuseProfile.read(tmp_path / name / "profile.json")
+        namespaces[name] = served.scheduler.namespace, served.runtime.pool.geometry
+    assert any("parallel layout" in each for each in profiles["one"].differences(*namespaces["both"]))
+    for name, make in (("one", engine), ("both", two)):
+        served = make("boundary", settings[name])
         taught(served, DONOR)
-        found.append(ask(served, MOVED)[2].kv_transfer_params[VLLM_RECEIPT])
-    one, both = found
+        found[name] = served.ask(MOVED, max_tokens=16).receipt
+    one, both = found["one"], found["both"]
     assert 0 < one["reused_tokens"] < one["checked_tokens"] == both["checked_tokens"] == len(DOCUMENT)
     assert both["reused_tokens"] == pytest.approx(one["reused_tokens"], abs=2)
     assert both["largest_kept"] == pytest.approx(one["largest_kept"], rel=1e-2)
+    served.settle()
+    served.forget()
+    served.llm.collective_rpc(fail_layer)
+    monkeypatch.setattr("vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 20)  # of five minutes; vLLM keeps what it read
+    with pytest.raises(Exception, match="a rank failed within a forward" if is_available() else "timed out"):
+        served.ask(MOVED)
+
+
+@pytest.mark.parametrize(
+    ("done", "parts", "others", "raised"),
+    [
+        (True, 6, [1, 6, -6], None),
+        (True, 6, [0, 6, -6], DonorUnavailableError),  # it failed before its first part, or after its last one
+        (False, 6, [1, 6, -6], LookupError),
+        (True, 6, [0, 3, -3], RanksApartError),
+        (False, 3, [1, 6, -6], RanksApartError),
+        (False, 3, [0, 4, -4], RanksApartError),
+    ],
+)
+def test_ranks_that_have_come_to_other_parts_of_a_forward_do_not_go_on(monkeypatch, done, parts, others, raised):
+    """Their sums would meet those of other layers."""
+    ranks, reached = TorchRanks.__new__(TorchRanks), [100]
+    monkeypatch.setattr(TorchRanks, "least", lambda _, own: [min(both) for both in zip(own, others, strict=True)])
+
+    def run():
+        reached.append(100 + parts)
+        if not done:
+            raise LookupError
+        return "rows"
+
+    with nullcontext() if raised is None else pytest.raises(raised):
+        assert ranks.together(run, lambda: reached[-1]) == "rows"

@@ -14,7 +14,7 @@ from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.builders.engine import Engines, cases_of
-from tests.engine_wrapper.vllm.conftest import SHORT
+from tests.builders.vllm import SHORT
 from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
 from validation.models import shipped_model
@@ -45,14 +45,14 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     assert cold >= GROUPS - 1
     served = engine("position_fix")
     assert answers(served, cases, donors=True)[0] == 0
-    served = engine("verified")
+    served = engine("verified", kept=True)
     right, followed, _ = answers(served, cases, donors=True)
     assert (right, followed) == (cold, 0)
 
 
 @pytest.mark.parametrize("profiles", [["another"], "the engine's", 7, None])
 def test_a_profile_whose_promise_is_broken_is_not_used(engine, profile, profiles):
-    served = engine("verified")
+    served = engine("verified", kept=True)
     broken = [hashlib.sha256(profile.read_bytes()).hexdigest()] if profiles == "the engine's" else profiles
     case = cases_of(served.llm.get_tokenizer(), "reordered", groups=1)[0]
     *donors, prompt = (
@@ -61,7 +61,7 @@ def test_a_profile_whose_promise_is_broken_is_not_used(engine, profile, profiles
     served.ask(*donors)
     served.settle()
     served.ask(prompt, extra_args={"kv_transfer_params": {"semblend.broken_profiles": broken}})
-    report = served.scheduler.outcomes.of(served.last)
+    report = served.report()
     is_used = profiles != "the engine's"
     assert (report.offered_tokens > 0, report.reason == "bound_broken") == (is_used, not is_used)
     assert not served.runtime.faults
@@ -94,9 +94,15 @@ def told(report):
 FAMILIES = "reordered", "header_trap"
 
 
+_found = []
+
+
 @pytest.fixture
 def expected(sampled, tmp_path):
-    engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
+    """What the embedded engine finds, once."""
+    if _found:
+        return _found
+    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
     settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
     llm = engines(cache=cache, PROFILE=sampled["profile"], HOST_BYTES=SHORT["host_bytes"], **settings)
@@ -110,9 +116,9 @@ def expected(sampled, tmp_path):
     for family in FAMILIES:
         cases = cases_of(llm.tokenizer, family)
         ask([donor for case in cases for donor in case.donors])
-        found += map(told, ask([case.prompt for case in cases]))
+        _found.extend(map(told, ask([case.prompt for case in cases])))
     engines.shutdown()
-    return found
+    return _found
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
     for family in FAMILIES:
         right, followed, _ = answers(served, cases_of(served.llm.get_tokenizer(), family), donors=True)
         assert (right, followed) == (GROUPS, 0)
-        reports = [served.scheduler.outcomes.of(served.last - i) for i in reversed(range(GROUPS))]
+        reports = [served.report(i) for i in reversed(range(GROUPS))]
         found += map(told, reports)
     assert found == expected
     assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
@@ -140,10 +146,13 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
     assert max(rows) <= served.core.scheduler.max_num_scheduled_tokens
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("options", "compares_all"),
-    [({}, True), ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True), ({}, False)],
+    [
+        pytest.param({}, True, marks=pytest.mark.every_version),
+        ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True),
+        ({}, False),
+    ],
     ids=str,
 )
 def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
@@ -170,7 +179,7 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     for each in found:
         (same,) = [other for other in wanted if len(other) == len(each) and np.allclose(other, each, atol=1e-2)]
         assert np.argsort(same)[-20:].tolist() == np.argsort(each)[-20:].tolist()
-    reports = [served.scheduler.outcomes.of(served.last - i) for i in range(GROUPS)]
+    reports = [served.report(i) for i in range(GROUPS)]
     assert all(bool(report.checked_tokens) == compares_all for report in reports)
     compared = [report.checked_tokens or report.offered_tokens for report in reports]
     assert all(own.recomputed_tokens >= round(0.3 * all_) > 0 for own, all_ in zip(reports, compared, strict=True))
@@ -180,7 +189,7 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
 def test_beyond_the_last_level_a_plan_is_computed_whole(engine, sampled, tmp_path):
     served = engine("boundary", bounded(sampled["profile"], tmp_path / "bounded.json", 2.0))
     right, followed, _ = answers(served, cases_of(served.llm.get_tokenizer(), "reordered"), donors=True)
-    reports = [served.scheduler.outcomes.of(served.last - i) for i in range(GROUPS)]
+    reports = [served.report(i) for i in range(GROUPS)]
     assert (right, followed) == (GROUPS, 0)
     assert {(report.reason, report.reused_tokens) for report in reports} == {("risk_above_bound", 0)}
     assert not served.runtime.faults
@@ -200,7 +209,7 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     served = engine("boundary", sampled)
     cases = cases_of(served.llm.get_tokenizer(), "header_trap")
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
-    found = [told(served.scheduler.outcomes.of(served.last - i)) for i in range(GROUPS)]
+    found = [told(served.report(i)) for i in range(GROUPS)]
     assert all(sample == 0 < checked <= offered for offered, sample, checked, _ in found)
     warned = [
         each for each in caplog.records if each.name == planned_forward.__name__ and each.levelno >= logging.WARNING

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from semblend_trt.outcome import Outcome
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, near, serving, some, taught, while_another_decodes
+from tests.builders.vllm import DONOR, FP8, MOVED, near, serving, some, taught, while_another_decodes
 from validation.models import shipped_model
 
 pytestmark = pytest.mark.every_version
@@ -64,7 +64,7 @@ def assert_cold(served, expected, prompts):
 
 
 def reused(served):
-    report = served.scheduler.outcomes.of(served.last)
+    report = served.report()
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 
 
@@ -84,20 +84,17 @@ def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, polic
         assert served.runtime.weights_changes == turn + 1
 
 
-def test_a_write_by_a_function_of_the_users_own_is_noticed(engine):
-    served = taught(engine("exact"))
-    served.core.model_executor.collective_rpc(write)
-    served.forget()
-    served.ask(DONOR)
-    assert (reused(served), served.runtime.weights_changes) == (0, 1)
-
-
-def test_calls_that_write_nothing_cost_no_donor(engine):
+def test_a_write_by_a_function_of_the_users_own_is_noticed_and_calls_that_write_nothing_cost_no_donor(engine):
     served = taught(engine("exact"))
     served.core.model_executor.collective_rpc(lambda worker: worker.model_runner.get_model().eval())
     served.ask(DONOR)
     assert reused(served) > 400
     assert not served.runtime.weights_changes
+    served.core.model_executor.collective_rpc(write)
+    served.settle()
+    served.forget()
+    served.ask(DONOR)
+    assert (reused(served), served.runtime.weights_changes) == (0, 1)
 
 
 def test_kv_of_vllms_own_stale_prefix_becomes_no_donor(engine, other, answers):
@@ -136,7 +133,7 @@ def rescale(worker):
 
 
 def test_new_scales_of_an_fp8_cache_end_reuse(engine):
-    served = taught(engine("exact", kv_cache_dtype="fp8"))
+    served = taught(engine("exact", **FP8))
     served.core.model_executor.collective_rpc(rescale)
     served.forget()
     served.ask(DONOR)

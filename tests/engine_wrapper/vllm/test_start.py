@@ -1,0 +1,204 @@
+"""What an engine is before its first plan: plans are executed where its first prompt has come out the same. What keeps
+the worker half out is named and counted, and vLLM serves as without us."""
+
+import json
+import logging
+from copy import copy
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import vllm
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.models import qwen2
+
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm import worker
+from engine_wrapper.vllm.attention import VllmRows
+from engine_wrapper.vllm.planned_forward import PlannedForward
+from semblend_trt.cost import CostModel
+from semblend_trt.outcome import Scope, advice
+from tests.builders.vllm import DONOR, MOVED, NEW, transfer
+from tests.conftest import save_tiny_model
+
+UNKNOWN = LookupError("the model runner is of a kind that is not known")
+ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER")
+
+
+def asked(served):
+    served.ask(DONOR, max_tokens=1)
+    served.settle()
+    return served.ask(MOVED, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed", "settings", "transferred", "sentence"),
+    [
+        ("pool_layout", ("layered_pool", lambda *_: None), {}, {}, "KV is not reused (pool_layout)"),
+        ("model_runner", ("find_runner", Mock(side_effect=UNKNOWN)), {}, {}, "of a kind that is not known"),
+        ("attention_backend", ("own_builder", Mock(side_effect=ANOTHER)), {}, {}, "attention backend is FLASHINFER"),
+        ("settings_invalid", None, {"device_bytes": 100}, {}, "raise SEMBLEND_DEVICE_BYTES to at least"),
+        ("load_failure_policy", None, {}, {"kv_load_failure_policy": "fail"}, ""),
+        ("kv_role", None, {}, {"kv_role": "kv_producer"}, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
+    engine, cold, reason, changed, settings, transferred, sentence, monkeypatch, caplog
+):
+    if changed is not None:
+        monkeypatch.setattr(worker, *changed)
+    served = engine(None, kv_transfer_config=transfer("position_fix", settings, **transferred))
+    assert (served.ask(NEW, max_tokens=16), served.refusal) == (cold(NEW), reason)
+    assert served.scheduler.outcomes.reasons() == {reason: 1}
+    sentence = sentence or f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}"
+    assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
+    assert "forward" not in vars(served.runner.get_model())
+
+
+def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, cold, monkeypatch):
+    def without_size(arguments, config):
+        config = copy(config)
+        config.scheduler_config = SimpleNamespace()
+        return stock(arguments, config)
+
+    stock = worker.VllmWorker
+    monkeypatch.setattr(worker, "VllmWorker", without_size)
+    served = engine("position_fix")
+    assert served.ask(NEW, max_tokens=16) == cold(NEW)
+    assert (served.refusal, served.faults["hook"]) == ("model_runner", 1)
+
+
+@pytest.fixture
+def unknown_version(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+
+
+@pytest.mark.usefixtures("unknown_version")
+def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans(engine, caplog):
+    told = logging.getLogger("vllm")
+    told.addHandler(caplog.handler)  # vLLM's loggers may hand nothing on
+    try:
+        served = engine("position_fix")
+        assert asked(served).cached > 400
+    finally:
+        told.removeHandler(caplog.handler)
+    assert served.scheduler.namespace.backend_cache_layout.startswith("vllm-0.99/")
+    lines = [told.handlers[0].format(each) for each in caplog.records if each.getMessage().startswith("semblend: ")]
+    assert all(line.lstrip("\x1b[0123456789;m").startswith("INFO ") for line in lines)
+    ours = dict.fromkeys(
+        line.split("] semblend: ")[-1] for line in lines if "hook: " not in line and "digest" not in line
+    )
+    assert [*ours] == [
+        "KV reuse, once the engine's first prompt has come out the same: policy position_fix, host_bytes 268435456",
+        "plans are executed on this engine: its first prompt came out the same",
+    ]
+
+
+@pytest.mark.usefixtures("unknown_version")
+@pytest.mark.parametrize("rows", ["whole", "output"])
+def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, cold, rows, monkeypatch):
+    # On a card, which may multiply float32 as TF32, the bound is a twentieth.
+    ours, factor = getattr(VllmRows, rows), 1.25 if torch.cuda.is_available() else 1.01
+    monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * factor)
+    served = engine("position_fix")
+    assert (asked(served), served.runtime.mode.value) == (cold(MOVED), "stock")
+    assert served.faults == {"self_check": 1}
+    assert served.report().reason == "self_check"
+    assert served.scheduler.outcomes.reasons()["self_check"] > 0
+    assert "forward" not in vars(served.runner.get_model())
+
+
+def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, monkeypatch):
+    """On a card the engine's rows lie where graphs, which we replay too, have their outputs."""
+    engines_rows, prove, ours = [], PlannedForward._prove, VllmRows.whole
+
+    def kept(forward, arguments, options, hidden):
+        engines_rows.append(hidden)
+        prove(forward, arguments, options, hidden)
+
+    def replayed(*given):
+        found = ours(*given)
+        engines_rows[-1].zero_()
+        return found
+
+    monkeypatch.setattr(PlannedForward, "_prove", kept)
+    monkeypatch.setattr(VllmRows, "whole", replayed)
+    served = engine("position_fix")
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+
+
+@pytest.mark.parametrize(("saving", "is_reused"), [(1e-9, True), (1.0, False)])
+def test_what_plans_cost_is_measured_and_has_to_pay(engine, cold, saving, is_reused):
+    served = engine("position_fix", {"min_saving": saving})
+    first = served.ask(DONOR, max_tokens=16)
+    assert (first.tokens, first.logprobs) == (cold(DONOR).tokens, cold(DONOR).logprobs)
+    costs = served.runtime.costs
+    assert costs.cold(0, 2000) > costs.cold(0, 100) > 0
+    served.runtime.costs = CostModel((0, 1, 0), (0, 1, 0, 0), 0)  # any reuse pays, or none
+    served.settle()
+    served.forget()
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.cached > 400) is is_reused
+    assert served.report().reason == (None if is_reused else "does_not_pay")
+    assert is_reused or answer.tokens == cold(MOVED).tokens
+
+
+# -- keys turn as the model's configuration says -----------------------------------------------------------------------
+
+
+def assert_refused(served, caplog):
+    asked(served)
+    served.forget()
+    assert served.ask(MOVED, max_tokens=1).cached == 0
+    assert (served.runtime.mode.value, dict(served.faults)) == ("stock", {"self_check": 1})
+    assert "(rope_unknown): keys that turn as the model's configuration says, by 2032 positions in " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({}, {"is_neox_style": False}),
+        ({"rope_type": "linear", "factor": 1.001}, {}),
+        ({"partial_rotary_factor": 0.5}, {}),
+    ],
+    ids=str,
+)
+def test_layers_that_rotate_otherwise_are_served_as_stock(engine, monkeypatch, caplog, parameters, named):
+    stock = qwen2.get_rope
+
+    def other(*arguments, rope_parameters, **options):
+        return stock(*arguments, rope_parameters={**rope_parameters, **parameters}, **options, **named)
+
+    monkeypatch.setattr(qwen2, "get_rope", other)
+    assert_refused(engine("position_fix"), caplog)
+
+
+def as_mistral_publishes(folder, theta):
+    """The model in the folder, with its weights and parameters in Mistral's own form beside those of Transformers."""
+    told = json.loads((folder / "config.json").read_text())
+    names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+    names |= {"n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps"}
+    names |= {each: each for each in ("head_dim", "vocab_size", "max_position_embeddings")}
+    parameters = {name: told[own] for name, own in names.items()} | {"rope_theta": theta}
+    (folder / "params.json").write_text(json.dumps(parameters))
+    del told["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(told | {"rope_theta": 10000.0}))
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "consolidated.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("theta", [10000.0, 20000.0])
+def test_parameters_that_vllm_reads_in_the_place_of_config_json_are_those_that_count(engine, tmp_path, caplog, theta):
+    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
+    model = as_mistral_publishes(save_tiny_model("mistral", tmp_path, **sizes), theta)
+    served = engine("position_fix", model=model, tokenizer_mode="hf", load_format="safetensors")
+    assert served.llm.llm_engine.model_config.hf_config.rope_theta == theta
+    if theta != 10000.0:
+        assert_refused(served, caplog)
+        return
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
