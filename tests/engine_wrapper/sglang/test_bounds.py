@@ -7,7 +7,7 @@ from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.sglang.rows import SglangRows
 from engine_wrapper.token_schedule import SequenceWork
 from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel, ReuseProfile
-from tests.engine_wrapper.serving import Engines, teach
+from tests.builders.engine import Engines, teach
 from tests.engine_wrapper.sglang.conftest import DOCUMENT, DONOR, MOVED, NEW, SHORT, WARM, assert_cold
 from tests.engine_wrapper.watching import watched
 from validation.models import shipped_model

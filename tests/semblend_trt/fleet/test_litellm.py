@@ -14,13 +14,13 @@ from difflib import SequenceMatcher
 
 import pytest
 from aiohttp import web
-from tests.semblend_trt.test_chats import rendered
 
 from semblend_trt.prompts import ChatError
 from tests.http_server import answering
 from tests.litellm_proxy import LiteLlm, deployment
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.conftest import NatsServer
+from tests.semblend_trt.test_prompts import rendered
 from tests.server_process import MODEL, ServerProcess, wait_for
 
 pytestmark = pytest.mark.litellm
