@@ -157,8 +157,8 @@ def span_table(
         # In float64: a shift times a frequency loses its fraction in float32.
         frequencies = np.array([each.inverse_frequencies for each in turning], np.float64)
         angles = np.array(known, np.float64)[:, None] * frequencies[:, None]
-        pairs = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
-        words[factors_at:rows_at].view(np.float32)[: pairs.size] = pairs.reshape(-1)
+        turns = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
+        words[factors_at:rows_at].view(np.float32)[: turns.size] = turns.reshape(-1)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
 
 
