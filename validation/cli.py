@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import textwrap
@@ -90,7 +91,12 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
         for line in scoreboard.markdown_table("*", rows).splitlines():
             say(line)
         return True
-    made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
+    made = {
+        page: scoreboard.with_tables(
+            read_text(page), rows, Path(os.path.relpath(options.results, page.parent)).as_posix()
+        )
+        for page in options.pages
+    }
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:

@@ -3,7 +3,7 @@
 A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
 name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
 form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
-that is given again continues its column."""
+that is given again continues its column; `goal` shows the rows' goals. A value that misses its goal is bold."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ def rows_of(path: Path) -> list[Row]:
     return rows
 
 
-def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
-    """Return the page with new results tables. Raises ConfigurationError for an open marker or as `markdown_table`."""
+def with_tables(text: str, rows: dict[str, list[Row]], root: str) -> str:
+    """Return the page with new results tables, whose rows link to their files under `root`, as seen from the page.
+    Raises ConfigurationError for an open marker or as `markdown_table`."""
     if text.count("<!-- results:") != len(_BLOCK.findall(text)):
         raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
-    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
+    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows, root) + found[4], text)
 
 
-def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
-    """Return the Markdown table of the rows that match the patterns, in their order.
+def markdown_table(patterns: str, rows: dict[str, list[Row]], root: str | None = None) -> str:
+    """Return the Markdown table of the rows that match the patterns, in their order. Each names its file: as a link
+    under `root`, or without one beside what the row is compared with.
     Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
     if "=" in patterns:
         return _column_table(patterns.split(), rows)
@@ -76,22 +78,29 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         chosen |= matching
     lines = []
     for (place, name), each in chosen.items():
-        value, machine = f"{figure(each.value)} {each.unit}".strip(), place.partition("/")[0]
-        goal = "-" if each.goal is None else f"{'>=' if each.better == 'higher' else '<='} {figure(each.goal)}"
-        cells = (f"`{name}`", value, goal, "yes" if each.holds else "**no**", each.baseline, machine)
+        recorded = (each.baseline, place) if root is None else (f"[{place}]({root}/{place}.json)",)
+        cells = (f"`{name}`", _bold(f"{figure(each.value)} {each.unit}".strip(), each), _goal(each), *recorded)
         lines.append([printable(cell).replace("|", "\\|") for cell in cells])
-    return output.markdown_table("row | value | goal | holds | against | machine", lines) + "\n"
+    headings = "row | value | goal | against | file" if root is None else "row | value | goal | file"
+    return output.markdown_table(headings, lines) + "\n"
+
+
+def _goal(row: Row) -> str:
+    return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
+
+
+def _bold(value: str, row: Row) -> str:
+    return value if row.holds else f"**{value}**"
 
 
 def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
-    """Return a line for each name that the patterns' stars match; values that miss their goal are bold."""
+    """Return a line for each name that the patterns' stars match, `-` for an empty one."""
     cells: dict[str, dict[str, str]] = {}
     for heading, _, pattern in (column.partition("=") for column in columns):
         for line, each in _starred(pattern, rows).items():
-            value = figure(each.value)
-            cells.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
+            cells.setdefault(line, {})[heading] = _goal(each) if heading == "goal" else _bold(figure(each.value), each)
     headings = dict.fromkeys(column.partition("=")[0] for column in columns)
-    lines = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
+    lines = ((f"`{line or '-'}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
     return output.markdown_table(" | ".join(("", *headings)), lines) + "\n"
 
 
