@@ -18,7 +18,10 @@ SECTIONS = {
 }
 HEAD = """# Promises
 
-Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the README and these pages make, with the files of its tests. Imports between the floors go downward only, which `make imports` checks. What each known defect of public connectors is, and which tests fail on it, is in [failure-modes.md](failure-modes.md#known-defects-of-public-connectors).
+Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the
+README and these pages make, with the files of its tests. `make imports` holds one more: imports between the floors go
+downward only. What each known defect of public connectors is, and which tests fail on it, is in
+[failure-modes.md](failure-modes.md#known-defects-of-public-connectors).
 """
 
 
