@@ -3,7 +3,8 @@
 A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
 name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
 form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
-that is given again continues its column; `goal` shows the rows' goals. A value that misses its goal is bold."""
+that is given again continues its column; `goal` shows the rows' goals. `<!-- results:files PATTERN ... -->` has a line
+for each file. A value that misses its goal is bold."""
 
 from __future__ import annotations
 
@@ -65,8 +66,20 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]], root: str | None =
     Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
     if "=" in patterns:
         return _column_table(patterns.split(), rows)
+    if patterns.startswith("files "):
+        return _file_table(_chosen(patterns.split()[1:], rows), root)
+    lines = []
+    for (place, name), each in _chosen(patterns.split(), rows).items():
+        recorded = (each.baseline, place) if root is None else (f"[{place}]({root}/{place}.json)",)
+        lines.append(_printable((f"`{name}`", _value(each), _goal(each), *recorded)))
+    headings = "row | value | goal | against | file" if root is None else "row | value | goal | file"
+    return output.markdown_table(headings, lines) + "\n"
+
+
+def _chosen(patterns: Sequence[str], rows: dict[str, list[Row]]) -> dict[tuple[str, str], Row]:
+    """Return the rows that match, by file and name, in the patterns' order."""
     chosen: dict[tuple[str, str], Row] = {}
-    for pattern in patterns.split():
+    for pattern in patterns:
         matching = {
             (place, each.name): each
             for place, found in rows.items()
@@ -76,17 +89,29 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]], root: str | None =
         if not matching:
             raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
         chosen |= matching
-    lines = []
+    return chosen
+
+
+def _file_table(chosen: dict[tuple[str, str], Row], root: str | None) -> str:
+    """Return a line for each file, with its rows, their values and, in brackets, their goals."""
+    lines: dict[str, list[str]] = {}
     for (place, name), each in chosen.items():
-        recorded = (each.baseline, place) if root is None else (f"[{place}]({root}/{place}.json)",)
-        cells = (f"`{name}`", _bold(f"{figure(each.value)} {each.unit}".strip(), each), _goal(each), *recorded)
-        lines.append([printable(cell).replace("|", "\\|") for cell in cells])
-    headings = "row | value | goal | against | file" if root is None else "row | value | goal | file"
-    return output.markdown_table(headings, lines) + "\n"
+        goal = "" if each.goal is None else f" ({_goal(each)})"
+        lines.setdefault(place, []).append(f"`{name}` {_value(each)}{goal}")
+    cells = (_printable((f"[{place}]({root}/{place}.json)", ", ".join(found))) for place, found in lines.items())
+    return output.markdown_table("file | rows, with their goals", cells) + "\n"
+
+
+def _printable(cells: Sequence[str]) -> list[str]:
+    return [printable(cell).replace("|", "\\|") for cell in cells]
 
 
 def _goal(row: Row) -> str:
     return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
+
+
+def _value(row: Row) -> str:
+    return _bold(f"{figure(row.value)} {row.unit}".strip(), row)
 
 
 def _bold(value: str, row: Row) -> str:

@@ -40,6 +40,14 @@ def test_a_row_on_a_page_links_to_its_file(rows):
     assert line == "| `cpu_a` | 3.142 x | >= 1.05 | [machine/first](../results/machine/first.json) |"
 
 
+def test_rows_of_a_file_can_share_a_line(rows):
+    lines = scoreboard.markdown_table("files *_b *_a machine/other", rows, "../results").splitlines()[2:]
+    assert lines == [
+        "| [machine/first](../results/machine/first.json) | `gpu_b` 2 x (>= 1.05), `cpu_a` 3.142 x (>= 1.05) |",
+        "| [machine/other](../results/machine/other.json) | `gpu_c` **1 x** (>= 1.05) |",
+    ]
+
+
 def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row):
     rows = {
         "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
