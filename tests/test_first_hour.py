@@ -1,5 +1,6 @@
 """docs/first-hour.md runs from its second step on, as far as a CPU goes; the commands of engines parse."""
 
+import argparse
 import json
 import os
 import shlex
@@ -45,7 +46,7 @@ def run(folder, *blocks):
     return done.stdout
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="the developers' environment runs it")
+@pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
 def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
     printed = run(tmp_path, *STEPS)
     assert "added by donors" in printed
@@ -72,3 +73,13 @@ def test_vllm_takes_its_command():
     given = arguments.EngineArgs.from_cli_args(options).kv_transfer_config
     assert (given.kv_connector, given.kv_connector_module_path) == ("SemBlendConnector", "engine_wrapper.vllm")
     assert given.kv_connector_extra_config["profile"] == "reuse-profile.json"
+
+
+def test_sglang_takes_its_command():
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    *_, program, flag, module = shlex.split(SGLANG)[:4]
+    assert (program, flag, module) == ("python", "-m", "sglang.launch_server")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(shlex.split(SGLANG)[4:])
+    assert given.radix_cache_backend == "semblend"
