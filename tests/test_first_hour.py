@@ -64,13 +64,14 @@ def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
 
 @pytest.mark.every_version
 def test_vllm_takes_its_command():
-    arguments = pytest.importorskip("vllm.engine.arg_utils")
-    serve = pytest.importorskip("vllm.entrypoints.openai.cli_args")
-    parsers = pytest.importorskip("vllm.utils.argparse_utils")
-    program, command, *words = shlex.split(VLLM.replace('"$MODEL"', "MODEL"))
-    assert (program, command) == ("vllm", "serve")
-    options = serve.make_arg_parser(parsers.FlexibleArgumentParser()).parse_args(words)
-    given = arguments.EngineArgs.from_cli_args(options).kv_transfer_config
+    serve = pytest.importorskip("vllm.entrypoints.cli.serve")
+    parser = pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    program, *words = shlex.split(VLLM.replace('"$MODEL"', "MODEL"))
+    assert program == "vllm"
+    serve.ServeSubcommand().subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    options = parser.parse_args(words)
+    assert options.model_tag == "MODEL"
+    given = options.kv_transfer_config
     assert (given.kv_connector, given.kv_connector_module_path) == ("SemBlendConnector", "engine_wrapper.vllm")
     assert given.kv_connector_extra_config["profile"] == "reuse-profile.json"
 
