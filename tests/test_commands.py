@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 from engine_wrapper.embedded import server
 from semblend_trt.cli.main import main, subcommands
 from tests.pages import PAGES, README, ROOT
-from tests.test_environment import needs_of
+from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
@@ -65,6 +66,12 @@ def test_modules_of_commands_exist(page):
     others = {"pip", "venv", "pytest", "sglang.launch_server", "dynamo.vllm", "dynamo.frontend", "build"}
     modules = {module for module, _ in commands(page)} - {"semblend-trt", *others}
     assert sorted(module for module in modules if find_spec(module) is None) == []
+
+
+@EVERY_PAGE
+def test_extras_exist(page):
+    named = re.findall(r"(?:semblend-trt|['\" ]\.)\[([\w,-]+)\]", page.text)
+    assert {extra for each in named for extra in each.split(",")} <= set(PROJECT["optional-dependencies"])
 
 
 def parses(module, words):
