@@ -38,8 +38,8 @@ This page is made by `semblend-trt config --markdown`, and a test compares it wi
 Settings are environment variables. Each is read as `TRTLLM_SEMBLEND_X` first, then as `SEMBLEND_X`, then under the
 older name that its row gives. TensorRT-LLM hands only variables that begin with `TRTLLM` on to its workers: use that
 prefix there. An empty variable counts as unset. A value out of range is refused by name, and a variable with one of the
-prefixes that no setting has is warned about. `semblend-trt config` prints every setting, its value and the variable that
-gave it. `semblend-trt doctor` says whether the settings can work on this machine.
+prefixes that no setting has is warned about. `semblend-trt config` prints every setting, its value and the variable
+that gave it. `semblend-trt doctor` says whether the settings can work on this machine.
 """
 
 
