@@ -40,7 +40,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-next-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -156,7 +156,11 @@ $(VLLM)/next/.installed: requirements-vllm-next.txt $(VLLM)/.installed
 	@$(call vllm_entry,$(@D))
 	@touch $@
 
-vllm-env: $(VLLM)/.installed $(VLLM)/next/.installed ## make the environment with a vLLM for the CPU
+vllm-env: $(VLLM)/.installed ## make the environment with a vLLM for the CPU, and say where it is
+	@echo "vLLM is $(abspath $(VLLM))/bin/vllm, its Python $(abspath $(VLLM_RUN))"
+
+# CI's second vLLM.
+vllm-next-env: vllm-env $(VLLM)/next/.installed
 
 # As `make lock`, for the environment with vLLM.
 vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with hashes, in requirements-vllm.txt
@@ -200,16 +204,17 @@ sglang-lock: | $(SGLANG_RUN) ## pin what runs SGLang and the product on a CPU, w
 
 # The stand-ins are for a kernel package that no registry has, and for operators of torchvision's build for cards.
 SGLANG_TEST = PYTHONPATH=$(abspath tests/engine_wrapper/sglang/standins):$(CURDIR) SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 \
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(SGLANG))/numba $(SGLANG_RUN) -m pytest -n 2 --dist loadfile \
-	tests/engine_wrapper/sglang
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(SGLANG))/numba $(SGLANG_RUN) -m pytest tests/test_first_hour.py \
+	-n 2 --dist loadfile tests/engine_wrapper/sglang
 sglang-test: sglang-env ## run the tests of the product inside SGLang, on a CPU
 	$(SGLANG_TEST) $(ARGS)
 
 # Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go. Two engines
 # at a time need some 8 GB.
 VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 2 --dist loadfile tests/engine_wrapper/vllm
-vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest tests/test_first_hour.py \
+	-n 2 --dist loadfile tests/engine_wrapper/vllm
+vllm-test: vllm-next-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
 

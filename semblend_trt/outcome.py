@@ -1,5 +1,5 @@
 """How requests end: outcomes, reports, the ledger of all, and every reason and fault by name, with what to do about it.
-`python -m semblend_trt.outcome PAGE...` writes the tables of docs/failure-modes.md, vllm.md and sglang.md."""
+`python -m semblend_trt.outcome docs/*.md` writes the tables of failure-modes.md, vllm.md, sglang.md and metrics.md."""
 
 from __future__ import annotations
 
@@ -409,11 +409,17 @@ def advice(name: str, *scopes: Scope) -> str:
 
 
 def filled(page: str) -> str:
-    """Return the page with the table of each scope that it names, from `<!-- reasons: engine -->` to `<!-- end -->`."""
+    """Return the page with the table of each scope that it names, from `<!-- reasons: engine -->` to `<!-- end -->`;
+    `<!-- reasons: names -->` has a line for each scope, with its names."""
 
     def table(found: re.Match[str]) -> str:
-        rows = (f"| {text} | `{name}` |\n" for name, text in TEXTS[Scope(found[1])].items())
-        return f"<!-- reasons: {found[1]} -->\n\n| what to do | counted as |\n|---|---|\n{''.join(rows)}\n<!-- end -->"
+        if found[1] == "names":
+            rows = [f"| {each.value} | {', '.join(f'`{name}`' for name in texts)} |" for each, texts in TEXTS.items()]
+            head = ["| scope | names |", "|---|---|"]
+        else:
+            rows = [f"| {text} | `{name}` |" for name, text in TEXTS[Scope(found[1])].items()]
+            head = ["| what to do | counted as |", "|---|---|"]
+        return "\n".join((f"<!-- reasons: {found[1]} -->", *head, *rows, "<!-- end -->"))
 
     return re.sub(r"<!-- reasons: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
 

@@ -172,7 +172,6 @@ def installed_subcommands(tmp_path_factory, monkeypatch):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: semblend-trt\nVersion: 9.9\n")
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
-    points = project.read_text().partition('[project.entry-points."semblend_trt.cli"]\n')[2]
-    named = "".join(line.replace('"', "") + "\n" for line in points.partition("\n\n")[0].splitlines())
-    (folder / "entry_points.txt").write_text(f"[semblend_trt.cli]\n{named}")
+    groups = (part.partition("\n\n")[0] for part in project.read_text().split('[project.entry-points."')[1:])
+    (folder / "entry_points.txt").write_text("\n".join("[" + each.replace('"', "") + "\n" for each in groups))
     monkeypatch.syspath_prepend(folder.parent)

@@ -1,7 +1,8 @@
-"""README and documents name what exists: files, settings, commands, classes; what the README shows runs."""
+"""README and documents name what exists: files, headings, settings, commands, classes; what the README shows runs."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -25,6 +26,23 @@ def test_links_lead_to_files(page):
     files = [link.partition("#")[0] for link in page.links if "://" not in link]
     folder = (ROOT / page.name).parent
     assert [file for file in files if file and not (folder / file).exists()] == []
+
+
+@EVERY_PAGE
+def test_links_lead_to_headings(page):
+    targets = [link.partition("#") for link in page.links if "#" in link and "://" not in link]
+    folder = (ROOT / page.name).parent
+    texts = {
+        (file, heading): ((folder / file) if file else ROOT / page.name).read_text() for file, _, heading in targets
+    }
+    assert [target for target, text in texts.items() if target[1] not in anchors(text)] == []
+
+
+def anchors(text):
+    """The fragments by which a page's headings are linked to, as GitHub makes them."""
+    titles = (line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#"))
+    named = re.findall(r'<a id="([^"]+)">', text)
+    return {*named, *(re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles)}
 
 
 @EVERY_PAGE
@@ -87,16 +105,18 @@ def check_connector(**fields):
     assert hasattr(module, config.connector_worker_class)
 
 
-@pytest.mark.parametrize("source", README.blocks("python"), ids=["quick start", "TensorRT-LLM"])
+TRTLLM = Page("docs/attach.md").blocks("python")[0]
+
+
+@pytest.mark.parametrize("source", [README.blocks("python")[0], TRTLLM], ids=["quick start", "TensorRT-LLM"])
 def test_connector_examples_name_classes_that_exist(source):
     fields = keywords_of(source, "KvCacheConnectorConfig")
     check_connector(**{name: ast.literal_eval(value) for name, value in fields.items()})
 
 
 def test_the_example_for_tensorrt_llm_uses_arguments_that_there_are():
-    source = README.blocks("python")[1]
-    assert set(keywords_of(source, "LLM")) <= set(LlmArgs.model_fields)
-    assert set(keywords_of(source, "KvCacheConfig")) <= set(KvCacheConfig.model_fields)
+    assert set(keywords_of(TRTLLM, "LLM")) <= set(LlmArgs.model_fields)
+    assert set(keywords_of(TRTLLM, "KvCacheConfig")) <= set(KvCacheConfig.model_fields)
 
 
 def test_the_engine_file_can_be_read_by_an_engine():

@@ -2,6 +2,7 @@
 
 import re
 
+from tests import promises
 from tests.pages import ROOT, Page, code_in, named_tests
 
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks")
@@ -42,7 +43,10 @@ def test_files_are_short():
 
 
 def test_every_promise_is_held_by_tests_that_exist():
-    """Rename a test in docs/promises.md too."""
+    """`python -m tests.promises` makes the page of the tests' markers; until tests have some, it is a table."""
+    if promises.promises():
+        assert Page("docs/promises.md").text == promises.page()
+        return
     rows = [row for row in Page("docs/promises.md").rows if row[0] != "promise"]
     assert [promise for promise, tests in rows if not code_in(tests)] == []
     named = {test for _, tests in rows for test in code_in(tests) if "::" in test}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import textwrap
@@ -78,7 +79,10 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
         for line in results.markdown_table("*", rows).splitlines():
             results.say(line)
         return True
-    made = {page: results.with_tables(read_text(page), rows) for page in options.pages}
+    made = {
+        page: results.with_tables(read_text(page), rows, Path(os.path.relpath(options.results, page.parent)).as_posix())
+        for page in options.pages
+    }
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:

@@ -3,7 +3,8 @@
 A page holds a table between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a row's
 name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the values
 form columns: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A heading
-that is given again continues its column."""
+that is given again continues its column; `goal` shows the rows' goals. `<!-- results:files PATTERN ... -->` has a line
+for each file. A value that misses its goal is bold."""
 
 import contextlib
 import datetime
@@ -225,28 +226,34 @@ def rows_of(path: Path) -> list[Row]:
     return rows
 
 
-def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
-    """Return the page with new results tables. Raises ConfigurationError for an open marker or as `markdown_table`."""
+def with_tables(text: str, rows: dict[str, list[Row]], root: str) -> str:
+    """Return the page with new results tables, whose rows link to their files under `root`, as seen from the page.
+    Raises ConfigurationError for an open marker or as `markdown_table`."""
     if text.count("<!-- results:") != len(_BLOCK.findall(text)):
         raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
-    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
+    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows, root) + found[4], text)
 
 
-def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
-    """Return the Markdown table of the rows that match the patterns, in their order.
+def markdown_table(patterns: str, rows: dict[str, list[Row]], root: str | None = None) -> str:
+    """Return the Markdown table of the rows that match the patterns, in their order. Each names its file: as a link
+    under `root`, or without one beside what the row is compared with.
     Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous."""
     if "=" in patterns:
-        # A line for each name that the patterns' stars match; values that miss their goal are bold.
-        headings, columns = dict[str, None](), dict[str, dict[str, str]]()
-        for heading, _, pattern in (column.partition("=") for column in patterns.split()):
-            headings[heading] = None
-            for line, each in _starred(pattern, rows).items():
-                value = figure(each.value)
-                columns.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
-        body = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in columns.items())
-        return table_of(" | ".join(("", *headings)), body) + "\n"
+        return _column_table(patterns.split(), rows)
+    if patterns.startswith("files "):
+        return _file_table(_chosen(patterns.split()[1:], rows), root)
+    lines = []
+    for (place, name), each in _chosen(patterns.split(), rows).items():
+        recorded = (each.baseline, place) if root is None else (f"[{place}]({root}/{place}.json)",)
+        lines.append(_printable((f"`{name}`", _value(each), _goal(each), *recorded)))
+    headings = "row | value | goal | against | file" if root is None else "row | value | goal | file"
+    return table_of(headings, lines) + "\n"
+
+
+def _chosen(patterns: Sequence[str], rows: dict[str, list[Row]]) -> dict[tuple[str, str], Row]:
+    """Return the rows that match, by file and name, in the patterns' order."""
     chosen: dict[tuple[str, str], Row] = {}
-    for pattern in patterns.split():
+    for pattern in patterns:
         matching = {
             (place, each.name): each
             for place, found in rows.items()
@@ -256,13 +263,44 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         if not matching:
             raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
         chosen |= matching
-    lines = []
+    return chosen
+
+
+def _file_table(chosen: dict[tuple[str, str], Row], root: str | None) -> str:
+    """Return a line for each file, with its rows, their values and, in brackets, their goals."""
+    lines: dict[str, list[str]] = {}
     for (place, name), each in chosen.items():
-        value, machine = f"{figure(each.value)} {each.unit}".strip(), place.partition("/")[0]
-        goal = "-" if each.goal is None else f"{'>=' if each.better == 'higher' else '<='} {figure(each.goal)}"
-        cells = (f"`{name}`", value, goal, "yes" if each.holds else "**no**", each.baseline, machine)
-        lines.append([printable(cell).replace("|", "\\|") for cell in cells])
-    return table_of("row | value | goal | holds | against | machine", lines) + "\n"
+        goal = "" if each.goal is None else f" ({_goal(each)})"
+        lines.setdefault(place, []).append(f"`{name}` {_value(each)}{goal}")
+    cells = (_printable((f"[{place}]({root}/{place}.json)", ", ".join(found))) for place, found in lines.items())
+    return table_of("file | rows, with their goals", cells) + "\n"
+
+
+def _printable(cells: Sequence[str]) -> list[str]:
+    return [printable(cell).replace("|", "\\|") for cell in cells]
+
+
+def _goal(row: Row) -> str:
+    return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
+
+
+def _value(row: Row) -> str:
+    return _bold(f"{figure(row.value)} {row.unit}".strip(), row)
+
+
+def _bold(value: str, row: Row) -> str:
+    return value if row.holds else f"**{value}**"
+
+
+def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
+    """Return a line for each name that the patterns' stars match, `-` for an empty one."""
+    cells: dict[str, dict[str, str]] = {}
+    for heading, _, pattern in (column.partition("=") for column in columns):
+        for line, each in _starred(pattern, rows).items():
+            cells.setdefault(line, {})[heading] = _goal(each) if heading == "goal" else _bold(figure(each.value), each)
+    headings = dict.fromkeys(column.partition("=")[0] for column in columns)
+    lines = ((f"`{line or '-'}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
+    return table_of(" | ".join(("", *headings)), lines) + "\n"
 
 
 def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:

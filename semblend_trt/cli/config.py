@@ -38,10 +38,8 @@ This page is made by `semblend-trt config --markdown`, and a test compares it wi
 Settings are environment variables. Each is read as `TRTLLM_SEMBLEND_X` first, then as `SEMBLEND_X`, then under the
 older name that its row gives. TensorRT-LLM hands only variables that begin with `TRTLLM` on to its workers: use that
 prefix there. An empty variable counts as unset. A value out of range is refused by name, and a variable with one of the
-prefixes that no setting has is warned about.
-
-`semblend-trt config` prints every setting, its value and the variable that gave it. `semblend-trt doctor` says whether
-the settings can work on this machine.
+prefixes that no setting has is warned about. `semblend-trt config` prints every setting, its value and the variable
+that gave it. `semblend-trt doctor` says whether the settings can work on this machine.
 """
 
 
@@ -124,14 +122,14 @@ def shown(value: object) -> str:
 
 
 def settings_page() -> str:
-    """Return docs/configuration.md, made from the settings' fields: a section for each group."""
+    """Return docs/configuration.md, made from the settings' fields: a table, with a line before each group."""
     from semblend_trt.config import Settings, SettingsGroup, allowed_by, variables_of
 
-    page = _HEAD
+    page = f"{_HEAD}\n{_COLUMNS}"
     # pydantic takes the fields of the last base first.
     for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):
         theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
-        page += f"\n## {theme[:1].upper() + theme[1:]}\n\n{_COLUMNS}"
+        page += f"| **{theme[:1].upper() + theme[1:]}** | | | |\n"
         meanings = meanings_of(group)
         for name, field in group.model_fields.items():
             _, variable, *older = variables_of(name)

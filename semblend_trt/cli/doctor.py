@@ -214,4 +214,4 @@ def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm:
         )
     refusal = "disabled" if not settings.enabled else "policy_off" if settings.policy.value == "off" else None
     if refusal is not None:
-        yield _settings.refused(refusal, f"every request is served cold. {advice(refusal)}")
+        yield _settings.refused(refusal, f"{advice(refusal)} Until then every request is served cold.")

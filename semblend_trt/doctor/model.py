@@ -51,6 +51,10 @@ class KnownModel:
         return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
+# What holds as long as a profile is missing.
+_UNTIL = "Until then only identical text from position 0 is reused."
+
+
 def findings(
     name: str | None, kv_dtype: str, settings: Settings | None, arguments: EngineSpec | None, llm_args: Any
 ) -> Iterator[Finding]:
@@ -154,7 +158,7 @@ def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
         return
     reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
     if reason and known.arguments is None:
-        text = f"policy {settings.policy.value}: a stock engine reuses identical text from position 0. {advice(reason)}"
+        text = f"{advice(reason)} Under policy {settings.policy.value} it reuses identical text from position 0."
         yield _model.note(text, reason)
 
 
@@ -163,7 +167,7 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     if settings.policy is not ReusePolicy.VERIFIED:
         return
     if settings.profile_path is None:
-        yield _profile.note(f"only identical text from position 0 is reused. {advice('no_profile')}", "no_profile")
+        yield _profile.note(f"{advice('no_profile')} {_UNTIL}", "no_profile")
         return
     asked = settings.max_kl, settings.risk
     try:
@@ -183,7 +187,7 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     elif (kept := held.bound_for(*asked)) is not None and kept.levels:
         yield _profile.ok(f"its bound: all but {kept.risk:g} of the answers are within {kept.max_kl:g} nats of cold's")
     elif held.terms is not None and held.terms_for(*asked) is None:
-        yield _profile.note(f"only identical text from position 0 is reused. {advice('no_bound')}", "no_bound")
+        yield _profile.note(f"{advice('no_bound')} {_UNTIL}", "no_bound")
     elif held.terms is not None:
         yield _profile.note("it states no bound for answers: `python -m validation calibrate` makes one that does")
     if known is None:

@@ -84,14 +84,27 @@ def row(measured):
 
 @pytest.fixture
 def rows(row):
-    return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 12_345.6)]}
+    return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 1.0)]}
 
 
 def test_a_table_holds_the_rows_that_match(rows):
     table = results.markdown_table("cpu_* machine/other", rows).splitlines()
     assert table[2:] == [
-        "| `cpu_a` | 3.142 x | >= 1.05 | yes | cold \\| warm | machine |",
-        "| `gpu_c` | 12,346 x | >= 1.05 | yes | cold \\| warm | machine |",
+        "| `cpu_a` | 3.142 x | >= 1.05 | cold \\| warm | machine/first |",
+        "| `gpu_c` | **1 x** | >= 1.05 | cold \\| warm | machine/other |",
+    ]
+
+
+def test_a_row_on_a_page_links_to_its_file(rows):
+    [line] = results.markdown_table("cpu_*", rows, "../results").splitlines()[2:]
+    assert line == "| `cpu_a` | 3.142 x | >= 1.05 | [machine/first](../results/machine/first.json) |"
+
+
+def test_rows_of_a_file_can_share_a_line(rows):
+    lines = results.markdown_table("files *_b *_a machine/other", rows, "../results").splitlines()[2:]
+    assert lines == [
+        "| [machine/first](../results/machine/first.json) | `gpu_b` 2 x (>= 1.05), `cpu_a` 3.142 x (>= 1.05) |",
+        "| [machine/other](../results/machine/other.json) | `gpu_c` **1 x** (>= 1.05) |",
     ]
 
 
@@ -100,28 +113,29 @@ def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row
         "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
         "card/two": [row("em_f32_c", 1.5)],
     }
-    columns = "float32=card/one/em_f32_* bfloat16=em_bf16_* float32=card/two/em_f32_*"
+    columns = "float32=card/one/em_f32_* bfloat16=em_bf16_* float32=card/two/em_f32_* goal=em_bf16_*"
     assert results.markdown_table(columns, rows).splitlines() == [
-        "|  | float32 | bfloat16 |",
-        "|---|---|---|",
-        "| `a` | 0.95 | - |",
-        "| `b` | **0.5** | 2 |",
-        "| `c` | 1.5 | - |",
+        "|  | float32 | bfloat16 | goal |",
+        "|---|---|---|---|",
+        "| `a` | 0.95 | - | - |",
+        "| `b` | **0.5** | 2 | >= 1.05 |",
+        "| `c` | 1.5 | - | - |",
     ]
+    assert "| `-` | **0.5** |" in results.markdown_table("float32=em_f32_b*", rows)
 
 
 def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows_and_a_column_of_two_machines_must(row):
     rows = {place: [row("em_a"), row("other")] for place in ("card/one", "processor/one")}
     [line] = results.markdown_table("card/one/em_*", rows).splitlines()[2:]
-    assert (line.split(" | ")[0], line.split(" | ")[-1]) == ("| `em_a`", "card |")
+    assert (line.split(" | ")[0], line.split(" | ")[-1]) == ("| `em_a`", "card/one |")
     with pytest.raises(ConfigurationError, match="Two rows match"):
         results.markdown_table("x=em_*", rows)
     assert "| `a` | 2 |" in results.markdown_table("x=card/one/em_*", rows)
 
 
 def test_tables_are_replaced_and_the_text_stays(rows):
-    once = results.with_tables(TEXT, rows)
-    assert results.with_tables(once, rows) == once
+    once = results.with_tables(TEXT, rows, "results")
+    assert results.with_tables(once, rows, "results") == once
     assert once.startswith("# Title\n\n<!-- results:cpu_* machine/other -->\n| row |")
     assert once.endswith("<!-- /results -->\n\nThe end.\n")
 
@@ -140,7 +154,7 @@ def test_tables_are_replaced_and_the_text_stays(rows):
 )
 def test_a_marker_without_rows_or_an_end_and_a_column_without_a_star_are_refused(rows, text, problem):
     with pytest.raises(ConfigurationError, match=problem):
-        results.with_tables(f"<!-- {text}", rows)
+        results.with_tables(f"<!-- {text}", rows, "results")
 
 
 @pytest.mark.parametrize(

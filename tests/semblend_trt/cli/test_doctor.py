@@ -27,7 +27,7 @@ def test_all_is_fine(tiny_qwen2_path, capsys):
     shown = capsys.readouterr().out
     areas = [line for line in shown.splitlines() if line and not line.startswith(" ")]
     assert areas == ["engine", "software", "machine", "settings", "model", "profile", "no problems"]
-    assert "  note     no_profile: only identical text from position 0 is reused. Set SEMBLEND_PROFILE" in shown
+    assert "  note     no_profile: Set SEMBLEND_PROFILE to a calibrated reuse profile" in shown
 
 
 def test_a_refusal_is_named(tiny_qwen2_path, capsys, monkeypatch):

@@ -42,7 +42,7 @@ def told(known, **settings):
                 "qwen2: 3 layers, 4 query heads and 2 KV heads of 16 channels",
                 "RoPE of type default on 16 of 16 channels: its KV can be moved",
                 "768 bytes of KV a token in float32, on one rank; room for donors: 1365 tokens on the host",
-                "policy verified: a stock engine reuses identical text",
+                "Under policy verified it reuses identical text from position 0",
             ],
         ),
         ("gpt_oss", ["2 of 3 layers see a window of 32 tokens; checks lie in layer 2 or above"]),

@@ -1,0 +1,61 @@
+"""Promises that tests are marked with, and the page that is made of them: `python -m tests.promises` writes it.
+
+`@pytest.mark.promise("reuse", "Only equal tokens are reused")` stands on a test that holds it. Where several tests hold
+one, the others' markers may have its first words alone, and end in three dots."""
+
+import ast
+
+from tests.pages import ROOT, named_tests
+
+PAGE = ROOT / "docs" / "promises.md"
+SECTIONS = {
+    "reuse": "What is reused",
+    "policies": "Policies and the reuse profile",
+    "donors": "Finding and keeping donors",
+    "engines": "Engines",
+    "commands": "Settings, commands and what is reported",
+    "fleet": "The fleet",
+}
+HEAD = """# Promises
+
+Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the
+README and these pages make, with the files of its tests. `make imports` holds one more: imports between the floors go
+downward only. What each known defect of public connectors is, and which tests fail on it, is in
+[failure-modes.md](failure-modes.md#known-defects-of-public-connectors).
+"""
+
+
+def marked():
+    """Section and text of every marker, with the test's name from the folder of tests."""
+    for name, test in sorted(named_tests().items()):
+        for mark in reversed(test.decorator_list):
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":
+                section, text = map(ast.literal_eval, mark.args)
+                yield section, text, name
+
+
+def promises():
+    """The files whose tests hold a promise, by section and text. Raises ValueError for words that begin none or two."""
+    found = {}
+    for section, text, name in marked():
+        if not text.endswith("..."):
+            found.setdefault((section, text), set()).add(name.partition("::")[0])
+    for section, text, name in marked():
+        if text.endswith("..."):
+            whole = [each for each in found if each[0] == section and each[1].startswith(text[:-3])]
+            if len(whole) != 1:
+                raise ValueError(f"{name}: {text!r} begins {len(whole)} promises.")
+            found[whole[0]].add(name.partition("::")[0])
+    return found
+
+
+def page():
+    """The page, a line a promise; unknown sections raise KeyError."""
+    lines = {title: [] for title in SECTIONS.values()}
+    for (section, text), files in promises().items():
+        lines[SECTIONS[section]].append(f"- {text} ({', '.join(f'`{file}`' for file in sorted(files))})")
+    return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(each) + "\n" for title, each in lines.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

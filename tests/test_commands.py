@@ -1,0 +1,175 @@
+"""Commands of README and docs parse, and run with the packages of the extra that they name, and without all others."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.util import find_spec
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from engine_wrapper.embedded import server
+from semblend_trt.cli.main import main, subcommands
+from tests.pages import PAGES, README, ROOT
+from tests.test_environment import PROJECT, needs_of
+from validation import cli
+
+EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+# Runs one module with argv, where modules named in the first argument cannot be imported.
+# Runs a module with its arguments, where only the distributions of the first argument are installed.
+ONLY = """
+import importlib.machinery, json, runpy, sys
+held, names = map(set, json.loads(sys.argv[1]))
+class Installed(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in names else super().find_spec(name, path, target)
+    @classmethod
+    def find_distributions(cls, *context, **words):
+        found = super().find_distributions(*context, **words)
+        return (each for each in found if each.name.lower().replace("_", "-").replace(".", "-") in held)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Installed
+sys.argv = sys.argv[2:]
+if sys.argv[0] == "semblend-trt":
+    from semblend_trt.cli.main import main
+    sys.exit(main(sys.argv[1:]))
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def commands(page):
+    """Module and words of each command in blocks of shell and in spans."""
+    blocks = "\n".join(page.blocks("bash")).replace("\\\n", " ")
+    for line in [*blocks.splitlines(), *page.spans]:
+        if "..." in line or "|" in line or "<<" in line or "$(" in line:
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a text that goes on in the next line
+            continue
+        while words and ("=" in words[0] or words[0] in ("export", "nohup")):
+            words.pop(0)
+        if words[:2] in (["python", "-m"], ["python3", "-m"]) and len(words) > 2:
+            yield words[2], words[3:]
+        elif words[:1] == ["semblend-trt"] and len(words) > 1:
+            yield "semblend-trt", words[1:]
+
+
+@EVERY_PAGE
+def test_modules_of_commands_exist(page):
+    others = {"pip", "venv", "pytest", "sglang.launch_server", "dynamo.vllm", "dynamo.frontend", "build"}
+    modules = {module for module, _ in commands(page)} - {"semblend-trt", *others}
+    assert sorted(module for module in modules if find_spec(module) is None) == []
+
+
+@EVERY_PAGE
+def test_extras_exist(page):
+    named = re.findall(r"(?:semblend-trt|['\" ]\.)\[([\w,-]+)\]", page.text)
+    assert {extra for each in named for extra in each.split(",")} <= set(PROJECT["optional-dependencies"])
+
+
+def parses(module, words):
+    """Whether the module's own parser takes the words; others are not asked."""
+    words = [word for word in words if word != "&"]
+    try:
+        if module == "validation":
+            parse, _ = cli._COMMANDS.get(words[0] if words else "", (cli.parse_validation, None))
+            parse(words if parse is cli.parse_validation else words[1:])
+        elif module == "semblend-trt" and len(words) > 1 and words[0] in subcommands():
+            main_parser(words).parse_args(words)
+    except SystemExit as exit_of_argparse:
+        return not exit_of_argparse.code
+    return True
+
+
+def main_parser(words):
+    return main.__globals__["_parser"](words)
+
+
+@EVERY_PAGE
+@pytest.mark.usefixtures("installed_subcommands")
+def test_options_of_commands_exist(page, capsys, tmp_path, monkeypatch):
+    # `confirm` reads the profile that it is given.
+    shutil.copy(ROOT / "validation/assets/model/reuse-profile.json", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    # Some spans name an option of a command and not what it needs beside it.
+    refused = [(module, words) for module, words in commands(page) if not parses(module, words)]
+    unknown = [line for line in capsys.readouterr().err.splitlines() if "unrecognized" in line or "invalid" in line]
+    assert (unknown, refused if unknown else []) == ([], [])
+
+
+def closure(extras):
+    """The distributions that installing the package with these extras brings, by canonical name."""
+    waiting = [need for extra in [None, *extras] for need in needs_of(extra).values()]
+    found = set()
+    while waiting:
+        need = waiting.pop()
+        if (canonicalize_name(need.name), *need.extras) in found:
+            continue
+        found.add((canonicalize_name(need.name), *need.extras))
+        try:
+            lines = requires(need.name) or ()
+        except PackageNotFoundError:
+            continue
+        for each in map(Requirement, lines):
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *need.extras)):
+                waiting.append(each)
+    return {name for name, *_ in found}
+
+
+def run(module, *words, extras, folder):
+    """The finished process of a module with these extras' packages alone, beside what Python and pip bring."""
+    held = closure(extras) | {"pip", "setuptools", "wheel", "semblend-trt"}
+    missing = [
+        name for name, owners in packages_distributions().items() if not held & {*map(canonicalize_name, owners)}
+    ]
+    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    command = [sys.executable, "-c", ONLY, json.dumps([sorted(held), missing]), module, *words]
+    own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def log(tmp_path):
+    text = "A page that both requests share. " * 30
+    lines = (json.dumps({"prompt": f"Request {number}. {text}"}) for number in range(2))
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "log.jsonl")
+
+
+def test_the_estimate_needs_no_extra(tmp_path, log):
+    done = run("semblend-trt", "estimate", log, extras=[], folder=tmp_path)
+    assert (done.returncode, "added by donors" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("words", [["config"], ["doctor"], ["warm", "--help"], ["spot-check", "--help"]], ids=" ".join)
+def test_subcommands_need_no_extra(tmp_path, words):
+    done = run("semblend-trt", *words, extras=[], folder=tmp_path)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_program_runs_from_the_extra_embedded(tmp_path):
+    done = run("semblend-trt", "try", extras=["embedded"], folder=tmp_path)
+    assert (done.returncode, done.stdout[: len(README.blocks("text")[0])]) == (0, README.blocks("text")[0]), done.stderr
+
+
+def test_the_embedded_server_runs_from_the_extra_embedded(tmp_path):
+    done = run(server.__name__, "--model", str(tmp_path / "none"), extras=["embedded"], folder=tmp_path)
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "none") in done.stderr
+
+
+@pytest.mark.parametrize("command", ["calibrate", "quality"])
+def test_the_validation_runs_from_the_extras_embedded_and_validation(tmp_path, command):
+    """As far as the model, which is not there: what is loaded by then is what a run needs."""
+    words = ["--model", str(tmp_path / "none"), "--families", "volatile"]
+    done = run("validation", command, *words, extras=["embedded", "validation"], folder=tmp_path)
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, str(tmp_path / "none") in done.stderr) == (2, True), done.stderr

@@ -1,0 +1,86 @@
+"""docs/first-hour.md runs from its second step on, as far as a CPU goes; the commands of engines parse."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from tests.pages import ROOT, Page
+from validation.smollm2 import smollm2_folder
+
+INSTALL, LOOK, ESTIMATE, CALIBRATE, SERVE, VLLM, SGLANG = Page("docs/first-hour.md").blocks("bash")
+# What `pip install` and a virtual environment leave behind is what runs this test.
+STEPS = (LOOK, ESTIMATE, CALIBRATE, SERVE)
+
+
+@pytest.fixture
+def model():
+    try:
+        return smollm2_folder()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+
+def run(folder, *blocks):
+    """What the commands print, one after the other in one shell that ends at the first that fails."""
+    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    own |= {"PATH": f"{Path(sys.executable).parent}:{own['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(blocks)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
+def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
+    printed = run(tmp_path, *STEPS)
+    assert "added by donors" in printed
+    assert json.loads((tmp_path / "reuse-profile.json").read_text())
+    cold, again = (json.loads(line.removeprefix("receipt ")) for line in printed.splitlines() if line[:8] == "receipt ")
+    assert (cold["outcome"], again["policy"]) == ("cold_fallback", "verified")
+    # Its text is found; whether these few prompts have shown a bound decides what becomes of it.
+    assert again["reused_tokens"] + (again["recomputed_tokens"] or 0) > 0 or again["reason"] in {
+        "no_bound",
+        "not_exact",
+    }
+    assert 'semblend_requests_total{outcome="cold_fallback"}' in printed
+    assert '"request_settled"' in (tmp_path / "audit.jsonl").read_text()
+
+
+@pytest.mark.every_version
+def test_vllm_takes_its_command():
+    serve = pytest.importorskip("vllm.entrypoints.cli.serve")
+    parser = pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    program, *words = shlex.split(VLLM.replace('"$MODEL"', "MODEL"))
+    assert program == "vllm"
+    serve.ServeSubcommand().subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    options = parser.parse_args(words)
+    assert options.model_tag == "MODEL"
+    given = options.kv_transfer_config
+    assert (given.kv_connector, given.kv_connector_module_path) == ("SemBlendConnector", "engine_wrapper.vllm")
+    assert given.kv_connector_extra_config["profile"] == "reuse-profile.json"
+
+
+def test_sglang_takes_its_command():
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    *_, program, flag, module = shlex.split(SGLANG)[:4]
+    assert (program, flag, module) == ("python", "-m", "sglang.launch_server")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(shlex.split(SGLANG)[4:])
+    assert given.radix_cache_backend == "semblend"
