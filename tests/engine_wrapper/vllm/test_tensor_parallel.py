@@ -1,15 +1,29 @@
 """Two ranks of tensor parallelism: one decision for both, and what one rank cannot do is computed by both."""
 
+import multiprocessing
+import os
 from contextlib import nullcontext
 
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
+from vllm import envs
 
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.ranks import RanksApartError, TorchRanks
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, checked_at, cold_answers, near
+from tests.builders.vllm import (
+    DOCUMENT,
+    DONOR,
+    MOVED,
+    NEW,
+    WHOLE,
+    checked_at,
+    cold_answers,
+    near,
+    serving,
+    transfer,
+)
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
@@ -104,9 +118,7 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     assert served.faults["planned_forward"] > 0
 
 
-def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path, monkeypatch):
-    """And an engine one of whose ranks fails within a layer ends: on a CPU the other one waits for it, and vLLM for
-    that."""
+def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path):
     found, settings, profiles, namespaces = {}, {}, {}, {}
     for name, make in (("both", two), ("one", engine)):  # two ranks first: that engine is kept
         served = make(*WHOLE, kept=True) if make is two else make("position_fix", {"min_saving": 0})
@@ -124,12 +136,30 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     assert 0 < one["reused_tokens"] < one["checked_tokens"] == both["checked_tokens"] == len(DOCUMENT)
     assert both["reused_tokens"] == pytest.approx(one["reused_tokens"], abs=2)
     assert both["largest_kept"] == pytest.approx(one["largest_kept"], rel=1e-2)
-    served.settle()
-    served.forget()
+
+
+def engine_with_a_failing_rank():
+    """The life of an engine in a process of its own: what vLLM leaves of it keeps its process from ending."""
+    settings = transfer("position_fix", {"min_saving": 0})
+    served = serving(kv_transfer_config=settings, tensor_parallel_size=2)
+    taught(served, DONOR)
     served.llm.collective_rpc(fail_layer)
-    monkeypatch.setattr("vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 20)  # of five minutes; vLLM keeps what it read
-    with pytest.raises(Exception, match="a rank failed within a forward" if is_available() else "timed out"):
+    envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS = 20  # of five minutes
+    try:
         served.ask(MOVED)
+    except Exception as error:
+        served.close()
+        os._exit(7 if ("a rank failed within" if is_available() else "timed out") in str(error) else 8)
+    os._exit(9)
+
+
+def test_an_engine_one_of_whose_ranks_fails_within_a_layer_ends(monkeypatch):
+    """On a CPU the other rank waits for it, and vLLM for that."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    process = multiprocessing.get_context("spawn").Process(target=engine_with_a_failing_rank)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 7
 
 
 @pytest.mark.parametrize(
