@@ -182,7 +182,7 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count as
     unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
     setting two values."""
-    named = {}
+    named = dict[str, str]()
     for field in Settings.model_fields:
         _, variable, *_ = names = variables_of(field)
         given = (field, f"semblend_{field}", variable.removeprefix("SEMBLEND_"), *names)
