@@ -1,13 +1,10 @@
 """Two ranks of tensor parallelism: one decision for both, and what one rank cannot do is computed by both."""
 
-import multiprocessing
-import os
 from contextlib import nullcontext
 
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
-from vllm import envs
 
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.ranks import RanksApartError, TorchRanks
@@ -21,8 +18,6 @@ from tests.builders.vllm import (
     checked_at,
     cold_answers,
     near,
-    serving,
-    transfer,
 )
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
@@ -90,15 +85,6 @@ def fail_forward(worker):
         forward._planned = fails
 
 
-def fail_layer(worker):
-    """On the second rank alone, before its attention: the first rank waits for it in the sum after that."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    if get_rank() == 1:
-        layers = get_kv_transfer_group()._worker._forward._runner.model.model.layers
-        layers[3].forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("the second rank fails"))
-
-
 def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     served = two(*WHOLE, kept=True)
     taught(served, DONOR)
@@ -136,30 +122,6 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     assert 0 < one["reused_tokens"] < one["checked_tokens"] == both["checked_tokens"] == len(DOCUMENT)
     assert both["reused_tokens"] == pytest.approx(one["reused_tokens"], abs=2)
     assert both["largest_kept"] == pytest.approx(one["largest_kept"], rel=1e-2)
-
-
-def engine_with_a_failing_rank():
-    """The life of an engine in a process of its own: what vLLM leaves of it keeps its process from ending."""
-    settings = transfer("position_fix", {"min_saving": 0})
-    served = serving(kv_transfer_config=settings, tensor_parallel_size=2)
-    taught(served, DONOR)
-    served.llm.collective_rpc(fail_layer)
-    envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS = 20  # of five minutes
-    try:
-        served.ask(MOVED)
-    except Exception as error:
-        served.close()
-        os._exit(7 if ("a rank failed within" if is_available() else "timed out") in str(error) else 8)
-    os._exit(9)
-
-
-def test_an_engine_one_of_whose_ranks_fails_within_a_layer_ends(monkeypatch):
-    """On a CPU the other rank waits for it, and vLLM for that."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    process = multiprocessing.get_context("spawn").Process(target=engine_with_a_failing_rank)
-    process.start()
-    process.join(300)
-    assert process.exitcode == 7
 
 
 @pytest.mark.parametrize(
