@@ -143,6 +143,7 @@ class Lease:
     """One reader's hold on a donor, which cannot go before `release`. A second release does nothing."""
 
     catalog: DonorCatalog
+    donor_id: str
     entry: _Entry
     released: bool = False
 
@@ -222,7 +223,7 @@ class DonorCatalog:
             entry.leases += 1
             if entry.state == "ready":
                 self._count_use(donor_id, entry)
-            return Lease(self, entry)
+            return Lease(self, donor_id, entry)
 
     def touch(self, donor_id: str) -> None:
         """Count a use of a donor, if it is ready."""
