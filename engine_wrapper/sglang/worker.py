@@ -101,6 +101,8 @@ class SglangWorker:
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self.retract(due)
+            for rid in due:
+                self._requests[rid].is_due = False
         return step
 
     def _place(self, output: SchedulerOutput, step: Sequence[Scheduled], batch: Any) -> None:

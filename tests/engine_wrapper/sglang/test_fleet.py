@@ -28,23 +28,20 @@ def test_donors_are_announced_and_withdrawn(serve, nats, tmp_path):
     with serve({**checked, "NATS_URL": nats.url, "WORKER_ID": "5"}) as served:
         served.teach()
         assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 2)
-        # What reused moved text is a donor of this engine's alone.
+        # Of a request that reused moved text, what comes before that text alone is announced.
         assert served.ask(MOVED, max_new_tokens=1).receipt["reused_tokens"] > 400
         served.settle()
         served.ask(NEW, max_new_tokens=1)
         served.settle()
-        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 3)
+        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 4)
         key = sketch_key(served.scheduler.namespace.for_request(None, None).key, None)
         told = [decode(payload).data for payload in reader.payloads]
         sketches = [
             Sketch.from_bytes(each.segments[0].provider_metadata) for each in told if each.kind == "donor_registered"
         ]
-        found = [
-            max(overlap(each, prompt_fingerprints(np.asarray(text, np.int32), key)) for each in sketches)
-            for text in (DONOR, NEW)
-        ]
-        assert found == [1.0, 1.0]
-        assert len(sketches) == 3
+        for text in (DONOR, NEW, MOVED[70:570]):
+            asked = prompt_fingerprints(np.asarray(text, np.int32), key)
+            assert [overlap(each, asked) > 0.5 for each in sketches].count(True) == 1
         assert served.local.scheduler.flush_cache()
         assert reader.wait_for(lambda reader: not donors_of(reader.directory, WORKER))
     reader.close()
