@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine_wrapper.self_check import LayoutError, differences, raise_difference
+from engine_wrapper.self_check import LayoutError, difference, differences, raise_difference
 from kernels.layout import KvGeometry
 from semblend_trt.ranks import Ranks
 
@@ -57,3 +57,9 @@ def test_where_an_engine_rounds_late_a_plan_is_compared_within_what_is_stored(of
     assert [each is None for each in behind_plans] == [offset == 0.0] * 2
     assert rounded == []
     assert [each is None for each in differences(*asked)] == [True, False, False]
+
+
+def test_rows_that_are_no_numbers_differ():
+    rows = torch.ones(4, 2)
+    assert difference("rows", rows, rows, torch.float32) is None
+    assert "by nan" in difference("rows", rows * torch.nan, rows, torch.float32)

@@ -384,3 +384,9 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers
         kv_move([], target, ROTATION)
         LayerMoves(moves, target, ROTATION).make(range(0))
     assert target.tensor.isnan().all()
+
+
+def test_moves_that_share_one_target_position_are_refused():
+    moves = [Move(donor_of(geometry_of(), 9, seed=1), 0, start, 6) for start in (0, 5)]
+    with pytest.raises(ValueError, match="two moves write target position 5"):
+        kv_move(moves, target_of(geometry_of()), ROTATION)

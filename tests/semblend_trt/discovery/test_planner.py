@@ -645,3 +645,10 @@ def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_ow
     near_a, later_a = Preference({"a"}.__contains__), Preference({"a"}.__contains__, generations={"a": 1})
     assert chain(runs, 0, 1000, 64, near_a) == [Run("z", 0, 0, 100), Run("a", 50, 100, 100)]
     assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
+
+
+def test_a_request_that_asks_for_exact_kv_alone_gets_no_other():
+    alone = replace(request(), exact_only=True)
+    assert_refused(planner({"a": SHIFTED}).plan(alone), "not_exact")
+    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(alone))
+    assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)

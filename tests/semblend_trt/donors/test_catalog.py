@@ -125,3 +125,13 @@ def test_a_donor_is_as_often_used_as_the_one_that_it_continues():
     catalog.commit("turn-2", 40)
     catalog.drop("turn-1")
     assert catalog.reserve("new", 40).dropped == ("other",)
+
+
+def test_a_lease_that_is_released_twice_ends_once():
+    catalog = two_tiers()
+    keep(catalog, "a", 20)
+    first, _ = catalog.lease("a"), catalog.lease("a")
+    for _ in range(2):
+        first.release()
+    assert catalog.stats().leases == 1
+    assert not catalog.drop("a")
