@@ -26,10 +26,10 @@ from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("tests", "benchmarks", "validation", "engine_wrapper", "semblend_trt", "kernels", "__main__", "conftest")
-TIMEOUT_SECONDS = 300
+Fork = multiprocessing.get_context("fork").Process
 VERDICTS = {0: "SURVIVED", 1: "killed", -signal.SIGALRM: "TIMED OUT"}
-# What the tests of an environment are given. PYTHONPATH is relative to the tree.
-ENVIRONMENTS = {
+QUIET = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+ENVIRONMENTS = {  # what their tests are given; PYTHONPATH is relative to the tree
     "": {},
     "vllm": {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     "sglang": {"PYTHONPATH": "tests/engine_wrapper/sglang/standins:.", "SGLANG_USE_CPU_ENGINE": "1"},
@@ -58,82 +58,63 @@ def main():
 def run_all(mutants, environment, jobs):
     """Run the mutants of one environment; return the exit status."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "."} | ENVIRONMENTS[environment])
-    verdicts, running = [], {}
+    counts = {each: (ROOT / each.file).read_text("utf-8").count(each.old) for each in mutants}
+    waiting, running, killed = [each for each in mutants if counts[each] == 1], {}, 0
+    for each in (each for each in mutants if counts[each] != 1):
+        print(f"STALE {each.name}: {each.old!r} occurs {counts[each]} times in {each.file}")
+    if not waiting:
+        return int(bool(mutants))
     with tempfile.TemporaryDirectory() as room:
         trees = [Path(room, str(number)) for number in range(jobs)]
         for tree in trees:
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
             compileall.compile_dir(tree, quiet=1)  # no bytecode of a mutant is written
-        first = begun(trees[0], {each.test for each in mutants})
+        (first := Fork(target=run_tests, args=(trees[0], sorted({each.test for each in waiting})))).start()
         first.join()
         if first.exitcode:
             print((trees[0] / "log").read_text("utf-8"), "\nThe tests of these mutants do not pass without them.")
             return 1
-        import_at_once((trees[0] / "modules").read_text("utf-8").split())
-
-        def settle():
+        os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does around Triton's import
+        for name in (trees[0] / "modules").read_text("utf-8").split():  # what is slow is imported once for all forks
+            with suppress(Exception):
+                importlib.import_module(name)
+        del os.environ["TRITON_INTERPRET"]
+        gc.freeze()
+        while waiting or running:
+            if waiting and trees:
+                mutant, tree = waiting.pop(0), trees.pop()
+                text = (tree / mutant.file).read_text("utf-8").replace(mutant.old, mutant.new)
+                (tree / mutant.file).write_text(text, "utf-8")
+                (process := Fork(target=run_tests, args=(tree, [mutant.test]))).start()
+                running[process.sentinel] = mutant, tree, process, time.monotonic()
+                continue
             mutant, tree, process, begin = running.pop(wait(list(running))[0])
             process.join()
-            log, seconds = (tree / "log").read_text("utf-8", "replace"), time.monotonic() - begin
-            verdicts.append(VERDICTS.get(process.exitcode, f"BROKEN (pytest ended with {process.exitcode})"))
-            found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log, re.MULTILINE)
-            print(f"{verdicts[-1]} {mutant.name} {seconds:.1f} s {found[1] if found else log[-2000:]}", flush=True)
+            log, verdict = (tree / "log").read_text("utf-8", "replace"), VERDICTS.get(process.exitcode, "BROKEN")
+            told = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log, re.MULTILINE) or [log[-2000:]]
+            print(f"{verdict} {mutant.name} {time.monotonic() - begin:.1f} s {told[0]}", flush=True)
+            killed += verdict == "killed"
             shutil.copy2(ROOT / mutant.file, tree / mutant.file)
             trees.append(tree)
-
-        for mutant in mutants:
-            text = (ROOT / mutant.file).read_text("utf-8")
-            if (count := text.count(mutant.old)) != 1:
-                verdicts.append("STALE")
-                print(f"STALE {mutant.name}: {mutant.old!r} occurs {count} times in {mutant.file}", flush=True)
-                continue
-            if not trees:
-                settle()
-            tree = trees.pop()
-            (tree / mutant.file).write_text(text.replace(mutant.old, mutant.new), "utf-8")
-            process = begun(tree, [mutant.test])
-            running[process.sentinel] = mutant, tree, process, time.monotonic()
-        while running:
-            settle()
-    print(f"{verdicts.count('killed')} of {len(verdicts)} mutants were killed")
-    return int(verdicts.count("killed") < len(verdicts))
-
-
-def import_at_once(names):
-    """Import what the tests have imported of others, once for all forks."""
-    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does around Triton's import
-    for name in names:
-        with suppress(Exception):
-            importlib.import_module(name)
-    del os.environ["TRITON_INTERPRET"]
-    gc.freeze()
-
-
-def begun(tree, tests):
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(tree, sorted(tests)))
-    process.start()
-    return process
+    print(f"{killed} of {len(mutants)} mutants were killed")
+    return int(killed < len(mutants))
 
 
 def run_tests(tree, tests):
     """In a fork: run the tests of this tree, note which modules of others they needed, and exit as pytest does."""
-    log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    os.dup2(os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
     os.chdir(tree)
-    signal.alarm(TIMEOUT_SECONDS)
+    signal.alarm(300 * len(tests))  # seconds
     places = [str(tree / each) for each in os.environ["PYTHONPATH"].split(":")]
     os.environ.update(PYTHONPATH=":".join(places), PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
     sys.path[:] = places + [each for each in sys.path if each not in ("", str(ROOT))]
     for name in [each for each in sys.modules if each.partition(".")[0] in OURS]:
         del sys.modules[name]
-    plugins = ["-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    status = pytest.main(["-x", "-q", *plugins, *(f"tests/{each}" for each in tests)])
-    others = [each for each in sys.modules if each.partition(".")[0] not in OURS]
-    (tree / "modules").write_text("\n".join(others), "utf-8")
+    status = pytest.main([*QUIET, *(f"tests/{each}" for each in tests)])
+    (tree / "modules").write_text("\n".join(each for each in sys.modules if each.partition(".")[0] not in OURS))
     os._exit(status)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

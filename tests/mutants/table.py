@@ -429,7 +429,7 @@ MUTANTS = (
         environment="sglang"),
     *of("semblend_trt/connector/lookup.py", "engine_wrapper/vllm/test_weights.py",
        ("vllm-stale-prefix", "vLLM's own stale prefix becomes no donor", "self._runtime.weights.prefix_is_stale",
-        "False", "test_kv_of_vllms_own_stale_prefix_becomes_no_donor"),
+        "False", "test_nor_does_it_once_the_change_is_known"),
         environment="vllm"),
     *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_scheduler.py",
        ("vllm-publication", "vLLM publishes whole exact blocks alone", "exact // block_size)",
@@ -447,7 +447,7 @@ MUTANTS = (
         environment="vllm"),
     *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_adapters.py",
        ("vllm-adapter", "an adapter's KV belongs to its weights", "content_value(weights.digest)",
-        'content_value("")', "test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before"),
+        'content_value("")', "test_an_adapter_under_the_name_of_another_finds_nothing_of_it"),
         environment="vllm"),
 )
 # fmt: on
