@@ -25,7 +25,7 @@ import pytest
 from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("tests", "benchmarks", "validation", "engine_wrapper", "semblend_trt", "kernels", "__main__", "conftest")
+OURS = ("tests", "benchmarks", "validation", "engine_wrapper", "semblend_trt", "kernels")
 Fork = multiprocessing.get_context("fork").Process
 VERDICTS = {0: "SURVIVED", 1: "killed", -signal.SIGALRM: "TIMED OUT"}
 QUIET = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]

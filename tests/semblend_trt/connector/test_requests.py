@@ -638,3 +638,9 @@ def test_a_step_beyond_what_is_written_leaves_no_hole():
     told(request, 0, 40, BLOCKS, is_first=True)
     with pytest.raises(ValueError, match=r"tokens 50\.\.80 are scheduled; 40 are written"):
         told(request, 50, 30)
+
+
+def test_no_more_is_saved_than_was_intended():
+    request = followed()
+    request.intent = replace(request.intent, max_tokens=40)
+    assert savable_tokens(request, BLOCKS, POOL) == 40
