@@ -1,7 +1,7 @@
 """Run the seeded mutants: `python -m tests.mutants [--only NAME ...] [--jobs 2] [--venv .venv]`, from the repository.
 
-Each mutant is applied to a copy of the tree; its test runs there, in a fork of this process. The exit status is 1 if a
-mutant survives, if its old text has not one place, or if a test does not run or fails without the mutant."""
+Each is applied to a copy of the tree; its test runs there, in a fork of this process. The exit status is 1 if one
+survives, if its old text has not one place, or if a test does not run, or fails without it."""
 
 import argparse
 import compileall
@@ -59,6 +59,7 @@ def run_all(mutants, environment, jobs):
     """Run the mutants of one environment; return the exit status."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "."} | ENVIRONMENTS[environment])
     counts = {each: (ROOT / each.file).read_text("utf-8").count(each.old) for each in mutants}
+    sys.path[:0] = [str(ROOT / each) for each in os.environ["PYTHONPATH"].split(":")]
     waiting, running, killed = [each for each in mutants if counts[each] == 1], {}, 0
     for each in (each for each in mutants if counts[each] != 1):
         print(f"STALE {each.name}: {each.old!r} occurs {counts[each]} times in {each.file}")
@@ -70,8 +71,7 @@ def run_all(mutants, environment, jobs):
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
             compileall.compile_dir(tree, quiet=1)  # no bytecode of a mutant is written
         (first := Fork(target=run_tests, args=(trees[0], sorted({each.test for each in waiting})))).start()
-        first.join()
-        if first.exitcode:
+        if first.join() or first.exitcode:
             print((trees[0] / "log").read_text("utf-8"), "\nThe tests of these mutants do not pass without them.")
             return 1
         os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does around Triton's import
