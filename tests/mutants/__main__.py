@@ -49,7 +49,8 @@ def main():
         if asked.environment is not None:
             return run_all(chosen, name, asked.jobs)
         if chosen and python.exists():
-            failed |= subprocess.run([python, "-m", "tests.mutants", *sys.argv[1:], "--environment", name]).returncode
+            command, given = [python, "-m", "tests.mutants", *sys.argv[1:], "--environment", name], ENVIRONMENTS[name]
+            failed |= subprocess.run(command, cwd=ROOT, env=os.environ | given).returncode
         elif chosen:
             print(f"skipped: {len(chosen)} mutants need {python}")
     return failed
@@ -59,7 +60,6 @@ def run_all(mutants, environment, jobs):
     """Run the mutants of one environment; return the exit status."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "."} | ENVIRONMENTS[environment])
     counts = {each: (ROOT / each.file).read_text("utf-8").count(each.old) for each in mutants}
-    sys.path[:0] = [str(ROOT / each) for each in os.environ["PYTHONPATH"].split(":")]
     waiting, running, killed = [each for each in mutants if counts[each] == 1], {}, 0
     for each in (each for each in mutants if counts[each] != 1):
         print(f"STALE {each.name}: {each.old!r} occurs {counts[each]} times in {each.file}")
@@ -91,7 +91,7 @@ def run_all(mutants, environment, jobs):
             mutant, tree, process, begin = running.pop(wait(list(running))[0])
             process.join()
             log, verdict = (tree / "log").read_text("utf-8", "replace"), VERDICTS.get(process.exitcode, "BROKEN")
-            told = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log, re.MULTILINE) or [log[-2000:]]
+            told = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", log, re.MULTILINE) or [log[-2000:]]
             print(f"{verdict} {mutant.name} {time.monotonic() - begin:.1f} s {told[0]}", flush=True)
             killed += verdict == "killed"
             shutil.copy2(ROOT / mutant.file, tree / mutant.file)
