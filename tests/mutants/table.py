@@ -441,9 +441,5 @@ MUTANTS = (
        ("vllm-limit", "the guard learns how much is exact", "= plan.exact_token_count", "= plan.prompt_length",
         "test_approximate_kv_is_never_published"),
         environment="vllm"),
-    *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_adapters.py",
-       ("vllm-adapter", "an adapter's KV belongs to its weights", ".digest)])", ".digest[:0])])",
-        "test_an_adapter_under_the_name_of_another_finds_nothing_of_it"),
-        environment="vllm"),
 )
 # fmt: on
