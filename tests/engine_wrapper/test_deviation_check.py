@@ -218,3 +218,15 @@ def test_a_sample_estimates_the_mean_of_all_tokens_and_of_their_windows():
     assert found[:window] == pytest.approx(of_all[:window].mean())
     broken = np.where(compared == compared[-1], np.nan, of_all[compared]).astype(np.float32)
     assert np.isinf(window_means(compared, broken, lengths, window)).tolist() == [False] * 232 + [True] * 8
+
+
+def test_a_short_last_window_is_judged_by_its_own_mean():
+    check = SpanCheck(1, 1.0, window_threshold=0.1, window_tokens=32)
+    values = np.where(np.arange(40) < 32, np.float32(0.05), np.float32(0.2))
+    choice = choose(check, values, [40], 0, 40)
+    assert np.flatnonzero(choice.computed).tolist() == list(range(32, 40))
+
+
+def test_what_deviates_without_bound_is_chosen_though_nothing_attends_to_it():
+    budget = Budget(0.5, np.array([0.0, 1.0], dtype=np.float32))
+    assert budget.chosen(np.array([math.inf, 0.5], dtype=np.float32)).tolist() == [True, False]

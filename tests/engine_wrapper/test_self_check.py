@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_wrapper import self_check
-from engine_wrapper.self_check import LayoutError, differences, measured, raise_difference
+from engine_wrapper.self_check import LayoutError, difference, differences, measured, raise_difference
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
 from semblend_trt.cost import CostModel
@@ -127,3 +127,9 @@ def test_reuse_in_an_engine_has_to_pay(engine, share, costs, reason):
     assert answer.reused_tokens == (0 if reason else 200)
     cold = serve(engine.cold(), SHIFTED)
     assert reason is None or answer.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_rows_that_are_no_numbers_differ():
+    rows = torch.ones(4, 2)
+    assert difference("rows", rows, rows, torch.float32) is None
+    assert "by nan" in difference("rows", rows * torch.nan, rows, torch.float32)

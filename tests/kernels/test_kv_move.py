@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels import naive
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
-from kernels.rope import rotate_keys
+from kernels.rope import rotary_factors, rotate, rotate_keys
 from tests.kernels import builders
 from tests.kernels.builders import assert_same, content, donor_of, geometry_of, on, pool_of, rotation_of, target_of
 
@@ -385,3 +385,18 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers
         kv_move([], target, ROTATION)
         LayerMoves(moves, target, ROTATION).make(range(0))
     assert target.tensor.isnan().all()
+
+
+def test_moves_that_share_one_target_position_are_refused():
+    moves = [Move(donor_of(geometry_of(), 9, seed=1), 0, start, 6) for start in (0, 5)]
+    with pytest.raises(ValueError, match="two moves write target position 5"):
+        kv_move(moves, target_of(geometry_of()), ROTATION)
+
+
+def test_keys_of_a_move_are_those_of_their_new_positions():
+    plain, target = donor_of(geometry_of(), 9, seed=1), ContiguousKv(torch.zeros(2, 2, 2, 20, 8))
+    placed = ContiguousKv(plain.tensor.clone())
+    placed.tensor[:, 0] = rotate(plain.tensor[:, 0], rotary_factors(torch.arange(9), ROTATION).float(), ROTATION)
+    kv_move([Move(placed, 2, 10, 3)], target, ROTATION)
+    factors = rotary_factors(torch.arange(10, 13), ROTATION).float()
+    assert_same(target.tensor[:, 0, :, 10:13], rotate(plain.tensor[:, 0, :, 2:5], factors, ROTATION))

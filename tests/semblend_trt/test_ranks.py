@@ -9,7 +9,7 @@ import torch
 from semblend_trt.connector import worker_setup
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
-from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, joined_ranks, ranks_of
+from semblend_trt.ranks import EngineRanks, Ranks, TorchRanks, agree_on_loads, joined_ranks, ranks_of
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -124,3 +124,15 @@ def test_without_plans_nothing_is_said():
         raise AssertionError("the other ranks do not listen")
 
     assert agree_on_loads(EngineRanks(0, 2, fail), [], {}, 1) == ({}, 1)
+
+
+def test_what_another_rank_could_not_do_is_an_error_here():
+    class First(TorchRanks):
+        def __init__(self):
+            """Join no group."""
+
+        def least(self, values):
+            return [0]
+
+    with pytest.raises(DonorUnavailableError, match="another rank could not do its part"):
+        First().together(lambda: "done")

@@ -364,3 +364,14 @@ def test_replaced_weights_are_not_kept_alive(model):
     gc.collect()
     assert gone() is None
     assert weights.have_changed()
+
+
+def test_a_reset_before_a_write_leaves_the_prefix_cache_stale(model):
+    weights = Weights(model)
+    weights.suspect()
+    weights.prefix_cache_reset()
+    assert not weights.have_changed()
+    with torch.no_grad():
+        model[0].scale.add_(1)  # torch counts it: nothing is suspected
+    assert weights.have_changed()
+    assert weights.prefix_is_stale

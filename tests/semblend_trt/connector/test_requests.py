@@ -631,3 +631,16 @@ def test_what_an_engine_may_send_is_no_forgery():
     # Blocks outside of a window, and numbers of dummy requests.
     progress = (RequestProgress(-3, (4, -1), 20, True), RequestProgress((1 << 64) - 1, (), 20, False))
     assert readable_metadata(forged(progress, "progress"), Runtime()) is not None
+
+
+def test_a_step_beyond_what_is_written_leaves_no_hole():
+    request = savable()
+    told(request, 0, 40, BLOCKS, is_first=True)
+    with pytest.raises(ValueError, match=r"tokens 50\.\.80 are scheduled; 40 are written"):
+        told(request, 50, 30)
+
+
+def test_no_more_is_saved_than_was_intended():
+    request = followed()
+    request.intent = replace(request.intent, max_tokens=40)
+    assert savable_tokens(request, BLOCKS, POOL) == 40

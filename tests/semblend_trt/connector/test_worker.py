@@ -366,3 +366,10 @@ def test_what_is_dropped_is_not_offloaded(two_tiers):
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     settle(two_tiers)
     assert not held_in(two_tiers.store)
+
+
+def test_a_save_that_is_asked_for_before_the_forward_has_ended_is_refused(worker, args):
+    follow(worker, 1, (3, 4), 8)
+    begin(worker, grown=(1,))
+    saved(worker, 1)
+    assert "has failed" in runtime_for(args).saved[0].error

@@ -700,3 +700,10 @@ def test_pieces_are_the_run_and_each_lies_in_one_chunk(donor, target, length, ch
         return
     for start, end in ((each[at], each[at] + each.length - 1) for each in pieces for at in (1, 2)):
         assert start // chunk == end // chunk
+
+
+def test_a_request_that_asks_for_exact_kv_alone_gets_no_other():
+    alone = replace(request(), exact_only=True)
+    assert_refused(planner({"a": SHIFTED}).plan(alone), "not_exact")
+    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(alone))
+    assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)

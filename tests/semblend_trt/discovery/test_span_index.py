@@ -383,3 +383,11 @@ def test_the_newest_of_all_keys_come_before_older_ones():
     assert set(unread.tolist()) == {0, 1}
     found = zip(which.tolist(), donors.tolist(), positions.tolist(), strict=True)
     assert list(found) == [(0, 2, 7), (1, 2, 8), (0, 1, 7)]
+
+
+def test_an_equal_key_of_another_namespace_nominates_nothing(monkeypatch):
+    monkeypatch.setattr(span_index.secrets, "randbits", lambda bits: 1)
+    index, tokens = SpanIndex(), np.arange(100)
+    for namespace in ("space", "elsewhere"):
+        index.add(namespace, f"of {namespace}", tokens)
+    assert index.find("space", tokens).runs == [Run("of space", 0, 0, 100)]

@@ -326,3 +326,13 @@ def machine_of(policy):
 
 
 TestLru, TestLfu, TestSizeAware = map(machine_of, Eviction)
+
+
+def test_a_lease_that_is_released_twice_ends_once():
+    catalog = two_tiers()
+    keep(catalog, "a", 20)
+    first, _ = catalog.lease("a"), catalog.lease("a")
+    for _ in range(2):
+        first.release()
+    assert catalog.stats().leases == 1
+    assert not catalog.drop("a")

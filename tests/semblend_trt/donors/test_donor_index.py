@@ -745,3 +745,13 @@ def test_a_text_is_put_in_place_of_what_it_was_and_long_ones_are_compared_to_the
     order.gone("never-heard-of")
     order.gone("donor")
     assert list(order) == list(order.near("a", long)) == []
+
+
+def test_a_plan_that_lacks_a_donor_holds_no_lease_of_it():
+    index, parts = index_of(), (text(1, 100), text(2, 100))
+    for donor_id, tokens in zip(("gone", "held"), parts, strict=True):
+        keep(index, donor_id, tokens)
+    index.catalog.drop("gone")
+    _, leases = plan(index, np.concatenate(parts))
+    assert [lease.donor_id for lease in leases] == ["held"]
+    assert index.catalog.stats().leases == 1
