@@ -22,6 +22,7 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 _NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
+_MOST_COMPARED = 1 << 15  # tokens at once
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
 # Fewer anchors hardly speed a lookup up, and its bounds would hide more runs.
 WIDEST_RUN = 64
@@ -191,3 +192,16 @@ def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags
     outer, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
     outer[begins[long]] = outer[(begins + lengths)[long] - GRAM_TOKENS] = True
     return constant, outer
+
+
+def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
+    """Return the number of equal leading tokens; compare `step` first, then four times the last step."""
+    length, done = min(len(left), len(right)), 0
+    while done < length:
+        end = min(done + min(step, _MOST_COMPARED), length)
+        differ = left[done:end] != right[done:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return done + first
+        done, step = end, step * 4
+    return length

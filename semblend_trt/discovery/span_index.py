@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.background import Background
-from semblend_trt.discovery.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
+from semblend_trt.discovery.fingerprint import (
+    GRAM_TOKENS,
+    GUARANTEED_RUN,
+    Fingerprints,
+    as_token_array,
+    equal_tokens,
+    fingerprint,
+)
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -33,8 +40,7 @@ Integers = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 
 _FEW_NOMINATIONS = 64  # all are compared, in any order
-# Tokens compared at once: at first at least, at first at most, later at most.
-_FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 2048, 1 << 15
+_FEWEST_COMPARED, _LIKELY_EQUAL = 64, 2048  # tokens compared at first, at least and at most
 
 # A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
 # A free slot is 0, or _EMPTIED after a key was removed.
@@ -481,9 +487,8 @@ class SpanIndex:
             ranked = np.argsort(begins - ends, kind="stable")
             if len(ranked) > _FEW_NOMINATIONS:
                 ranked, best = _best_first(ranked, which[order], ends - begins)
-                ranked, others = np.split(ranked, [max(best, bounds.max_extensions)])
-                is_left = np.zeros(len(begins), dtype=np.bool_)
-                is_left[others] = True
+                ranked = ranked[: max(best, bounds.max_extensions)]
+                is_left = np.isin(np.arange(len(begins)), ranked, invert=True)
                 scan.left.append(targets[order[np.repeat(is_left, ends - begins)]])
             nominations, firsts, targets = [], order[begins[ranked]], targets[order]
             shifts = (places[firsts] - anchors.positions[which[firsts]]).tolist()
@@ -521,13 +526,11 @@ class Scan:
                     self.left += [targets for *_, targets in nominations[number:]]
                     nominations = []
                     break
-            nominations = self._of_other_text(nominations[self._alternatives :])
+            nominations = self._of_other_text(rest) if (rest := nominations[self._alternatives :]) else []
         self.runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
 
     def _of_other_text(self, nominations: list[_Nomination]) -> list[_Nomination]:
         """Return those with an anchor outside all runs, and those at shift 0, where a run may be exact."""
-        if not nominations:
-            return []
         anchors = [targets for *_, targets in nominations]
         begins = np.cumsum([0, *map(len, anchors[:-1])])
         are_held = np.logical_and.reduceat(self._is_held[np.concatenate(anchors)], begins)
@@ -593,16 +596,3 @@ def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]
     reached = np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
     outside: npt.NDArray[np.bool_] = positions >= reached
     return outside
-
-
-def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
-    """Return the number of equal leading tokens; compare `step` first, then four times the last step."""
-    length, done = min(len(left), len(right)), 0
-    while done < length:
-        end = min(done + min(step, _MOST_COMPARED), length)
-        differ = left[done:end] != right[done:end]
-        first = int(differ.argmax())
-        if differ[first]:
-            return done + first
-        done, step = end, step * 4
-    return length

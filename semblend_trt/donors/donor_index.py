@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt.background import OnceAMinute
-from semblend_trt.discovery.span_index import SpanIndex, equal_tokens
+from semblend_trt.discovery.fingerprint import equal_tokens
+from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText, Tier
 from semblend_trt.donors.offload import (
     DiskLink,
