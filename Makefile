@@ -40,7 +40,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-next-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: mutants help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-next-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,10 @@ calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse,
 # One process a core, each with one thread; ARGS='-n 0' runs them in one.
 test: env ## run the tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
+
+# On copies of the tree; ARGS="--only NAME" runs some. Those in vLLM and SGLang are run where their environments are.
+mutants: env ## run the seeded mutants: each has to fail its test
+	$(RUN) -m tests.mutants --venv $(VENV) $(ARGS)
 
 packaging: env ## build the wheel, and try it in environments of its own
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist load -m last_step tests/test_packaging.py $(ARGS)

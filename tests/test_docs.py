@@ -21,6 +21,7 @@ CONNECTORS = {module.__name__: module for module in (semblend_trt.connector, eng
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 
 
+@pytest.mark.promise("commands", "Links, files, settings, commands and the quick start of README and docs are true")
 @EVERY_PAGE
 def test_links_lead_to_files(page):
     files = [link.partition("#")[0] for link in page.links if "://" not in link]
@@ -53,6 +54,7 @@ def test_settings_exist(page):
     assert named <= known
 
 
+@pytest.mark.promise("commands", "Links, files, settings, commands and the...")
 @EVERY_PAGE
 @pytest.mark.usefixtures("installed_subcommands")
 def test_commands_exist(page):
@@ -75,6 +77,7 @@ def test_python_files_exist(page):
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+@pytest.mark.promise("commands", "Links, files, settings, commands and the...")
 def test_the_quick_start_prints_what_the_readme_says(tmp_path):
     environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
     done = subprocess.run(

@@ -42,6 +42,7 @@ def lock(report, *arguments):
     return [line for line in made.splitlines() if not line.startswith("#")]
 
 
+@pytest.mark.promise("commands", "A machine without a GPU gets no CUDA package")
 @pytest.mark.parametrize(("target", "extra"), [("validate", "validation"), ("test", "dev")])
 def test_a_machine_without_a_gpu_is_kept_free_of_cuda(make, target, extra):
     without, with_gpu = (make("--dry-run", target, gpu).stdout for gpu in ("GPU=", "GPU=1"))

@@ -20,6 +20,7 @@ PLACED = {*RESULTS} - {"held"}
 OTHER_COUNTS = {"failed", "dropped", "refused", "id_twice"}
 
 
+@pytest.mark.promise("commands", "Every reason and fault is in `docs/failure-modes.md` or `docs/vllm.md`")
 def test_the_pages_have_every_reason_and_no_other():
     """What is listed here needs a row that counts as it, or an entry in the table of reasons."""
     assert {*OffloadEventKind} > FAILED_MOVES

@@ -98,6 +98,7 @@ class Expression:
         return left
 
 
+@pytest.mark.promise("commands", "The dashboard shows every series, and...")
 @EVERY_PANEL
 def test_panels_read_what_is_exported(panel):
     for target in panel["targets"]:
@@ -107,6 +108,7 @@ def test_panels_read_what_is_exported(panel):
             assert 'instance=~"$instance"' in selector, f"not of the chosen instances: {target['expr']}"
 
 
+@pytest.mark.promise("commands", "The dashboard shows every series, and...")
 @EVERY_RULE
 def test_rules_read_what_is_exported(rule):
     labels = Expression(rule["expr"]).labels
@@ -116,6 +118,11 @@ def test_rules_read_what_is_exported(rule):
     assert rule["labels"]["severity"] in ("warning", "critical")
 
 
+@pytest.mark.promise(
+    "commands",
+    "The dashboard shows every series, and its expressions and the alert rules' name only series, labels and values "
+    "that exist",
+)
 def test_the_dashboard_shows_every_series():
     shown = {name for panel in PANELS for target in panel["targets"] for name in Expression(target["expr"]).names}
     assert shown == SERIES.keys()

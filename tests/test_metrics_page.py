@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
@@ -38,11 +39,13 @@ def exported():
     return list(registry.collect())
 
 
+@pytest.mark.promise("commands", "`docs/metrics.md` lists every series with its labels")
 def test_the_page_has_every_series_and_no_other():
     code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in exported()}
     assert {name: kind for name, (kind, _) in series().items()} == code
 
 
+@pytest.mark.promise("commands", "`docs/metrics.md` lists every series with its...")
 def test_labels_are_those_of_the_code():
     code = {sample.name: set(sample.labels) for metric in exported() for sample in metric.samples}
     page = {name: labels for name, (_, labels) in series().items() if name in code}

@@ -98,6 +98,10 @@ def environment(shared_environment):
     return shared_environment
 
 
+@pytest.mark.promise(
+    "commands",
+    "The wheel ships the four packages alone; Hugging Face's `kernels` works beside ours, in either order",
+)
 def test_wheel_ships_the_four_packages_their_assets_and_nothing_else(wheel_files):
     tops = {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name}
     assert tops == set(PACKAGES)
@@ -132,6 +136,7 @@ def test_sdist_can_be_built_and_tested(built):
     assert {"Makefile", "constraints-cpu.txt", *locks, ".ci/lock.py", "LICENSE", "tests/test_packaging.py"} <= names
 
 
+@pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
 def test_the_quick_start_runs_from_the_wheel(wheel, tmp_path):
     environment = Environment(tmp_path / "venv")
     environment.install(wheel)
@@ -148,6 +153,7 @@ def test_no_module_is_shared_with_hugging_face_kernels(wheel_files, hub_kernels)
     assert modules(list(wheel_files)).isdisjoint(modules(zipfile.ZipFile(hub_kernels).namelist()))
 
 
+@pytest.mark.promise("commands", "The wheel ships the four packages...")
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_both_kernels_work_in_one_environment(environment, wheel, hub_kernels, ours_first):
     for distribution in (wheel, hub_kernels) if ours_first else (hub_kernels, wheel):
@@ -156,6 +162,7 @@ def test_both_kernels_work_in_one_environment(environment, wheel, hub_kernels, o
     environment.check(f"{IMPORT_THEIRS}; {IMPORT_OURS}")
 
 
+@pytest.mark.promise("commands", "The wheel ships the four packages...")
 def test_removing_either_leaves_the_other_working(environment, wheel, hub_kernels):
     environment.install(wheel)
     environment.install(hub_kernels)
@@ -177,6 +184,7 @@ def test_transformers_never_takes_ours_for_theirs(environment, wheel, hub_kernel
     assert environment.executes(question).stdout == with_both
 
 
+@pytest.mark.promise("commands", "A source checkout works beside Hugging Face's `kernels`")
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_a_checkout_works_beside_hugging_face_kernels(environment, hub_kernels, is_installed):
     """A regular package wins over a namespace portion: theirs is found, and ours once one of our packages is."""

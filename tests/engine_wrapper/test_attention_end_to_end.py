@@ -36,6 +36,12 @@ def engine(tiny_model_paths, family, runner, engines_of):
     return engines_of(tiny_model_paths[family], runner=runner)
 
 
+@pytest.mark.promise(
+    "engines",
+    "Documents many windows long are computed rightly in gpt-oss, after checks, in chunks, beside other requests "
+    "and across holes",
+)
+@pytest.mark.promise("engines", "With chunks a moved run from...")
 @pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"contract": "1.4"}], ids=str)
 def test_what_a_check_finds_to_deviate_is_computed(engine, shifted, profile, family, check, options):
@@ -50,6 +56,8 @@ def test_what_a_check_finds_to_deviate_is_computed(engine, shifted, profile, fam
     assert_same(output, serve(engine.cold(), SHIFTED))
 
 
+@pytest.mark.promise("engines", "Plans over latent attention come out...")
+@pytest.mark.promise("engines", "Documents many windows long are computed...")
 def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request(engine):
     first, second = DOCUMENT[:100], DOCUMENT[100:]
     prompts = [SHIFTED, text(5, 50) + first + text(6, 32) + second + text(7, 20), text(8, 150)]
@@ -117,6 +125,12 @@ def moved(engine, early, shift=0, **settings):
     return serve(llm, prompt), serve(engine.cold(), prompt)
 
 
+@pytest.mark.promise(
+    "engines",
+    "With chunks a moved run from a chunk's first token on is that of a cold run, and answers after checks, holes "
+    "and all layers computed again are, in the embedded engine and in vLLM, through vLLM's attention and through "
+    "ours",
+)
 @pytest.mark.parametrize(
     ("early", "shift", "heads", "is_cold"), [(0, 0, 0, True), (20, 0, 20, True), (20, 0, 19, False), (0, 1, 0, False)]
 )

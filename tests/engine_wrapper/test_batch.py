@@ -81,6 +81,11 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, t
 SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
+@pytest.mark.promise(
+    "engines",
+    "What is computed ahead of a sample changes nothing where the sample fails, and while KV arrives the sample "
+    "comes first",
+)
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)
@@ -104,6 +109,7 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan,
     assert (told, evidence[0].checked_tokens > 0) == (evidence, deviates)
 
 
+@pytest.mark.promise("engines", "A sample compares a token of...")
 @pytest.mark.parametrize("keys_per_row", [0, 1])
 def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(bench, make_plan, keys_per_row):
     tokens, found = tokens_of(LENGTH), []
@@ -278,6 +284,11 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
 
 
+@pytest.mark.promise(
+    "policies",
+    "If a check compares its sample alone, suspect windows and the bound's share are computed in all layers, by the "
+    "same attention in vLLM",
+)
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_if_not_all_are_compared_the_samples_windows_and_attention_choose_and_no_layer_runs_on_the_rest(
     make_plan, share

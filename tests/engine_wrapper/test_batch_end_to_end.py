@@ -50,6 +50,10 @@ def compare(served, rows, max_num_tokens, *prompts):
     return figures
 
 
+@pytest.mark.promise(
+    "engines",
+    "A plan that computes more than `max_num_tokens` runs in several forwards, with the same result",
+)
 @pytest.mark.parametrize(
     ("policy", "prompts", "max_num_tokens"),
     [

@@ -126,6 +126,7 @@ def service(request, tiny_model_paths, service_of):
     return service_of(tiny_model_paths[family], contract=contract)
 
 
+@pytest.mark.promise("reuse", "Approximate KV does not enter the...")
 def test_documents_at_other_places_are_reused_and_never_published(service):
     first, second = text(1, 90), text(2, 80)
     service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
@@ -139,6 +140,11 @@ def test_documents_at_other_places_are_reused_and_never_published(service):
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 
+@pytest.mark.promise(
+    "engines",
+    "In TensorRT-LLM with the wrapper KV in e4m3 is kept as it is stored, and belongs to the scales that the "
+    "engine's attention holds; unknown ones are refused by name",
+)
 def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(service_of, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     service = service_of(kv_dtype=torch.float8_e4m3fn)
@@ -158,6 +164,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.promise(
+    "engines",
+    "By TensorRT-LLM's contract windows are reused where the engine keeps all KV in one pool, from position 0 and "
+    "in its decoder; a layout of windows that drop KV is refused by name",
+)
 @pytest.mark.parametrize("family", REFUSED)
 def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(service_of, tmp_path, monkeypatch, family):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
@@ -168,6 +179,11 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(service_of
     service.check_reuse_from_position_0()
 
 
+@pytest.mark.promise(
+    "reuse",
+    "KV that a cold run would not have produced never becomes a donor, unless the profile of `verified` allows "
+    "generations",
+)
 def test_approximate_kv_never_becomes_a_donor(service):
     document = text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
@@ -179,6 +195,7 @@ def test_approximate_kv_never_becomes_a_donor(service):
     assert len(held_in(service.worker.store)) == held + 1
 
 
+@pytest.mark.promise("reuse", "KV that a cold run would...")
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("generations", [0, 1])
 def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_allows_it(
@@ -203,6 +220,7 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     assert sorted(service.manager.impl.free) == list(range(96))
 
 
+@pytest.mark.promise("commands", "A broken promise ends approximate reuse...")
 @pytest.mark.usefixtures("trial")
 def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say_so(
     tiny_qwen2_path, service_of, tmp_path, monkeypatch

@@ -54,6 +54,7 @@ SAMPLED = {
 sampled_checks = checks(threshold=st.just(0.5), **SAMPLED)
 
 
+@pytest.mark.promise("policies", "Many tokens that deviate by little are computed with their window")
 @given(st.one_of(span_lists, long_span_lists), windowed_checks, st.integers(0, 10), st.integers(0, 10))
 def test_a_threshold_against_the_same_token_by_token(spans, check, exact, holes):
     promised = sum(map(len, spans)) + exact + holes
@@ -75,6 +76,7 @@ def test_a_threshold_against_the_same_token_by_token(spans, check, exact, holes)
     assert choice.largest_kept <= check.threshold
 
 
+@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
 @given(spans=span_lists, share=shares)
 def test_the_largest_share_is_the_share_that_deviates_most(spans, share):
     values = np.nan_to_num(array(spans), nan=math.inf, posinf=math.inf)
@@ -122,6 +124,11 @@ def test_a_budget_closes_gaps_unless_its_rows_stand_apart(chosen, computed):
     assert 100 - choice.kept_tokens == computed
 
 
+@pytest.mark.promise(
+    "engines",
+    "A sample compares a token of every stratum, other ones in each request; windows that it does not let pass are "
+    "checked as without it",
+)
 @given(
     spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     every=st.sampled_from([1, 2, 3, 8, 16, 32]),
@@ -141,6 +148,7 @@ def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(span
     assert end > found[-1]
 
 
+@pytest.mark.promise("engines", "A sample compares a token of...")
 def test_another_request_has_another_sample():
     assert sample_of([400], 8, 32, 1).tolist() != sample_of([400], 8, 32, 2).tolist()
 
@@ -178,6 +186,10 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
     assert all(any(span.start <= part.start and part.stop <= span.stop for span in ranges) for part in parts)
 
 
+@pytest.mark.promise(
+    "engines",
+    "Where a sample finds most of a plan suspect, the windows that it has let pass are checked as well",
+)
 def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well():
     spans, check = [32] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)
     compared = sample_of(spans, 8, 32, 0)
@@ -198,6 +210,7 @@ def test_a_sample_that_deviates_more_is_given_no_smaller_share(lower, higher):
     assert shares_found == sorted(shares_found)
 
 
+@pytest.mark.promise("policies", "A plan whose sample deviates by...")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_sample_that_is_no_number_exceeds_every_level(value):
     plan = SimpleNamespace(execution=SimpleNamespace(check=LEVELLED), exact_tokens=0, matched_tokens=32)

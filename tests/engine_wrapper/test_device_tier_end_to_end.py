@@ -96,6 +96,7 @@ def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, mon
     assert not any(slot.readers for slot in llm.connector_worker.store.host._slots.values())
 
 
+@pytest.mark.promise("donors", "A full card moves donors down to the host; one that is used there goes up again")
 def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
     llm, reference = engine(device_bytes=2 * ONE_ON_DEVICE), engine()
     for each in (llm, reference):
@@ -105,6 +106,7 @@ def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
         assert_reused(llm, reference, *numbers)
 
 
+@pytest.mark.promise("donors", "A full card moves donors down...")
 def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
     for each in (llm, reference):

@@ -82,6 +82,7 @@ def reused(llm, numbers=range(3)):
     return [serve(llm, second(number)).reused_tokens for number in numbers]
 
 
+@pytest.mark.promise("donors", "Donors on disk are found again after a restart")
 def test_second_engine_answers_from_the_firsts_donor(restart, kept, tmp_path):
     assert len(donor_files(tmp_path)) == 1  # the second prompt's KV is approximate and no donor
     restarted = restart(MIN_DONOR_TOKENS=64)
@@ -105,6 +106,7 @@ def test_another_salt_finds_nothing_after_a_restart(restart):
     assert reused(restart(DONOR_TENANT="another")) == [0, 0, 0]
 
 
+@pytest.mark.promise("donors", "A full disk or a damaged...")
 @pytest.mark.parametrize("damage", ["kv", "header", "text"])
 def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     (path,) = donor_files(tmp_path)
@@ -141,6 +143,7 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     assert (counts, donor_files(tmp_path)) == ({"write_failed": 1}, [])
 
 
+@pytest.mark.promise("donors", "A donor on disk alone is...")
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     reference = ready(engine())
     serve(reference, FIRST)
@@ -161,6 +164,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
 
 
+@pytest.mark.promise("donors", "Each tier keeps within its byte...")
 @pytest.mark.known_defect(37)
 def test_files_stay_within_their_budget(engine, tmp_path):
     llm = ready(engine())
@@ -176,6 +180,10 @@ def test_files_stay_within_their_budget(engine, tmp_path):
     assert donor_files(tmp_path)
 
 
+@pytest.mark.promise(
+    "donors",
+    "On a disk that is fuller than its budget new donors take the place of old ones, with one warning a minute",
+)
 def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, small_disk, caplog):
     """The file system holds two files and a half; the budget, of a gibibyte, is never used up."""
     prompts = [render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is it?") for seed in range(6)]
@@ -199,6 +207,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
     assert caplog.text.count("No space left on device") == 1
 
 
+@pytest.mark.promise("donors", "The disk is never touched on the engine's thread")
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):

@@ -67,6 +67,12 @@ def any_engine(request, tiny_model_paths, engines_of):
     return engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
 
 
+@pytest.mark.promise(
+    "engines",
+    "In the embedded engine KV in e4m3 is read as it is stored: with all layers computed again answers are those of "
+    "a run without a plan to the bit, a moved run is rounded once more, and a token that is the same does not "
+    "deviate; latent rows too",
+)
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
     llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
     assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
@@ -89,6 +95,7 @@ class Rounded(DynamicCache):
         return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
 
 
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(engines_of, tmp_path):
     """In a model of one layer: with more of them a random model's rounding grows."""
     path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
@@ -123,6 +130,7 @@ def held_while_served(llm, prompt, positions):
     return kv[:, :, :, positions.start : positions.stop]
 
 
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine):
     """In the lowest layer, where a token's KV hangs on nothing but itself and its place."""
     llm = any_engine(POLICY="position_fix", **SHORT)
@@ -141,6 +149,7 @@ def by_place(kv):
     return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
 
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
@@ -199,6 +208,12 @@ def rebound(shipped, tmp_path, trial):
 SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 
 
+@pytest.mark.promise("policies", "Receipts tell checked reuse from unchecked on prompts that are made to break reuse")
+@pytest.mark.promise(
+    "engines",
+    "In the embedded engine traps are seen by verified with KV in e4m3 too; its donors and profiles serve no other "
+    "KV type, and other types are refused by name",
+)
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
@@ -217,6 +232,7 @@ def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     assert reused > 0.2 * GROUPS * TOKENS
 
 
+@pytest.mark.promise("engines", "In the embedded engine traps are...")
 def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     path = shipped_model() / PROFILE_NAME
     llm = shipped(PROFILE=path)
@@ -229,6 +245,11 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     assert "float8_e4m3fn" in differences
 
 
+@pytest.mark.promise(
+    "engines",
+    "In the embedded engine donors of a cache in e4m3 answer alike from every tier and take the cache's bytes of "
+    "each budget",
+)
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])
 def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(shifted, way):
     outputs = []
@@ -242,6 +263,7 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(sh
     assert_same(*outputs, tolerance=0.0)
 
 
+@pytest.mark.promise("engines", "In the embedded engine donors of...")
 def test_donors_take_the_caches_bytes_of_each_budget(engine):
     token = geometry_of(engine(None)).bytes_per_token(FP8)
     budget = 300 * token
@@ -255,6 +277,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine):
     assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // serving.BLOCK
 
 
+@pytest.mark.promise("engines", "In the embedded engine traps are...")
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine, tmp_path):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
     settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
@@ -278,6 +301,7 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
     assert not donor_files(tmp_path)
 
 
+@pytest.mark.promise("engines", "In the embedded engine traps are...")
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])
 def test_other_dtypes_are_refused_with_their_value(dtype):
     with pytest.raises(ConfigurationError, match=rf"KvCacheConfig\.dtype: .*'fp8' \(given: '{dtype}'\)"):

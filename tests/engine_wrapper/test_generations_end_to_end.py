@@ -52,6 +52,7 @@ def generations_of(llm):
     return sorted(llm.connector_scheduler.donor_index.catalog.generations.values())
 
 
+@pytest.mark.promise("reuse", "With generations, documents first seen after moved KV are reused, and answered as cold")
 @pytest.mark.parametrize(
     ("allowed", "contract", "reused", "kept"),
     [
@@ -85,6 +86,7 @@ def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(cold, v
     assert token_ids(again) == token_ids(serve(cold, PROMPTS[1]))
 
 
+@pytest.mark.promise("reuse", "A request whose plan failed, or...")
 def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified):
     llm = verified(3)
     serve(llm, PROMPTS[0])
@@ -106,6 +108,7 @@ def test_a_dropped_plan_leaves_an_exact_donor(verified):
     assert (generations_of(llm), llm.connector_scheduler.donor_index.catalog.stats().ready) == ([], 2)
 
 
+@pytest.mark.promise("reuse", "A donor keeps its generation on disk, and the fleet does not hear of it")
 @pytest.mark.parametrize("allowed", [0, 3])
 def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified, tmp_path, allowed):
     disk = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}

@@ -43,6 +43,7 @@ def test_kv_of_other_scales_is_of_another_namespace(cache_dtype):
     assert (described_dtype(cache_dtype, {}), described_dtype("auto", layers)) == ("fp8_e4m3", "auto")
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.parametrize(
     ("held", "told"),
     [

@@ -48,6 +48,7 @@ def serve(llm, prompt, **options):
     return output, scheduler.reuse_of(output.request_id)
 
 
+@pytest.mark.promise("donors", "Semantic neighbours are reported and never a reason to reuse KV")
 @pytest.mark.known_defect(29)
 def test_a_reworded_prompt_is_near_and_reuses_nothing(engine, served):
     llm = served()
@@ -63,6 +64,7 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(engine, served):
     assert [name for name, _ in event["nearest"]] == [near.donor_id for near in report.nearest]
 
 
+@pytest.mark.promise("donors", "A near donor on disk is read back ahead of the next request")
 @pytest.mark.parametrize("embedder", ["static", "off"])
 def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path, embedder):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
@@ -95,6 +97,7 @@ def test_settings_silence_reuse_or_neighbours_alone(served, variables, is_reused
     assert (report.outcome == "semantic_discovery_only") == (not is_reused)
 
 
+@pytest.mark.promise("donors", "Without the extra `semantic` serving goes on")
 @pytest.mark.parametrize(
     ("package", "embedder", "extra"), [("onnxruntime", "onnx", "onnx"), ("faiss", "static", "semantic")]
 )
@@ -109,6 +112,7 @@ def test_without_the_extra_the_exact_path_still_works(served, monkeypatch, caplo
     assert f"pip install 'semblend-trt[{extra}]'" in caplog.text
 
 
+@pytest.mark.promise("donors", "Without the extra `semantic` serving goes...")
 def test_serving_needs_no_extra():
     """In a process of its own: here, everything is imported already."""
     modules = "engine_wrapper.connector, semblend_trt.cli.doctor, semblend_trt.fleet.publisher"

@@ -23,6 +23,10 @@ def taught(engine):
     return llm
 
 
+@pytest.mark.promise(
+    "reuse",
+    "Text that a donor has from position 0 on equals a cold run: in float32 the answers are the cold run's",
+)
 def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     llm = engine(STOCK, cache={"max_tokens": 512}, POLICY="exact")
     teach(llm, DONOR, *(text(seed, 400) for seed in range(20, 24)))
@@ -33,6 +37,7 @@ def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
     assert serve(llm, prompt).cached_tokens >= len(DONOR) // serving.BLOCK * serving.BLOCK
 
 
+@pytest.mark.promise("reuse", "Approximate KV does not enter the exact prefix cache")
 @pytest.mark.known_defect(8)
 def test_approximate_blocks_are_never_published(taught):
     first, again = serve(taught, SHIFTED), serve(taught, SHIFTED)
@@ -40,12 +45,14 @@ def test_approximate_blocks_are_never_published(taught):
     assert (again.reused_tokens, token_ids(again)) == (len(DOCUMENT), token_ids(first))
 
 
+@pytest.mark.promise("reuse", "KV that a cold run would...")
 def test_approximate_requests_donate_their_exact_part_only(taught):
     output = serve(taught, SHIFTED)
     follow_up = text(77, 30) + SHIFTED[len(serving.OTHER_INSTRUCTION) + len(DOCUMENT) - 10 :] + token_ids(output) * 20
     assert serve(taught, follow_up).reused_tokens == 0
 
 
+@pytest.mark.promise("reuse", "Blocks, leases and requests all return, also from aborted requests")
 @pytest.mark.known_defect(4)
 def test_blocks_leases_and_requests_all_return(engine):
     llm = engine()
@@ -58,12 +65,17 @@ def test_blocks_leases_and_requests_all_return(engine):
     assert len(llm.connector_worker._followed) == len(scheduler._runtime.active_plans) == 0
 
 
+@pytest.mark.promise("reuse", "At least one prompt token is...")
 @pytest.mark.known_defect(10)
 def test_fully_covered_prompt_leaves_one_token(taught):
     output = serve(taught, DOCUMENT)
     assert (output.reused_tokens, output.computed_tokens) == (len(DOCUMENT) - 1, 1)
 
 
+@pytest.mark.promise(
+    "reuse",
+    "Requests with different salts, or one with and one without, never see each other's donors",
+)
 @pytest.mark.known_defect(21)
 @pytest.mark.parametrize(("donor_salt", "target_salt"), [("a", "b"), ("a", None), (None, "a")])
 def test_salts_isolate(engine, donor_salt, target_salt):
@@ -73,6 +85,7 @@ def test_salts_isolate(engine, donor_salt, target_salt):
     assert serve(llm, SHIFTED, cache_salt=donor_salt).reused_tokens == len(DOCUMENT)
 
 
+@pytest.mark.promise("reuse", "Requests with different adapters never meet")
 @pytest.mark.known_defect(22)
 def test_adapters_isolate(engine):
     llm = engine(lora_config={"legal": 1})
@@ -100,6 +113,7 @@ def test_batch_equals_single_runs(engine):
         assert_same(output, alone)
 
 
+@pytest.mark.promise("reuse", "An engine with the wrapper reuses...")
 @pytest.mark.known_defect(28)
 def test_spans_of_two_donors_with_holes_between(taught):
     teach(taught, text(60, 17) + SECOND_DOCUMENT)
@@ -116,6 +130,7 @@ def test_every_layer_of_a_reused_span_is_written(taught):
     assert torch.isfinite(serving.logits_of(output)).all()
 
 
+@pytest.mark.promise("reuse", "A donor that is lost costs a cold prefill, never a wrong token")
 @pytest.mark.known_defect(3)
 def test_lost_donor_costs_a_cold_prefill(engine, taught):
     taught.connector_worker.store.clear()
@@ -126,6 +141,8 @@ def test_lost_donor_costs_a_cold_prefill(engine, taught):
     assert serve(taught, text(8, 50) + DOCUMENT + QUESTION).reuse_outcome == "cold_fallback"
 
 
+@pytest.mark.promise("reuse", "Every request ends in one outcome, with its tokens and the largest deviation kept")
+@pytest.mark.promise("reuse", "Unrelated prompts are served from no donor; a miss costs a look-up and nothing else")
 def test_every_request_ends_in_exactly_one_outcome(engine):
     llm = engine()
     outcomes = []
@@ -146,6 +163,10 @@ def test_every_request_ends_in_exactly_one_outcome(engine):
     assert llm.connector_scheduler.outcomes.reasons()["low_reuse"] == 1
 
 
+@pytest.mark.promise(
+    "commands",
+    "The audit log says of every request what the metrics count; a log that fails costs no request",
+)
 def test_audit_log_tells_the_story(engine, taught):
     serve(taught, SHIFTED)
     for name in ("scheduler_initialized", "lookup", "donor_registered", "target_allocated", "plan_dispatched"):
@@ -155,6 +176,7 @@ def test_audit_log_tells_the_story(engine, taught):
     assert materialized["requires_rope_correction"] is True
 
 
+@pytest.mark.promise("reuse", "No error of ours reaches the engine")
 @pytest.mark.parametrize("step", ["plan", "intend", "begin_save"])
 def test_an_error_of_the_scheduler_reaches_no_engine_and_leaks_no_lease(taught, monkeypatch, step):
     def broken(*_arguments, **_options):

@@ -46,6 +46,10 @@ def test_a_profile_decides_what_the_default_policy_reuses(shifted, profile, poli
     assert (output.reused_tokens, output.computed_tokens) == (reused, len(SHIFTED) - reused)
 
 
+@pytest.mark.promise(
+    "policies",
+    "Without a profile, or with one that does not hold, only identical text from position 0 is reused",
+)
 def test_without_a_profile_only_identical_text_from_the_start_is_reused(shifted):
     llm, output = shifted()
     assert (output.reused_tokens, output.reuse_outcome) == (0, "backend_declined_reuse")
@@ -53,6 +57,7 @@ def test_without_a_profile_only_identical_text_from_the_start_is_reused(shifted)
     assert serve(llm, list(range(200))).reuse_reason == "no_donor_match"
 
 
+@pytest.mark.promise("policies", "Without a profile, or with one...")
 @pytest.mark.parametrize(
     ("module", "change", "reason"),
     [
@@ -85,6 +90,7 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
     assert (output.reused_tokens, output.reuse_reason) == (reused, reason)
 
 
+@pytest.mark.promise("commands", "Every answer has a receipt, in...")
 @pytest.mark.parametrize(
     ("variables", "check", "figures"),
     [
@@ -138,6 +144,12 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     assert (output.receipt["policy"], output.receipt["profile"]) == (variables.get("POLICY", "verified"), digest)
 
 
+@pytest.mark.promise("policies", "Of a profile's bounds the loosest...")
+@pytest.mark.promise(
+    "policies",
+    "A plan whose sample deviates by more than the bound's levels allow, or by no number, is computed whole and "
+    "counted as `risk_above_bound`",
+)
 @pytest.mark.parametrize(
     ("limit", "asked", "is_reused", "reason"),
     [
@@ -158,6 +170,7 @@ def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profi
     assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
 
 
+@pytest.mark.promise("reuse", "Every request ends in one outcome,...")
 def test_the_largest_deviation_kept_is_within_the_threshold(shifted, profile):
     assert 0 < report_of(*shifted(PROFILE=profile(check=SOME_KEPT))).largest_kept <= 1.0
 
@@ -185,6 +198,7 @@ def test_a_namespace_names_the_dtype_that_runs(engine, asked):
     assert engine(dtype=asked).connector_scheduler.namespace.extra["compute_dtype"] == "float32"
 
 
+@pytest.mark.promise("policies", "A profile that is replaced under a running engine counts from its next start on")
 def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile):
     path = profile(check=NONE_KEPT)
     for reused in (0, 200):
@@ -195,6 +209,7 @@ def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profil
         assert (output.reused_tokens, report_of(llm, output).profile) == (reused, digest)
 
 
+@pytest.mark.promise("policies", "`verified` reuses more than exact text...")
 @pytest.mark.parametrize(
     "how", ["edited", "with a new digest", "without a digest", "with a check that passes anything"]
 )

@@ -110,6 +110,7 @@ def test_what_fails_is_not_measured(caplog):
     assert "could not be measured" in caplog.text
 
 
+@pytest.mark.promise("reuse", "Where the engine has measured that...")
 @pytest.mark.usefixtures("position_fix")
 @pytest.mark.parametrize(
     ("share", "costs", "reason"),

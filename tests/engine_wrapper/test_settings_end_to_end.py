@@ -11,6 +11,7 @@ from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_sam
 pytestmark = pytest.mark.usefixtures("position_fix")
 
 
+@pytest.mark.promise("policies", "`SEMBLEND_POLICY=off` and `SEMBLEND_ENABLED=0` keep and find...")
 def test_without_enabled_everything_is_cold_and_nothing_is_kept(engine, shifted):
     llm, output = shifted(ENABLED=0)
     assert (output.reused_tokens, output.reuse_outcome, output.reuse_reason) == (0, "cold_fallback", "disabled")
@@ -62,6 +63,7 @@ def test_an_audit_log_that_cannot_be_written_is_counted_until_the_engine_ends(en
     assert lost() - before >= 3  # started, lookup, settled
 
 
+@pytest.mark.promise("donors", "Requests with fewer than `SEMBLEND_MIN_DONOR_TOKENS` tokens...")
 @pytest.mark.known_defect(20)
 def test_max_donors_forgets_the_least_recently_used(engine):
     llm = engine(MAX_DONORS=2)
@@ -80,6 +82,10 @@ def sizes(owner):
     return {name: len(value) for name, value in fields.items() if isinstance(value, (dict, list, set, deque))}
 
 
+@pytest.mark.promise(
+    "donors",
+    "Of many salts no more is kept than of their donors, which `SEMBLEND_HOST_BYTES` and `SEMBLEND_MAX_DONORS` bound",
+)
 def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
     llm = engine(MAX_DONORS=4)
     scheduler, kept = llm.connector_scheduler, []
@@ -107,6 +113,11 @@ def test_bounds_of_what_is_worth_reusing(shifted, settings, reused, reason):
     assert (output.reused_tokens, output.reuse_reason) == (reused, reason)
 
 
+@pytest.mark.promise(
+    "donors",
+    "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor time reuses what it has chosen, or is refused, as "
+    "`lookup_timeout`; the deadline grows with long prompts",
+)
 @pytest.mark.known_defect(17)
 def test_a_lookup_past_its_deadline_costs_a_cold_prefill(engine, shifted):
     llm, output = shifted(LOOKUP_DEADLINE_MS=0.001)

@@ -128,6 +128,7 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     ]
 
 
+@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
 def test_heads_are_computed_without_a_check(bench, make_plan):
     tokens = tokens_of(50)
     logits, donor = bench.cold(tokens)
@@ -157,6 +158,11 @@ def rows_by_layer(model, part=""):
             handle.remove()
 
 
+@pytest.mark.promise(
+    "engines",
+    "Mixtures of experts: rows that a plan leaves out are routed to none; in vLLM answers are those of a cold run "
+    "where all layers are computed again, and where one layer is all",
+)
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize(
     ("family", "part"), [("qwen2", ""), *((family, "mlp") for family in (*MIXTURES, "deepseek_v3"))]
@@ -180,6 +186,10 @@ def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
     assert (logits - reference).norm() <= 0.05 * reference.norm()
 
 
+@pytest.mark.promise(
+    "policies",
+    "`verified` runs the lowest layers on all tokens and computes tokens that deviate in all layers",
+)
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("boundary", [0, 2])
 def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan, layer, boundary):
@@ -192,6 +202,7 @@ def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan
     assert bench.evidence == [CheckEvidence(1, 34, 34, 0, 34, 0.0, is_dropped=True)]
 
 
+@pytest.mark.promise("policies", "`verified` runs the lowest layers on...")
 @pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, layer, kind):

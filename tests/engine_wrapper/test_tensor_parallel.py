@@ -58,6 +58,7 @@ def test_each_rank_keeps_and_places_its_own_heads(told, alone):
         assert (our_heads, len(set(our_heads))) == (pytest.approx(their_heads, rel=1e-6), 8)
 
 
+@pytest.mark.promise("engines", "A check decides once over all heads")
 def test_a_check_decides_once_over_all_heads(told, alone):
     ours, theirs = alike(told, "verified"), alone["verified"]
     assert (ours["told"], ours["evidence"]) == (theirs["told"], theirs["evidence"])
@@ -81,6 +82,10 @@ def test_the_stock_connector_serves_identical_beginnings(told, alone):
     assert (ours, ours["told"]["reused"]) == (alone["prefix"], 180)
 
 
+@pytest.mark.promise(
+    "engines",
+    "A donor is found only where every rank holds it; a load that fails on one is used on none",
+)
 def test_a_donor_that_one_rank_could_not_save_is_never_found(told, alone):
     ours = alike(told, "save_fails")
     assert not any(ours["held"])
@@ -88,6 +93,7 @@ def test_a_donor_that_one_rank_could_not_save_is_never_found(told, alone):
     assert (ours["third"]["reused"], ours["leaked"]) == (200, 0)
 
 
+@pytest.mark.promise("engines", "A donor is found only where...")
 def test_a_load_that_fails_on_one_rank_is_used_on_none(told, alone):
     ours = alike(told, "load_fails")
     assert ours["failed"]["tokens"] == alone["cold"]["tokens"][1]
@@ -102,12 +108,14 @@ def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told)
     assert "fails in its test" in errors[-1]
 
 
+@pytest.mark.promise("donors", "Engines of several ranks keep nothing on disk, which is counted")
 def test_the_disk_tier_is_refused_and_counted(told, alone):
     ours = alike(told, "disk")
     assert "disk_unavailable" in ours["events"]
     assert ours["shifted"] == alone["shifted"]["shifted"]
 
 
+@pytest.mark.promise("engines", "What one rank refuses, all refuse; ranks of two versions reuse nothing")
 def test_what_one_rank_refuses_all_refuse(told):
     ours = alike(told, "refusal")
     assert (ours["refusal"], ours["told"]["reason"]) == ("pool_layout", "pool_layout")

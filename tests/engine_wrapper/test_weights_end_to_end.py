@@ -44,6 +44,7 @@ def assert_new(llm, output):
     assert torch.allclose(logits_of(output)[0], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.promise("donors", "Once the weights of a running...")
 @pytest.mark.parametrize("seed", range(4))
 def test_no_token_is_of_weights_that_were_replaced(engine, runner, seed):
     """Prompts, writes between and during them, prefix caches that are reset at once, later, or while requests run."""
@@ -79,6 +80,7 @@ def test_no_token_is_of_weights_that_were_replaced(engine, runner, seed):
     assert from_donors > 200
 
 
+@pytest.mark.promise("donors", "A profile of other weights moves nothing, and holds again with its own")
 def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(engine, runner, profile):
     path = profile(check=SOME_KEPT)
     llm = engine(runner=runner, PROFILE=path)
@@ -103,6 +105,7 @@ def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(e
     assert [each["are_first"] for each in engine.events("weights_changed")] == [False, True]
 
 
+@pytest.mark.promise("donors", "Once the weights of a running...")
 def test_donors_go_from_every_tier_and_so_do_saves(engine, runner, tmp_path):
     llm = engine(runner=runner, POLICY="exact", DISK_BYTES=1 << 24, DISK_PATH=tmp_path / "disk")
     llm.connector_worker.transfers.drain()

@@ -312,6 +312,10 @@ def test_a_bad_target_is_refused(target, rotary_dim, message):
         kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))
 
 
+@pytest.mark.promise(
+    "engines",
+    "Each layer's keys move by its own rotation, in one call; a layer without RoPE is copied bit for bit",
+)
 @pytest.mark.parametrize(
     ("layers", "kv_heads", "head_dim", "rotary_dim", "block", "dtype", "interleaved"),
     [
@@ -346,6 +350,7 @@ def test_each_layer_turns_by_its_own_rotation(
         assert_same(target.pool[:, layer : layer + 1], own.pool)
 
 
+@pytest.mark.promise("engines", "Each layer's keys move by its...")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, builders.FP8])
 @pytest.mark.parametrize("together", [True, False])
 def test_a_layer_without_rope_is_copied_bit_for_bit(dtype, together, device):

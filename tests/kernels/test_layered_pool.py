@@ -60,6 +60,7 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
     assert (relative(actual).shape, actual.dtype) == ((sizes.kv_factor, 3), torch.float32)
 
 
+@pytest.mark.promise("engines", "In vLLM a check's sample finds...")
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block", "dtype"),
@@ -89,6 +90,7 @@ def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim,
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("layout", ["in_one_tensor", *builders.LATENT_LAYOUTS])
 @pytest.mark.parametrize(
     ("channels", "block", "dtype"), [(576, 16, torch.bfloat16), (30, 5, torch.float16), (576, 16, FP8), (9, 3, FP8)]

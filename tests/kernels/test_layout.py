@@ -77,6 +77,7 @@ def by_windows(batch, chunk):
     return torch.cat(rows)
 
 
+@pytest.mark.promise("engines", "With chunks a moved run from...")
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("chunk", [BLOCK, 2 * BLOCK, 6 * BLOCK, 256])
 def test_a_row_sees_its_own_chunk_up_to_itself(device, positions, chunk):

@@ -49,6 +49,10 @@ def tiled(device, batch, config=None, piece=None, window=None, sinks=None, lse=N
     return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece, lse).cpu()
 
 
+@pytest.mark.promise(
+    "engines",
+    "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read",
+)
 @pytest.mark.parametrize("window", [None, 1, BLOCK, 16])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("positions", "heads", "kv_heads"), ROWS)
@@ -67,6 +71,8 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
     assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
 
 
+@pytest.mark.promise("engines", "With windows and sinks attention is...")
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
@@ -98,6 +104,7 @@ def test_chunks_with_sinks_join(device, scores, monkeypatch):
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("layout", ["one tensor", "layers apart"])

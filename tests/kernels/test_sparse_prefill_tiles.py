@@ -110,6 +110,7 @@ def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions, 
     assert len(table) == tiles
 
 
+@pytest.mark.promise("engines", "With windows and sinks attention is...")
 def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])
     table, begins, ends = cut_rows(sequences, 2, 64, 8)

@@ -35,6 +35,7 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
     assert launches[0] > 0
 
 
+@pytest.mark.promise("engines", "Other models, RoPE types, windows, MLA,...")
 @pytest.mark.known_defect(26)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
 def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_path, dtype):

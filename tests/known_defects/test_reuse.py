@@ -14,6 +14,11 @@ from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFT
 STOCK = "semblend_trt.connector"
 
 
+@pytest.mark.promise("reuse", "A document is found from token ids alone, wherever it is in prompt and donor")
+@pytest.mark.promise(
+    "reuse",
+    "A stock engine reuses identical text from position 0 only, and copies nothing that it cannot use",
+)
 @pytest.mark.known_defect(1, 2)
 @pytest.mark.parametrize(("module", "reused"), [("engine_wrapper.connector", 200), (STOCK, 0)])
 def test_shifted_document_saves_prefill_or_copies_nothing(engine, copied, module, reused):
@@ -24,6 +29,7 @@ def test_shifted_document_saves_prefill_or_copies_nothing(engine, copied, module
     assert output.computed_tokens == len(SHIFTED) - reused
 
 
+@pytest.mark.promise("reuse", "The engine's exact prefix wins, and is never overwritten")
 @pytest.mark.known_defect(9)
 def test_blocks_of_the_engines_prefix_stay_bitwise(engine):
     """The engine has the head already; a donor that holds head and document may write the document only."""
@@ -39,6 +45,7 @@ def test_blocks_of_the_engines_prefix_stay_bitwise(engine):
     assert torch.equal(llm.executor.pool.tensor[shared], before)
 
 
+@pytest.mark.promise("policies", "`SEMBLEND_POLICY=off` and `SEMBLEND_ENABLED=0` keep and find nothing")
 @pytest.mark.known_defect(15)
 @pytest.mark.parametrize(
     "variables",
@@ -56,6 +63,7 @@ def test_what_is_not_promised_is_not_copied(engine, copied, variables):
     assert (output.reused_tokens, output.computed_tokens, copied) == (0, len(SHIFTED), [])
 
 
+@pytest.mark.promise("donors", "The end of a request only enqueues; a save waits for nothing")
 @pytest.mark.known_defect(18)
 def test_the_end_of_a_request_only_enqueues(engine, monkeypatch):
     ending, indexed, copying = [False], [], set()
@@ -113,6 +121,7 @@ FACTS = [
 ]
 
 
+@pytest.mark.promise("reuse", "Only equal tokens are reused: text that differs by one token is computed")
 @pytest.mark.known_defect(29)
 @pytest.mark.parametrize(("fact", "other", "min_span"), [*((*each, 32) for each in FACTS), (*FACTS[0], 64)])
 def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_span):
@@ -131,6 +140,7 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
         assert output.reused_tokens == 0
 
 
+@pytest.mark.promise("reuse", "The model is given the request's own tokens, never a donor's")
 @pytest.mark.known_defect(30)
 def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
     rows, forward = [], SparseForward.__call__
@@ -150,6 +160,7 @@ def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
     assert all(token == prompt[position] for position, token in rows)
 
 
+@pytest.mark.promise("reuse", "Unrelated prompts are served from no...")
 @pytest.mark.known_defect(37)
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, copied, tmp_path, monkeypatch):
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)

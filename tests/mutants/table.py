@@ -83,7 +83,8 @@ MUTANTS = (
     *of("semblend_trt/discovery/span_index.py", "semblend_trt/discovery/test_span_index.py",
        ("index-namespace", "donors of other namespaces are not compared",
         "donor is not None and donor.space is space", "donor is not None",
-        "test_an_equal_key_of_another_namespace_nominates_nothing"),
+        "test_an_equal_key_of_another_namespace_nominates_nothing")),
+    *of("semblend_trt/discovery/fingerprint.py", "semblend_trt/discovery/test_span_index.py",
        ("index-equal-tokens", "every token of a run is compared", "return done + first", "return done + first + 1",
         "test_equals_brute_force_on_random_cases")),
     *of("semblend_trt/runtime.py", "semblend_trt/test_runtime.py",
@@ -440,6 +441,10 @@ MUTANTS = (
     *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_modes.py",
        ("vllm-limit", "the guard learns how much is exact", "= plan.exact_token_count", "= plan.prompt_length",
         "test_approximate_kv_is_never_published_and_salts_keep_texts_apart"),
+        environment="vllm"),
+    *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_adapters.py",
+       ("vllm-adapter", "KV belongs to an adapter's weights", "content_value(known.digest)", 'content_value("")',
+        "test_an_adapter_under_the_name_of_another_finds_nothing_of_it"),
         environment="vllm"),
 )
 # fmt: on

@@ -65,6 +65,7 @@ def test_lines_are_written_without_being_asked_for(path, writes):
     assert lost(log) == {"closed": 1}
 
 
+@pytest.mark.promise("commands", "The audit log says of every...")
 def test_who_records_an_event_never_touches_the_file(path, writes):
     """The disk does not answer: events are taken, in order, up to the bound, and written when it answers again."""
     log = AuditLog(path, max_waiting_bytes=1000)
@@ -185,6 +186,7 @@ def test_value_without_a_json_form_costs_its_line(path):
     assert [line["event"] for line in read(path)] == ["good"]
 
 
+@pytest.mark.promise("commands", "The audit log says of every...")
 def test_unwritable_path_is_counted_and_told_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     log = AuditLog(tmp_path / "file" / "audit.jsonl")

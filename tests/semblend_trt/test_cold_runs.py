@@ -34,6 +34,7 @@ def likeliest(probabilities, count):
     return {f"token_id:{token}": log(probabilities[token]) for token in order}
 
 
+@pytest.mark.promise("commands", "Spot checks test a profile's promise:...")
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(0.05, 4))
 def test_what_is_proved_is_at_most_the_divergence_and_all_of_it_where_all_is_told(seed, count, spread):
     rng = np.random.default_rng(seed)
@@ -128,6 +129,11 @@ def after(risk, observations):
     return test
 
 
+@pytest.mark.promise(
+    "commands",
+    "Spot checks test a profile's promise: a kept one is called broken with a probability of at most 0.01, three "
+    "times the risk is found within some hundred answers",
+)
 @given(st.sampled_from([0.001, 0.01, 0.05, 0.3, 0.9]), st.lists(st.booleans(), max_size=40))
 def test_at_the_promised_risk_the_evidence_grows_on_no_check(risk, seen):
     """So it is a martingale, and Ville's inequality bounds how often it ever gets large."""
@@ -146,6 +152,7 @@ def first_alarm(risk, observations):
     return None
 
 
+@pytest.mark.promise("commands", "Spot checks test a profile's promise:...")
 @pytest.mark.parametrize("risk", [0.05, 0.2])
 def test_a_kept_promise_is_called_broken_no_more_often_than_alpha(risk):
     rng, seeds = np.random.default_rng(0), 1000
@@ -153,6 +160,7 @@ def test_a_kept_promise_is_called_broken_no_more_often_than_alpha(risk):
     assert sum(alarm is not None for alarm in alarms) <= ALPHA * seeds
 
 
+@pytest.mark.promise("commands", "Spot checks test a profile's promise:...")
 @pytest.mark.parametrize(("before", "most"), [(0, 300), (1000, 500)])
 def test_three_times_the_risk_is_found_within_some_hundred_checks(before, most):
     rng, seeds = np.random.default_rng(1), 100

@@ -83,6 +83,10 @@ def test_every_variable_is_read(name, variable, monkeypatch):
     assert getattr(load_settings(), name) == value
 
 
+@pytest.mark.promise(
+    "commands",
+    "Each variable is read as `TRTLLM_SEMBLEND_X`, then `SEMBLEND_X`, then under its older name",
+)
 def test_trtllm_name_wins_then_the_current_then_the_old_and_an_empty_one_is_unset(monkeypatch):
     names = ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "SEMBLEND_MIN_SPAN", "TRTLLM_SEMBLEND_MIN_SPAN")
     for number, name in enumerate(names, 100):
@@ -101,6 +105,7 @@ def test_field_names_alone_are_no_variables(monkeypatch):
     assert load_settings() == Settings.model_construct()
 
 
+@pytest.mark.promise("commands", "A value out of range is refused by name; an unknown variable is warned about")
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
@@ -135,6 +140,7 @@ def test_wrong_value_names_variable_value_and_bound(variable, value, told, monke
         load_settings()
 
 
+@pytest.mark.promise("policies", "Settings that contradict one another are refused at the start")
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -196,6 +202,7 @@ def test_settings_cannot_be_changed():
         settings.policy = ReusePolicy.OFF
 
 
+@pytest.mark.promise("commands", "A value out of range is...")
 @pytest.mark.known_defect(34)
 def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_says_why(monkeypatch, caplog):
     for name in (
@@ -217,6 +224,7 @@ def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_say
     ]
 
 
+@pytest.mark.promise("commands", "`docs/configuration.md` lists every setting, and every...")
 @pytest.mark.known_defect(34)
 def test_every_setting_is_read_by_the_product():
     package = Path(config.__file__).parent
@@ -242,6 +250,7 @@ def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):
     assert rows["policy"].source is None
 
 
+@pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its...")
 def test_no_secret_is_told(monkeypatch):
     monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
     monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://alice:hunter2@127.0.0.1:4222")

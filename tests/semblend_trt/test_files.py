@@ -88,6 +88,10 @@ def test_a_folder_is_tried(tmp_path, monkeypatch, error, reason):
         check_writable(tmp_path / "report.json")
 
 
+@pytest.mark.promise(
+    "donors",
+    "No file that a command is given and no answer of a server makes it wait without end or end in a traceback",
+)
 @pytest.mark.parametrize("may_be_pipe", [False, True])
 @pytest.mark.parametrize(
     ("make", "why"),

@@ -219,6 +219,7 @@ def test_racing_engines_lose_no_count(registry):
     assert tokens(registry)["exact_prefix"] == 200
 
 
+@pytest.mark.promise("commands", "A bad `PROMETHEUS_MULTIPROC_DIR` ends no process and no start")
 @pytest.mark.parametrize("fault", ["sound", "missing", "torn", "full", "gone"])
 def test_the_process_starts_and_counts(tmp_path, fault):
     """A bad PROMETHEUS_MULTIPROC_DIR ends no process and no start."""

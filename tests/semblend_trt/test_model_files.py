@@ -150,6 +150,7 @@ def written(path, content):
     return {path.name: path}
 
 
+@pytest.mark.promise("donors", "A change of weights that any...")
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 def test_each_byte_and_the_size_count(tmp_path, size):
     content = bytes(index % 251 for index in range(size))
@@ -172,6 +173,7 @@ def test_neither_chunks_nor_names_can_change_places(tmp_path):
     assert len(set(map(digest_of_files, named))) == 4
 
 
+@pytest.mark.promise("donors", "Digests of weights are kept for the next start where only this user writes")
 def test_what_was_read_once_is_not_read_again(tmp_path, reads, monkeypatch):
     files = written(tmp_path / "a", b"x" * 2500)
     link = tmp_path / "link"
@@ -195,6 +197,7 @@ def test_a_file_that_was_just_written_is_read_again(tmp_path, reads, monkeypatch
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.promise("donors", "A change of weights that any program can make is seen")
 def test_a_write_that_keeps_size_and_mtime_shows(tmp_path):
     files = written(tmp_path / "a", b"x" * 100)
     before, first = os.stat(tmp_path / "a"), digest_of_files(files)
@@ -282,6 +285,7 @@ def test_an_entry_that_holds_no_digest_is_not_read(cache, state, entry, content)
     assert cache.find(state) == DIGEST
 
 
+@pytest.mark.promise("donors", "Digests of weights are kept for...")
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, None])
 def test_a_folder_that_others_can_write_or_own_is_left_alone(cache, state, folder, entry, monkeypatch, mode):
     owner = os.geteuid()

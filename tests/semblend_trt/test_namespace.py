@@ -100,6 +100,7 @@ def test_salt_is_bound_by_its_digest_and_never_kept():
     assert bound.key != namespace().for_request(" s3cret ", None).key
 
 
+@pytest.mark.promise("reuse", "Requests with different salts, or one...")
 def test_salted_and_unsalted_requests_never_meet():
     keys = {namespace().for_request(salt, None).key for salt in (None, "", " ", "a", "a ", " a", "b", NO_SALT, "none")}
     assert len(keys) == 9
@@ -153,6 +154,7 @@ def test_a_bound_namespace_is_not_bound_again():
         namespace().for_request("a", None).for_request(None, None)
 
 
+@pytest.mark.promise("reuse", "What cannot be determined matches no other engine")
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("rope_config", "tensor_parallel", "extra")])
 def test_namespaces_with_an_unknown_field_never_meet(name):
     first, second = namespace(**{name: unknown_value()}), namespace(**{name: unknown_value()})

@@ -60,6 +60,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.promise("reuse", "A donor of a generation above...")
 @pytest.mark.parametrize(("invariant", "build"), BROKEN, ids=[f"{i}-{name}" for i, (name, _) in enumerate(BROKEN)])
 def test_broken_plan_is_refused_by_name(invariant, build):
     with pytest.raises(PlanError) as caught:

@@ -22,6 +22,7 @@ def test_unknown_policies_name_the_known_ones(text):
     assert len(str(e.value)) < 200
 
 
+@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do what they are said to do")
 @pytest.mark.parametrize(
     ("policy", "terms"),
     [

@@ -135,6 +135,7 @@ def rendered(body, template):
     return render_chat(body, tokenizer)[0]
 
 
+@pytest.mark.promise("fleet", "Placement, the embedded server and the...")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_read_alike_is_refused_by_name(name):
     body, expected = REFUSED[name]
@@ -197,6 +198,7 @@ def test_a_tokenizer_without_a_template_and_one_of_gpt_oss_are_named():
         assert refused.value.name == name
 
 
+@pytest.mark.promise("fleet", "Placement, the embedded server and the...")
 def test_placement_and_the_estimate_read_the_same_tokens(tmp_path):
     for kind, template in TEMPLATES.items():
         tokenizer = byte_tokenizer()

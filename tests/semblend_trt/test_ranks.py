@@ -94,6 +94,7 @@ def test_an_error_of_one_rank_is_raised_on_all():
     assert on_ranks(2, start) == ["another rank cannot start: no memory", "no memory"]
 
 
+@pytest.mark.promise("engines", "What one rank refuses, all refuse;...")
 def test_ranks_of_two_versions_refuse(monkeypatch):
     other = ("0.0.0", None, None)
     runtime = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))

@@ -86,6 +86,7 @@ def stored(path, **changes):
     return path
 
 
+@pytest.mark.promise("policies", "Block size, tenant, template, salt and names may differ")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,6 +101,11 @@ def test_what_does_not_change_the_kv_does_not_bind(changes):
     assert profile().differences(namespace(**changes).for_request("a secret salt", None), GEOMETRY) == []
 
 
+@pytest.mark.promise(
+    "policies",
+    "A profile holds for the weights, configuration, tokenizer, dtypes, adapter, RoPE, layout and version that it "
+    "was made for",
+)
 @pytest.mark.parametrize(("field", "value", "told"), OTHERS, ids=[told for _, _, told in OTHERS])
 def test_every_other_field_binds_and_is_named(field, value, told):
     (sentence,) = profile().differences(namespace(**{field: value}), GEOMETRY)
@@ -151,6 +157,7 @@ def test_another_geometry_differs(changes):
     assert f"{name} {sizes[name]}; this engine runs {value}." in sentence
 
 
+@pytest.mark.promise("policies", "A profile holds in the engines that it lists, and in no other")
 def test_it_holds_in_every_engine_of_its_list_and_in_no_other():
     made = profile(figures=["made"])
     confirmed = made.confirmed_in("other/pool", ["made", "confirmed"])
@@ -174,6 +181,7 @@ def test_an_engine_that_is_not_known_is_in_no_list(tmp_path, word):
         ReuseProfile.made_for(namespace(backend_cache_layout=unknown_value()), GEOMETRY, policy="position_fix")
 
 
+@pytest.mark.promise("policies", "A profile holds for the weights,...")
 def test_another_version_differs(monkeypatch):
     made = profile()
     monkeypatch.setattr("semblend_trt.reuse_profile.__version__", "9.9.9")
@@ -269,6 +277,7 @@ def test_it_reads_back_as_written(tmp_path, execution, figures, words, command):
     assert link.is_symlink()
 
 
+@pytest.mark.promise("reuse", "A profile made without `generations` goes on working, and allows none")
 def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path):
     sample = {"sample_every": 8, "sample_threshold": 0.1, "window_tokens": 16}
     values = profile(generations=3, check=CHECK.model_copy(update=sample)).model_dump(mode="json")
@@ -282,6 +291,11 @@ def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path):
 RECORDED = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 
 
+@pytest.mark.promise(
+    "reuse",
+    "A profile of an earlier version whose check has no witnesses goes on working; one that relies on witnesses is "
+    "refused with the value and what to do",
+)
 @pytest.mark.parametrize(
     "path", [each for each in RECORDED if b"witness" in each.read_bytes()], ids=lambda path: path.stem
 )
@@ -298,6 +312,7 @@ def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, 
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.promise("reuse", "A profile of an earlier version...")
 @pytest.mark.parametrize("every", [1, 128, -1, None, False, 0.0])
 def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
     values = profile().model_dump(mode="json")
@@ -405,6 +420,10 @@ def test_no_profile(caplog):
     assert "SEMBLEND_PROFILE" in record.getMessage()
 
 
+@pytest.mark.promise(
+    "policies",
+    "The log says once what differs; requests count under `no_profile`, `profile_mismatch` or `profile_unreadable`",
+)
 def test_another_namespace_is_refused_and_told_once_with_what_differs(path, caplog):
     asked = matcher(path)
     with caplog.at_level(logging.ERROR):
@@ -415,6 +434,7 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(path, capl
     assert "made for KV dtype bfloat16; this engine runs float16." in record.getMessage()
 
 
+@pytest.mark.promise("engines", "A check lies above a layer...")
 @pytest.mark.parametrize(("lowest", "refusal"), [(1, None), (2, None), (3, "profile_check_layer")])
 def test_a_check_below_all_layers_with_full_attention_is_refused(tmp_path, lowest, refusal, caplog):
     made = tmp_path / "reuse-profile.json"
@@ -490,6 +510,11 @@ DENSE = ProfileCheck(layer=2, threshold=0.99)
 DENSE_NAME = "verified layer 2 threshold 0.99"
 
 
+@pytest.mark.promise(
+    "policies",
+    "`verified` reuses more than exact text only where the profile's own evidence confirms these very terms, and "
+    "leaves text unchecked only where it does so in every family; an edited profile is refused",
+)
 @pytest.mark.parametrize(
     ("fields", "candidate"),
     [
@@ -539,6 +564,7 @@ def test_evidence_is_of_groups_enough_for_its_margin(tmp_path, changes, lacking)
     assert lacking in str(refusal(tmp_path / "profile.json"))
 
 
+@pytest.mark.promise("policies", "`verified` reuses more than exact text...")
 @pytest.mark.parametrize("name", sorted(set(ReuseProfile.model_fields) - {"schema_version", "digest"}))
 @pytest.mark.parametrize(
     "made", [profile(figures=evidence("verified layer 2 threshold 0.2")), unchecked()], ids=["checked", "unchecked"]
@@ -567,6 +593,7 @@ def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp
     assert refusal(path) is None
 
 
+@pytest.mark.promise("policies", "A profile that others can write or replace is refused")
 @pytest.mark.parametrize(
     ("file_mode", "folder_mode", "is_refused"),
     [
@@ -600,6 +627,7 @@ def test_a_link_in_a_folder_that_others_can_write_is_refused(tmp_path, path):
     assert f"others can write {folder}, whose mode is 777" in str(refusal(link))
 
 
+@pytest.mark.promise("policies", "A profile that others can write...")
 @pytest.mark.skipif(os.geteuid() != 0, reason="skipped: only root can give files to others")
 def test_a_file_or_a_link_of_another_user_is_refused_and_one_of_root_is_not(tmp_path, path, monkeypatch):
     link = tmp_path / "link.json"
@@ -640,6 +668,10 @@ def bounded(bounds, **changes):
     return profile(**{"check": SAMPLED, "bounds": bounds, **changes})
 
 
+@pytest.mark.promise(
+    "policies",
+    "Of a profile's bounds the loosest within `SEMBLEND_MAX_KL` and `SEMBLEND_RISK` is kept, and none that is looser",
+)
 @given(bounds=ALL_BOUNDS, asked=NUMBERS | st.just("rounding"), risk=NUMBERS, floor=st.none() | NUMBERS)
 def test_terms_are_those_of_the_loosest_bound_within_what_is_asked(bounds, asked, risk, floor):
     made = bounded(bounds, floor=floor)
@@ -661,6 +693,7 @@ def test_whoever_asks_for_more_gets_no_tighter_bound(bounds, asked, risk, furthe
     assert tight is None or (loose is not None and loose.max_kl >= tight.max_kl)
 
 
+@pytest.mark.promise("policies", "A profile without bounds goes on...")
 def test_a_profile_without_bounds_has_its_own_terms_and_none_for_a_number():
     made = profile()
     assert made.terms_for("rounding", 0.05) == made.terms
@@ -674,6 +707,10 @@ def confirmed(**changes):
     return {**figure, **changes}
 
 
+@pytest.mark.promise(
+    "policies",
+    "A bound is used only with its confirmation among the profile's figures, and not if those refute it",
+)
 @pytest.mark.parametrize(
     ("figures", "max_kl", "is_refused"),
     [
@@ -712,6 +749,7 @@ def test_a_trial_is_warned_about_once_however_many_engines_a_calibration_opens(p
     assert caplog.text.count("SEMBLEND_PROFILE_TRIAL is on") == 1
 
 
+@pytest.mark.promise("policies", "A profile without bounds goes on working with a warning, and keeps no number")
 @pytest.mark.parametrize(("policy", "warnings"), [("position_fix", 1), ("exact", 0)])
 def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy, warnings):
     path = tmp_path / "profile.json"

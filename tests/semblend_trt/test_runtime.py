@@ -272,6 +272,10 @@ SHOWN = [
 ]
 
 
+@pytest.mark.promise(
+    "donors",
+    "Once the weights of a running engine change, nothing that others computed is used, on any tier or rank",
+)
 @pytest.mark.parametrize("write", SHOWN)
 def test_a_write_is_noticed_once(model, write):
     weights = Weights(model)

@@ -24,6 +24,7 @@ def test_the_extras_install_what_runs(extra):
     assert f"transformers>={MIN_TRANSFORMERS}" in extras[extra]
 
 
+@pytest.mark.promise("engines", "The connector works with Transformers 4...")
 @pytest.mark.parametrize(("version", "runs"), [("4.99.0.dev0", False), ("5.0.0rc1", False), ("5.0.0", True)])
 def test_older_ones_are_refused_and_the_extra_is_named(monkeypatch, version, runs):
     monkeypatch.setattr(transformers, "__version__", version)

@@ -77,6 +77,11 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
 USER = [{"role": "user", "content": "Why?"}]
 
 
+@pytest.mark.promise(
+    "commands",
+    "Your own cases need a prompt alone; a log's donors are what came before, and one in which nothing is shared is "
+    "refused",
+)
 def test_a_line_needs_a_prompt_alone_and_may_hold_messages(tmp_path, chat_tokenizer):
     lines = [{"prompt": "text"}, {"family": "mine", "group": "g", "donors": [USER, "text"], "prompt": USER}]
     lines.append(lines[1] | {"reference": "7", "donor_answer": "8"})
@@ -100,6 +105,7 @@ def log_of(folder, *contents):
     return written(folder, *({"model": "m", "messages": [{"role": "user", "content": each}]} for each in contents))
 
 
+@pytest.mark.promise("commands", "Your own cases need a prompt...")
 def test_donors_are_the_latest_earlier_requests_that_share_text(tmp_path, chat_model_path):
     alone = "".join(random.Random(2).choices("ijklmnop ", k=300))
     log = log_of(tmp_path, "1 " + SHARED, alone, *(f"{n} {SHARED} {n}" for n in range(2, 7)))
@@ -111,6 +117,7 @@ def test_donors_are_the_latest_earlier_requests_that_share_text(tmp_path, chat_m
     assert all(case.reference is None and case.is_timed for case in cases)
 
 
+@pytest.mark.promise("commands", "Your own cases need a prompt...")
 @pytest.mark.parametrize("contents", [["one text", "quite another"], [SHARED], []])
 def test_a_log_in_which_nothing_is_shared_is_refused(tmp_path, chat_model_path, contents):
     with pytest.raises(ConfigurationError, match=f"none of its {len(contents)} prompts shares a run of 64 tokens"):

@@ -57,6 +57,7 @@ def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run):
     assert {sample["arm"] for sample in report["samples"] if sample["reused_tokens"]} == {"position_fix"}
 
 
+@pytest.mark.promise("commands", "`make validate` exits with 0, 1 naming the failed gates, or 2 for bad usage")
 def test_a_run_measures_every_case_in_every_arm(run, tmp_path, capsys):
     status, report = run("--record", str(tmp_path / "rows"), "--machine", "m", "--repeat", "2")
     assert (status, report["passed"]) == (0, True)
@@ -82,6 +83,7 @@ def test_a_run_measures_every_case_in_every_arm(run, tmp_path, capsys):
     assert "unchecked" in capsys.readouterr().out
 
 
+@pytest.mark.promise("commands", "`make validate` serves a part of...")
 def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(run, tmp_path, capsys):
     status, report = run()
     screen = capsys.readouterr().out
@@ -98,6 +100,7 @@ def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(run, tmp_pa
     assert capsys.readouterr().out.startswith("a document that moved: ")
 
 
+@pytest.mark.promise("commands", "`make validate` exits with 0, 1...")
 def test_a_gate_that_fails_is_named_and_why_nothing_was_placed(run, capsys):
     status, report = run("--min-materializations", "99", "--policy", "boundary")
     assert (status, report["passed"]) == (1, False)
@@ -109,6 +112,7 @@ def test_a_gate_that_fails_is_named_and_why_nothing_was_placed(run, capsys):
     assert "look-ups of the arm position_fix that placed nothing: " in error
 
 
+@pytest.mark.promise("commands", "`make validate` exits with 0, 1...")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -25,6 +25,7 @@ def within_an_engine(path, tokens, min_span=32, kv_dtype="auto"):
     return stock_difference(engines, str(path), "ours", tokens, min_span)
 
 
+@pytest.mark.promise("engines", "Without reuse the wrapper's forward equals the plain Hugging Face forward")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact(tiny_model_paths, family):
     runner = ModelRunner(tiny_model_paths[family], "float32", "cpu")

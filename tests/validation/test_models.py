@@ -20,6 +20,7 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "semblend-trt"
 
 
+@pytest.mark.promise("commands", "`--model smollm2` converts the package's model once, whole or not at all")
 def test_the_first_call_converts_and_the_next_ones_find_the_folder(monkeypatch, cache):
     sources = []
 
@@ -35,6 +36,7 @@ def test_the_first_call_converts_and_the_next_ones_find_the_folder(monkeypatch, 
     assert (shown_name(str(folder)), shown_name("org/model")) == (SMOLLM2_NAME, "org/model")
 
 
+@pytest.mark.promise("commands", "`--model smollm2` converts the package's model...")
 def test_a_conversion_that_fails_leaves_nothing(monkeypatch, cache):
     def convert(source, folder):
         folder.mkdir()

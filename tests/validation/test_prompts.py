@@ -73,6 +73,11 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system 
 SILENT = "{% for each in messages if each.role != 'system' %}[{{ each.role }}]{{ each.content }}{% endfor %}"
 
 
+@pytest.mark.promise(
+    "commands",
+    "An instruct model is asked by its own chat template, also by one without a system turn; one that cannot be "
+    "used is refused",
+)
 def test_a_chat_template_writes_system_and_user_turns(chat_tokenizer):
     tokenizer = chat_tokenizer()
     form = form_for(tokenizer)
@@ -92,6 +97,7 @@ def test_a_chat_template_writes_system_and_user_turns(chat_tokenizer):
     assert PLAIN.template_digest is None
 
 
+@pytest.mark.promise("commands", "An instruct model is asked by...")
 @pytest.mark.parametrize("template", [NO_SYSTEM + SILENT, SILENT])
 def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_turn(chat_tokenizer, template):
     form = form_for(chat_tokenizer(template))
@@ -100,6 +106,7 @@ def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_t
     assert form.end_id is None
 
 
+@pytest.mark.promise("commands", "An instruct model is asked by...")
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('never') }}", "{% for %}", "Hello.", "{{ messages | length }}"]
 )

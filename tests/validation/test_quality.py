@@ -14,6 +14,7 @@ from validation.quality import Point, QualityReport, _show, noise_floor, points_
 OUTPUT = Path("quality.json")
 
 
+@pytest.mark.promise("commands", "`make quality` leaves a document with every figure, and shows that the trap bites")
 def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, capsys):
     places = ["--record", str(tmp_path / "rows"), "--machine", "m", "--name", "shipped"]
     what = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
@@ -137,6 +138,7 @@ def test_unchecked_arms_say_what_they_make_of_every_trap_that_is_answered_cold(r
     assert not {"position_fix_em_m_edited_field", "position_fix_em_m_reordered"} & set(rows)
 
 
+@pytest.mark.promise("policies", "A trap that the model cannot answer cold decides nothing in `quality`")
 def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     def lost(family, arms):
         samples = [
@@ -227,12 +229,14 @@ def folder(tmp_path, measured):
     return tmp_path
 
 
+@pytest.mark.promise("commands", "The plot of several quality runs is drawn from their recorded rows alone")
 @pytest.mark.parametrize(("name", "score"), [("tiny", 0.2), ("tiny_fp8", 0.4)])
 def test_a_file_gives_the_arms_of_its_run(folder, name, score):
     expected = [Point("cold", 0.98, 1.0), Point("cold_again", 0.95, 1.0), Point("epic_16", score, 0.25)]
     assert points_of(folder / f"quality_{name}.json") == expected
 
 
+@pytest.mark.promise("commands", "The plot of several quality runs...")
 def test_the_command_draws_all_files_again_alike(folder, capsys):
     files = [str(folder / f"quality_{name}.json") for name in ("tiny", "tiny_fp8")]
     plots = [folder / "one.png", folder / "two.png"]

@@ -12,6 +12,11 @@ from tests.pages import README
 pytestmark = pytest.mark.usefixtures("installed_subcommands")
 
 
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt try` is the README's first program, also from the wheel without a checkout, and says what to "
+    "install where it cannot run",
+)
 def test_its_source_is_the_readmes_first_program(capsys):
     assert main(["try", "--source"]) == 0
     assert capsys.readouterr().out == README.blocks("python")[0]
@@ -29,6 +34,7 @@ def test_it_prints_what_the_readme_says_and_where_to_go_next(monkeypatch, capsys
     assert {"estimate", "try"} <= set(named) <= set(subcommands())
 
 
+@pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "4.57.3")
     assert main(["try"]) == 2

@@ -158,6 +158,7 @@ def look(make_sample, measured, *arms):
     return Report("tiny", "verified", samples, {}, "", [exactness], {}, measured, 1.0)
 
 
+@pytest.mark.promise("commands", "`make validate` serves a part of...")
 def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(make_sample, measured):
     unchecked, checked = ("position_fix", "6", 9.7, "1"), ("verified", "7", 2.0, "8")
     told = look(make_sample, measured, unchecked, checked).headline()
@@ -279,12 +280,18 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attributes)))
 
 
+@pytest.mark.promise("commands", "The validation's page loads nothing, runs...")
 def test_no_text_of_a_run_becomes_a_part_of_the_page(html):
     tags = Tags(html).found
     assert not [attributes for tag, attributes in tags if tag == "script" or "onerror" in attributes]
     assert html.count("&lt;script&gt;document") == 16
 
 
+@pytest.mark.promise(
+    "commands",
+    "The validation's page loads nothing, runs nothing of a prompt's text, and is legible and whole in a browser at "
+    "a telephone's width",
+)
 def test_the_page_loads_nothing(html):
     assert not [tag for tag, attributes in Tags(html).found if attributes.keys() & {"src", "href"}]
     assert "url(" not in html
@@ -379,6 +386,7 @@ LOOK = """(() => {
 })()"""
 
 
+@pytest.mark.promise("commands", "The validation's page loads nothing, runs...")
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium` brings it")
 @pytest.mark.parametrize("width", [360, 1_280])
 def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(html, tmp_path, width):

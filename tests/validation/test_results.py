@@ -108,6 +108,7 @@ def test_rows_of_a_file_can_share_a_line(rows):
     ]
 
 
+@pytest.mark.promise("commands", "The result tables agree with the...")
 def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row):
     rows = {
         "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
@@ -164,6 +165,7 @@ def test_figures_are_short(value, shown):
     assert results.figure(value) == shown
 
 
+@pytest.mark.promise("commands", "The result tables agree with the recorded rows")
 def test_the_command_checks_and_rewrites(tmp_path, rows, capsys):
     for place, each in rows.items():
         results.write_rows(tmp_path / "results" / f"{place}.json", each)

@@ -32,10 +32,15 @@ def loaded():
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), tokenizer
 
 
+@pytest.mark.promise("policies", "The shipped model has a profile...")
 def test_model_directory_is_at_most_ten_megabytes():
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 10_000_000
 
 
+@pytest.mark.promise(
+    "policies",
+    "The shipped model has a profile of confirmed figures, of at most 10 MB with its weights",
+)
 def test_its_profile_is_of_confirmed_figures():
     profile = ReuseProfile.read(MODEL / PROFILE_NAME)
     confirmed = [each for each in profile.figures if isinstance(each, dict) and each["what"] == "confirmed"]
@@ -89,6 +94,7 @@ def test_cold_stock_answers_are_exact(loaded):
     assert right >= 11
 
 
+@pytest.mark.promise("policies", "Block size, tenant, template, salt and...")
 def test_its_profile_holds_for_it_under_another_name(tmp_path):
     renamed = tmp_path / "another-name"
     renamed.symlink_to(MODEL)

@@ -46,6 +46,10 @@ def test_more_groups_leave_the_first_ones_as_they_are():
     assert (few.donors, few.targets) == (many.donors[:1], many.targets[:1])
 
 
+@pytest.mark.promise(
+    "engines",
+    "`make trtllm-check` says of smoke, exactness, publication, profile, concurrency and blocks whether they hold",
+)
 def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
     tiny_qwen2_path, monkeypatch, capsys
 ):
@@ -129,6 +133,7 @@ def test_a_crowd_shares_beginnings_and_documents(rounds):
     assert first[half : half + question] in rounds[0][2]
 
 
+@pytest.mark.promise("engines", "`make trtllm-check` says of smoke, exactness,...")
 def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
     found = serve_crowd(str(shipped_model()), "auto", rounds)
     assert failing(judge_crowd(found)) == []

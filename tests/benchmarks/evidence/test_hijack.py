@@ -15,6 +15,7 @@ def two_constructions(monkeypatch):
     monkeypatch.setattr(hijack, "ARMS", ("verified", "position_fix"))
 
 
+@pytest.mark.promise("policies", "What planted documents do to answers is measured under every policy")
 def test_rows_tell_every_policys_wrong_answers(tmp_path):
     rows = dry_rows(hijack, tmp_path, "--tries", "3", "--victims", "2")
     assert rows["hijacked_answers_exact"].value == rows["hijacked_answers_verified"].value == 0

@@ -9,6 +9,11 @@ from tests.pages import Page
 PAGE = "docs/models.md"
 
 
+@pytest.mark.promise(
+    "engines",
+    "docs/models.md has the code's own answers to the published configurations of popular models, and vLLM's "
+    "configuration of those served is refused for nothing",
+)
 def test_the_page_has_the_answers_of_the_code():
     told = f"{PAGE} is out of date; make it with `python -m benchmarks.evidence.models --page {PAGE}`"
     assert models.with_table(Page(PAGE).text) == Page(PAGE).text, told

@@ -33,6 +33,7 @@ def make_engine(make_recorded_llm):
     return lambda contract, groups, **fields: make_recorded_llm(**form(contract, groups, **fields))
 
 
+@pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_calls_and_their_order(make_engine, contract, groups):
     llm, record = make_engine(contract, groups)
@@ -51,6 +52,7 @@ def test_calls_and_their_order(make_engine, contract, groups):
     ]
 
 
+@pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_fields_of_a_scheduled_request(make_engine, contract, groups):
     llm, record = make_engine(contract, groups)

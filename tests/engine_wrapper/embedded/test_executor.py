@@ -105,6 +105,7 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
         make_llm(kv_connector_config=dict(zip(fields, names, strict=True)))
 
 
+@pytest.mark.promise("reuse", "Blocks, leases and requests all return,...")
 def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
     llm, record = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks

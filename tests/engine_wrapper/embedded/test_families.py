@@ -38,12 +38,20 @@ def moved_difference(folder, family, computed=WINDOW - 1):
     return difference(folder, family, (POSITION_FIX,), num_hidden_layers=1, **one_chunk)
 
 
+@pytest.mark.promise("engines", "Without reuse the wrapper's forward equals...")
+@pytest.mark.promise(
+    "engines",
+    "Above a layer with a window of n, a moved run whose first n - 1 tokens are computed is that of a cold run, in "
+    "the embedded engine and in vLLM, through vLLM's attention and through ours",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact(tmp_path, family):
     assert difference(tmp_path, family, ()) <= MAX_LOGIT_DIFFERENCE
     assert moved_difference(tmp_path, family) <= MAX_LOGIT_DIFFERENCE
 
 
+@pytest.mark.promise("engines", "Above a layer with a window...")
+@pytest.mark.promise("engines", "Above a layer with a window...")
 def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
     """With one computed token fewer, a token of the run is kept that depends on another one before the run."""
     assert moved_difference(tmp_path, "gpt_oss", WINDOW - 2) > WRONG

@@ -73,6 +73,7 @@ def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner)
     assert (output.outputs[0].generation_logits - plain).abs().max() <= 1e-4
 
 
+@pytest.mark.promise("engines", "The embedded engine serves all families on a CPU; `generate_async` streams")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
@@ -83,6 +84,7 @@ def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
             assert token_ids(llm.generate([TEXT], FOUR)[0]) == token_ids(cold)
 
 
+@pytest.mark.promise("engines", "The embedded engine serves all families...")
 def test_a_stream_gives_one_output_for_every_token(make_llm):
     llm = make_llm()
     (whole,) = llm.generate([TEXT], FOUR)

@@ -189,6 +189,7 @@ def wrapped(make_llm, monkeypatch):
     return make_llm(*NAMES, module="engine_wrapper.connector", cache={"max_tokens": POOL_BLOCKS * BLOCK})
 
 
+@pytest.mark.promise("reuse", "No error of ours reaches the...")
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(CALLS, max_size=14))
 def test_no_life_raises_or_leaves_anything_behind(wrapped, calls):
@@ -278,6 +279,7 @@ def used_again(engine, request_id):
     engine.run([], [])
 
 
+@pytest.mark.promise("donors", "An id that is used again during its save disturbs nothing")
 @pytest.mark.parametrize("is_handed_in", [False, True])
 def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_handed_in):
     engine, runtime = with_donor(llm)
@@ -299,6 +301,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     assert not runtime.faults
 
 
+@pytest.mark.promise("donors", "An id that is used again...")
 def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
     engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):

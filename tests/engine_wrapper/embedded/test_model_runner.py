@@ -40,6 +40,7 @@ def test_evidence_comes_after_the_forward(runner, make_plan):
     assert behind == [0, 1, 2]
 
 
+@pytest.mark.promise("engines", "What is computed ahead of a...")
 @pytest.mark.parametrize("is_arriving", [False, True])
 def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives(runner, make_plan, is_arriving):
     tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []

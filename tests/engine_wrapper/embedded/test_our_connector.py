@@ -34,6 +34,7 @@ def check_nothing_is_held(llm):
     assert not llm.connector_scheduler._runtime.faults
 
 
+@pytest.mark.promise("reuse", "Text that a donor has from...")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize(("contract", "groups"), POOLED)
 def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contract, groups, overlap):
@@ -48,6 +49,11 @@ def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contra
     check_nothing_is_held(llm)
 
 
+@pytest.mark.promise(
+    "reuse",
+    "An engine with the wrapper reuses any run of equal tokens, and computes what lies between",
+)
+@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
 @pytest.mark.parametrize(("contract", "groups"), POOLED)
 def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, contract, groups):
     llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
@@ -105,6 +111,7 @@ def check_answers(llm, cold, begin, reused, seed=9):
     assert (answers(outputs), output.reused_tokens) == (cold([tokens]), reused)
 
 
+@pytest.mark.promise("donors", "A request whose forward failed is no donor")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("contract", FIELDS)
@@ -127,6 +134,7 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     check_nothing_is_held(llm)
 
 
+@pytest.mark.promise("donors", "A block into which the engine may copy without a word is not saved from")
 @pytest.mark.parametrize(("floors", "partial", "kept"), [(True, True, 1), (True, False, 2), (False, True, 2)])
 def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
     make_ours, monkeypatch, floors, partial, kept

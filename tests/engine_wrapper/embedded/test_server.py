@@ -80,6 +80,7 @@ def test_completions_that_run_together_are_the_engines(tiny_qwen2_path, make_wor
         assert "semblend" not in answer["usage"]  # there is no connector
 
 
+@pytest.mark.promise("commands", "The embedded server honours a field...")
 @pytest.mark.parametrize(
     ("fields", "rendered"),
     [
@@ -132,6 +133,10 @@ def test_what_cannot_be_served_is_named(make_worker, body, status, code, message
     assert message in answer["error"]["message"]
 
 
+@pytest.mark.promise(
+    "commands",
+    "The embedded server honours a field of a request or answers with status 400 and the field's name",
+)
 @pytest.mark.parametrize(
     ("name", "is_chat"),
     [
@@ -200,6 +205,8 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
     assert "semblend_requests_total" in metrics
 
 
+@pytest.mark.promise("policies", "Receipts tell checked reuse from unchecked...")
+@pytest.mark.promise("commands", "Every answer has a receipt, in its usage or where vLLM has it")
 def test_every_answer_has_its_receipt_and_a_cold_one_reuses_nothing(make_worker, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "32")
@@ -220,6 +227,7 @@ def test_every_answer_has_its_receipt_and_a_cold_one_reuses_nothing(make_worker,
     assert (receipts[2]["reason"], receipts[2]["reused_tokens"]) == ("cold_run", 0)
 
 
+@pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
 def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a_donor(make_worker, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     llm, worker = make_worker(kv_connector_config=CONNECTOR)

@@ -35,6 +35,12 @@ def habits_of(case):
     return found + ["duplicates_freed", "blocks_handed_on"] * (case.rough and not case.holds_saved_blocks)
 
 
+@pytest.mark.promise("reuse", "Blocks, leases and requests all return,...")
+@pytest.mark.promise("engines", "Pauses, offers in part, dropped batches...")
+@pytest.mark.promise(
+    "commands",
+    "Usage, receipt, audit log, metrics and the engines' own counts say what was used, whatever was promised",
+)
 @pytest.mark.known_defect(3, 8)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_property):
@@ -83,6 +89,7 @@ def live(life, steps):
     life.quiet()
 
 
+@pytest.mark.promise("engines", "Blocks that V2 exchanges cost no...")
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_ends_the_life(tmp_path, monkeypatch, defect):
     owner, name, broken, case = DEFECTS[defect]
@@ -95,6 +102,10 @@ def test_a_defect_ends_the_life(tmp_path, monkeypatch, defect):
         assert (life.wrong_tokens > 0) == (name != "unpin")
 
 
+@pytest.mark.promise(
+    "donors",
+    "Blocks count as held where the engine shows that its cache manager holds them, not by its version",
+)
 @pytest.mark.parametrize("wrapper", [False, True], ids=["stock", "wrapper"])
 @pytest.mark.parametrize("contract", ["1.2", "1.4"])
 def test_what_is_loaded_is_the_donors_own_under_either_manager(tmp_path, contract, wrapper):

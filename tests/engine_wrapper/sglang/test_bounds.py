@@ -45,6 +45,11 @@ def weighed_in_the_embedded_engine(tmp_path, **check):
     engines.shutdown()
 
 
+@pytest.mark.promise(
+    "engines",
+    "In SGLang a bound chooses tokens by the attention that the embedded engine finds, and receipts say what was "
+    "computed",
+)
 @pytest.mark.parametrize("compares_all", [True, False], ids=["all compared", "a sample compared"])
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 128}], ids=["whole", "chunks"])
 def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
@@ -68,6 +73,7 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     assert receipt["recomputed_tokens"] >= round(0.3 * compared) > 0
 
 
+@pytest.mark.promise("engines", "In SGLang a bound chooses tokens...")
 def test_beyond_the_last_level_a_plan_is_computed_whole(serve, here, cold, tmp_path):
     with serve(bounded(*here, tmp_path / "bounded.json", share=2.0)) as served:
         served.teach()
@@ -75,6 +81,7 @@ def test_beyond_the_last_level_a_plan_is_computed_whole(serve, here, cold, tmp_p
     assert (answer.receipt["reason"], answer.receipt["reused_tokens"]) == ("risk_above_bound", 0)
 
 
+@pytest.mark.promise("engines", "In SGLang a bound chooses tokens...")
 def test_the_receipt_says_what_the_check_computed(serve, cold, tmp_path, monkeypatch):
     """Half of the tokens deviate by more than the threshold; what runs through the highest layer is computed."""
     compared = watched(monkeypatch, SglangRows, "compare", lambda found, *_: found.tolist())

@@ -105,6 +105,10 @@ def test_there_are_as_many_kinds_as_are_promised():
     assert len(FAULTS) >= 54
 
 
+@pytest.mark.promise(
+    "engines",
+    "In SGLang no fault of ours ends the engine or harms a neighbour; what nothing can compute now begins again",
+)
 @pytest.mark.parametrize(
     ("owner", "name", "error", "once"),
     FAULTS,

@@ -21,6 +21,7 @@ def nats(tmp_path):
     server.kill()
 
 
+@pytest.mark.promise("engines", "In SGLang Llama, Qwen2 and Qwen3...")
 def test_donors_are_announced_and_withdrawn(serve, nats, tmp_path):
     reader = Reader(nats.url)
     with serve() as served:

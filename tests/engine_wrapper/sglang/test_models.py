@@ -9,6 +9,7 @@ DONOR, MOVED = [*TAIL[:20], *DOCUMENT, *LEAD], [*LEAD, *TAIL[:30], *DOCUMENT, *T
 WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "3"}
 
 
+@pytest.mark.promise("engines", "In SGLang Llama, Qwen2 and Qwen3 answer as stock, and the fleet hears of donors")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_answers_of_each_model_are_those_of_stock(serve, tiny_model_paths, family):
     options = {"model": str(tiny_model_paths[family])}

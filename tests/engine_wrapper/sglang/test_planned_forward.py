@@ -5,6 +5,11 @@ import pytest
 from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, OTHER, WHOLE, assert_cold
 
 
+@pytest.mark.promise(
+    "engines",
+    "In SGLang answers are those of cold runs with all layers computed again, and KV that moved never enters its "
+    "prefix cache",
+)
 @pytest.mark.parametrize(
     "options",
     [

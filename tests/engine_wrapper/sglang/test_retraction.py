@@ -7,6 +7,7 @@ from tests.engine_wrapper.sglang.conftest import MOVED, NEW, assert_cold
 from validation.sglang_engine import Ask
 
 
+@pytest.mark.promise("engines", "In SGLang no fault of ours...")
 @pytest.mark.parametrize(
     "options",
     [
@@ -29,6 +30,7 @@ def test_a_request_that_nothing_can_compute_now_begins_again(serve, cold, monkey
         assert moved.receipt["outcome"] == "cold_fallback"
 
 
+@pytest.mark.promise("engines", "In SGLang no fault of ours...")
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 64}], ids=["overlap", "chunks"])
 @pytest.mark.parametrize("place", ["ScheduleBatch.release_req", "release_kv_cache", "evict_from_tree_cache"])
 def test_a_retraction_that_sglang_cannot_end_harms_that_request_alone(serve, cold, monkeypatch, options, place):

@@ -12,6 +12,7 @@ from validation.models import shipped_model
 LEADS = some(80)
 
 
+@pytest.mark.promise("engines", "In SGLang answers are those of...")
 def test_moved_kv_is_never_served_from_the_prefix_cache(serve, tmp_path, record_property):
     """Fill the cache with approximate requests, evict, and ask again."""
     with serve() as served:
@@ -46,6 +47,7 @@ def test_two_answers_to_one_prompt(serve, cold):
             assert answer.receipt["outcome"] == "backend_materialized_reuse"
 
 
+@pytest.mark.promise("engines", "In SGLang salts keep requests apart, and a flush or other weights end donors")
 @pytest.mark.parametrize("is_salt", [True, False], ids=["cache_salt", "extra_key"])
 def test_salts_keep_requests_apart(serve, is_salt):
     def asked(key, prompt):
@@ -61,6 +63,7 @@ def test_salts_keep_requests_apart(serve, is_salt):
         assert same >= 480
 
 
+@pytest.mark.promise("engines", "In SGLang salts keep requests apart,...")
 def test_a_flush_forgets_donors(serve):
     with serve() as served:
         served.teach()
@@ -91,6 +94,7 @@ def test_aborted_requests_leave_nothing(serve, cold, steps):
         assert_cold(served, cold, MOVED)
 
 
+@pytest.mark.promise("engines", "In SGLang salts keep requests apart,...")
 def test_donors_of_other_weights_are_dropped(serve, tmp_path):
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
@@ -129,6 +133,7 @@ def test_refused_engines_serve_as_stock(serve, caplog, options, reason):
         assert len(served.ask(WARM).tokens) == 8
 
 
+@pytest.mark.promise("engines", "What SGLang's version, options or model do not allow is refused by name")
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -159,6 +164,7 @@ def test_options_are_refused_by_name(name, value, reason):
     assert engine_refusal_of(arguments) == reason
 
 
+@pytest.mark.promise("engines", "What SGLang's version, options or model...")
 def test_other_versions_are_refused(monkeypatch):
     from engine_wrapper.sglang.refusals import engine_refusal_of
 
@@ -172,6 +178,7 @@ def test_settings_that_cannot_be_used_turn_reuse_off(serve, caplog):
         assert "(settings_invalid)" in caplog.text
 
 
+@pytest.mark.promise("engines", "What SGLang's version, options or model...")
 @pytest.mark.parametrize(
     ("kind", "reason"), [("attention", "sliding_window"), ("model", "unknown_architecture"), ("pool", "pool_layout")]
 )

@@ -65,6 +65,7 @@ def site(tiny_qwen2_path):
     site.worker.close()
 
 
+@pytest.mark.promise("engines", "The wrapper attaches where the decoder is laid out as known, and leaves it as it was")
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("style", ["1.2", "main"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
@@ -133,6 +134,7 @@ NO_EXECUTION = [
 ]
 
 
+@pytest.mark.promise("engines", "Elsewhere it executes no plan, names what is in the way, and serves as a stock engine")
 @pytest.mark.known_defect(13)
 @pytest.mark.parametrize(("change", "reason"), NO_EXECUTION)
 def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path, change, reason):
@@ -159,6 +161,7 @@ def make_stubborn(executor, _args):
     executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
 
 
+@pytest.mark.promise("engines", "Elsewhere it executes no plan, names...")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -292,6 +295,7 @@ def test_each_layer_has_its_own():
     assert scales_of(scaled(1.0, 0.5, 0.25)) == (1.0, 0.5, 0.25)
 
 
+@pytest.mark.promise("engines", "In TensorRT-LLM with the wrapper KV...")
 @pytest.mark.parametrize(
     ("found", "told"),
     [

@@ -49,6 +49,11 @@ def llm(request, tiny_qwen2_path, runner):
         yield llm
 
 
+@pytest.mark.promise(
+    "engines",
+    "On a default engine of 1.4, as far as it is played, a moved document is reused while decode steps are "
+    "replayed, and no function of ours runs in these beyond one look-up",
+)
 def test_a_moved_document_is_reused_while_decode_steps_are_replayed(llm, cold, record_property):
     llm.generate([[*text(3, 10), *DOCUMENT, *text(4, 5)]], SIX)
     llm.settle()
@@ -71,6 +76,7 @@ def test_a_moved_document_is_reused_while_decode_steps_are_replayed(llm, cold, r
     assert not runtime.faults
 
 
+@pytest.mark.promise("engines", "Every plan leaves two tokens there, since a context of one may run as a decode step")
 def test_an_exact_prompt_leaves_two_tokens_and_runs_beside_decode_steps(llm, cold):
     prompt = text(3, 80)
     llm.generate([prompt], SIX)
@@ -81,6 +87,7 @@ def test_an_exact_prompt_leaves_two_tokens_and_runs_beside_decode_steps(llm, col
     assert not llm.connector_worker._runtime.faults
 
 
+@pytest.mark.promise("engines", "Blocks that V2 exchanges cost no donor, and a save reads the request's final ones")
 def test_donors_whose_blocks_were_exchanged_are_saved_from_those_that_took_their_place(llm, cold, monkeypatch):
     prompts = [[*text(3, 70), *text(seed, 20)] for seed in (4, 5, 6)]
     exchanged = watched(monkeypatch, DonorSaver, "start", lambda *given: given[2].block_ids)
@@ -95,6 +102,10 @@ def test_donors_whose_blocks_were_exchanged_are_saved_from_those_that_took_their
     assert not llm.connector_worker._runtime.faults
 
 
+@pytest.mark.promise(
+    "engines",
+    "Pauses, offers in part, dropped batches and cancels in both loops change no answer and lose nothing",
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_random_lives_answer_as_cold_and_lose_nothing(tiny_qwen2_path, runner, cold, record_property, overlap):
     """Pauses, offers in part, dropped batches, cancels and evictions, under a pool for about three requests."""

@@ -91,6 +91,10 @@ def test_there_are_as_many_kinds_as_are_promised():
     assert len(FAULTS) >= 54
 
 
+@pytest.mark.promise(
+    "engines",
+    "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour",
+)
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize(

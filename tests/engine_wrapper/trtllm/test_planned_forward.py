@@ -150,6 +150,7 @@ def test_what_differs_is_named(bench, caplog, what):
 
 
 # With 49, from the first token of a span to the last one's, and one behind it, all fit into one forward.
+@pytest.mark.promise("engines", "By TensorRT-LLM's contract windows are reused...")
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("max_rows", [None, 49, 16])
 @pytest.mark.parametrize("terms", TERMS)
@@ -249,6 +250,11 @@ def _cannot_be_left(bench):
     layer.forward = forward
 
 
+@pytest.mark.promise(
+    "policies",
+    "Before the first plan the wrapper computes the engine's first cold prompt again, and gives the decoder back "
+    "when results differ",
+)
 @pytest.mark.parametrize(
     "spoil",
     [

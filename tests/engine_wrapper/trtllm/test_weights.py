@@ -53,6 +53,7 @@ def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path):
     assert not vars(service.manager).keys() & {"reset_reuse_state"}
 
 
+@pytest.mark.promise("donors", "Once the weights of a running...")
 @pytest.mark.parametrize("ranks_that_load", [(0, 1), (1,)])
 def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path, ranks_that_load):
     sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]

@@ -83,6 +83,11 @@ def assert_cold(answers, cold):
         assert near(answer.logprobs, expected.logprobs)
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM a LoRA adapter reuses KV of its own weights alone, in mixed batches, replaced in place or under "
+    "another's name",
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, compiled):
     served = loaded(engine(*WHOLE, **LORA, enforce_eager=not compiled), *adapters)
@@ -98,6 +103,7 @@ def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, a
     assert [each.receipt["offered_tokens"] for each in answers] == [len(DOCUMENT)] * 3
 
 
+@pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")
 def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(engine, tmp_path, adapters, cold_with):
     """Its files change unseen first: vLLM goes on with what it has loaded, and so do its donors."""
     path = write_adapter(tmp_path / "replaced", 1)
@@ -121,6 +127,7 @@ def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(en
     assert again.receipt["offered_tokens"] > 0
 
 
+@pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")
 def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_path, adapters, cold_with):
     """It is unloaded, and another one loaded under its name: vLLM's own prefix cache goes by the name alone."""
     served = loaded(engine(*WHOLE, **LORA), first := LoRARequest("name", 11, adapters[0].lora_path))
@@ -129,6 +136,9 @@ def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_pa
     served.llm.llm_engine.remove_lora(11)
     second = LoRARequest("name", 12, adapters[1].lora_path)
     ask(served, (NEW[:20], second), max_tokens=1)
+    [other] = ask(served, (MOVED, second), max_tokens=1)
+    assert other.receipt["offered_tokens"] == 0
+    served.settle()
     donors = served.scheduler.donor_index.catalog.stats().ready
     [stale] = ask(served, ([*DONOR, *NEW], second), max_tokens=1)
     served.settle()

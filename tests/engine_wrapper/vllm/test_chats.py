@@ -68,6 +68,11 @@ def read(reader, body):
         return error.name
 
 
+@pytest.mark.promise(
+    "fleet",
+    "Placement, the embedded server and the estimate read a chat into the tokens that vLLM gives it, or refuse it "
+    "by name",
+)
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_chat_has_the_tokens_that_vllm_gives_it(server, kind):
     tokenizer = load_tokenizer(str(MODEL))

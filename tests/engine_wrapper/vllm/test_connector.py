@@ -12,6 +12,10 @@ from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold,
 pytestmark = pytest.mark.every_version
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM answers without a plan are its own to the bit, and with all layers computed again those of a cold run",
+)
 def test_without_a_plan_answers_are_vllms_own_to_the_bit(engine, cold):
     served = engine("position_fix", kept=True)
     for prompt in (DONOR, NEW):
@@ -32,6 +36,11 @@ def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine):
     assert answer.cached == len(DOCUMENT)  # what was promised in front of it was computed
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM a request right after an answer finds its donor in the blocks that vLLM holds, and none whose forward "
+    "failed",
+)
 @both_modes
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "its last forward failed"])
 def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm_holds(
@@ -62,12 +71,14 @@ def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm
     assert is_cold(served.ask(MOVED, max_tokens=16), answers[0])  # from its tier the same KV comes
 
 
+@pytest.mark.promise("engines", "In vLLM answers without a plan...")
 def test_with_all_layers_computed_again_answers_are_cold_ones(engine, cold):
     served = taught(engine(*WHOLE))
     [answer] = assert_cold(served, cold, MOVED)
     assert answer.cached == 0 < served.offered
 
 
+@pytest.mark.promise("donors", "A text is kept once, and...")
 def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
     served = engine("position_fix", kept=True)
     served.llm.beam_search([{"prompt_token_ids": DONOR}], BeamSearchParams(beam_width=4, max_tokens=8))
@@ -80,6 +91,10 @@ def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
     assert (catalog.stats().ready, catalog.stats().saving) == (2, 0)
 
 
+@pytest.mark.promise(
+    "engines",
+    "After a reset of the connector's cache in vLLM nothing that was computed before it is reused",
+)
 def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold, monkeypatch):
     """If the reset fails, vLLM is told, and nothing is reused either."""
     served = taught(engine("position_fix", kept=True))

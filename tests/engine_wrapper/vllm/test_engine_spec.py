@@ -180,6 +180,10 @@ def test_a_key_is_a_setting_whatever_type_its_value_has(extra, field, value):
     assert getattr(load_settings(**settings_of(extra)), field) == value
 
 
+@pytest.mark.promise(
+    "engines",
+    "Keys of vLLM's `kv_connector_extra_config` are the settings; those of the older connector are understood",
+)
 def test_every_setting_can_be_given_by_its_variable_in_lower_case():
     given = {variables_of(name)[1].lower(): "x" for name in Settings.model_fields}
     assert set(settings_of(given)) == set(Settings.model_fields)
@@ -197,6 +201,7 @@ def test_an_empty_value_counts_as_unset(value):
     assert settings_of({"audit_path": value, "nonsense": value}) == {}
 
 
+@pytest.mark.promise("engines", "Keys of vLLM's `kv_connector_extra_config` are the...")
 @pytest.mark.parametrize(
     ("extra", "settings"),
     [
@@ -231,6 +236,7 @@ def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplo
     assert "n" * 65 not in unknown
 
 
+@pytest.mark.promise("engines", "vLLM starts with any settings; what...")
 @pytest.mark.parametrize(
     "extra",
     [

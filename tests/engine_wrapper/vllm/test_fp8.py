@@ -62,6 +62,12 @@ def assert_compared_alike(compared):
     assert max(deviations) <= (0.05 if is_available() else 0.0)
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM KV in e4m3 is stock's to the bit without a plan, unshifted, and with all layers computed again; what "
+    "is compared is what is stored; other KV types and scales have namespaces and profiles of their own, and "
+    "unknown ones are refused by name",
+)
 def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, cold):
     served = taught(engine(*WHOLE, **FP8))
     for prompt in (NEW, MOVED):
@@ -69,6 +75,8 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
         assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
 @pytest.mark.usefixtures("scaled", "to_nearest")
 def test_with_a_checkpoints_scales_too(engine, compared):
     served = engine(*WHOLE, **FP8)
@@ -79,6 +87,7 @@ def test_with_a_checkpoints_scales_too(engine, compared):
     assert served.offered >= len(DOCUMENT)
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
     served = taught(engine("position_fix", **FP8))
     answer = served.ask(DONOR, max_tokens=16)
@@ -181,11 +190,14 @@ def served_by_its_scales(engine, model):
     return served
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 def test_a_checkpoint_brings_its_scales(engine, tiny, tmp_path):
     served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "tensor"))
     assert served.worker._forward._parts.head_scales == ()
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
 @pytest.mark.usefixtures("to_nearest", "by_head")
 def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, tiny, tmp_path):
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
@@ -195,6 +207,7 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, 
     torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
 
 
+@pytest.mark.promise("engines", "In vLLM a moved key in e4m3 is the donor's bytes turned and rounded once")
 @pytest.mark.usefixtures("scaled")
 def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(engine, blocks):
     served = engine("position_fix", **FP8)
@@ -212,6 +225,11 @@ def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(engine, bl
     assert unturned < same_twice < 0.8
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM KV in e4m3 that keeps its place is vLLM's own to the bit, and scales of a checkpoint are taken, also "
+    "one a head",
+)
 @pytest.mark.usefixtures("scaled", "to_nearest")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blocks, dtype):
@@ -262,6 +280,7 @@ def not_on_card(*row, why):
     return pytest.param(*row, marks=pytest.mark.skipif(is_available(), reason=f"skipped: {why}"))
 
 
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.parametrize(
     ("kind", "reason", "told"),
     [

@@ -72,6 +72,11 @@ def test_the_first_runner_holds_its_batch():
     found.remove()
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM a full graph of a decode replays no step whose plan would be lost: such a plan is computed, and later "
+    "ones are executed",
+)
 @pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
 @pytest.mark.parametrize(
     ("mode", "is_breakable", "replayed"),

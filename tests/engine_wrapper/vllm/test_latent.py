@@ -101,6 +101,12 @@ def proven(engine, model, **options):
     return served
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM latent rows in e4m3 come out as vLLM's own with all layers computed again, a plan reads what is stored "
+    "whatever its runs are, moved rows are the donor's bytes but for the channels that turn, and scales that are "
+    "none are refused by name",
+)
 @pytest.mark.every_version
 def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, models, kv):
     stock = serving(models(), enable_prefix_caching=False, **kv)
@@ -116,6 +122,11 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     assert served.offered >= len(DOCUMENT)
 
 
+@pytest.mark.promise(
+    "engines",
+    "Plans over latent attention come out as cold runs, inside vLLM and in the embedded engine, and moved rows are "
+    "those of the text at its new place",
+)
 @in_own_dtype
 @pytest.mark.parametrize(
     ("policy", "form", "prompt"),
@@ -158,6 +169,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, built, kv):
     assert (1, 1) in built or (ON_CARD and any(sum(each) == 2 for each in built))
 
 
+@pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_runs, built, kv, monkeypatch):
     """In the self-check, whose plans are over the engine's own KV; rows of e4m3 are read as they are stored."""
     if kv and not ON_CARD:
@@ -186,6 +198,7 @@ def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_t
     assert max(prompts for _, prompts in built) > 15
 
 
+@pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 @pytest.mark.every_version
 def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     engine, models, many_runs, built, monkeypatch, kv
@@ -201,6 +214,8 @@ def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     assert (own.vllm_config.scheduler_config.max_num_seqs, own.reorder_batch_threshold) == (4, 1)
 
 
+@pytest.mark.promise("engines", "Plans over latent attention come out...")
+@pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, blocks, kv, tmp_path):
     """In the lowest layer, where they depend on token and position alone; and their deviation in the next is found."""
     own = range(70, 70 + len(DOCUMENT))
@@ -272,6 +287,7 @@ def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong
     assert engine("position_fix", model=models()).refusal == "attention_backend"
 
 
+@pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 @in_fp8
 @pytest.mark.parametrize(
     ("scale", "is_other", "reason", "told"),

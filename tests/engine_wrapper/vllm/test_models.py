@@ -114,6 +114,17 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("engines", "Mixtures of experts: rows that a...")
+@pytest.mark.promise("engines", "Gemma 3's full attention and windows...")
+@pytest.mark.promise("engines", "Documents many windows long are computed...")
+@pytest.mark.promise("engines", "With chunks a moved run from...")
+@pytest.mark.promise(
+    "engines",
+    "In vLLM layers that take hidden rows alone, and those of Transformers, are planned as others are; unknown ones "
+    "are refused by name",
+)
+@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
+@pytest.mark.promise("engines", "Of a partial rotation only the...")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, case, monkeypatch):
     """Or others, where one token less is computed. The self-check has run checks of both kinds, without a sample where
@@ -198,6 +209,7 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(engine, 
     assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
 
 
+@pytest.mark.promise("engines", "A check lies above a layer...")
 def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, tiny, tmp_path, caplog):
     served = engine("position_fix", model=tiny("gpt_oss", 4))
     wanted = served.cold(MOVED)
@@ -249,6 +261,7 @@ def test_layers_that_see_other_tokens_than_the_models_are_refused_by_name(
     assert engine("position_fix", model=tiny(family, layers, **own), **options).refusal == refusal
 
 
+@pytest.mark.promise("engines", "Llama 4's layers with chunks turn...")
 def test_keys_that_turn_as_those_of_transformers_are_not_vllms(engine, tiny, monkeypatch, caplog):
     monkeypatch.setattr(engine_spec, "LLAMA4", ())
     served = engine("position_fix", model=tiny(*LOWER[:2], **LOWER[2]))
@@ -260,6 +273,7 @@ def test_keys_that_turn_as_those_of_transformers_are_not_vllms(engine, tiny, mon
 def other_call(hidden_states, positions, cache): ...
 
 
+@pytest.mark.promise("engines", "In vLLM layers that take hidden...")
 @pytest.mark.parametrize("forward", [other_call, lambda hidden_states, position_embeddings: None, lambda *rows: None])
 def test_layers_that_take_something_else_are_refused_by_name(forward):
     model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(forward=forward)]))

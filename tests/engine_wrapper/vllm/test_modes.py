@@ -83,6 +83,7 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     assert_planned(served, cold)
 
 
+@pytest.mark.promise("engines", "In vLLM plans run beside other...")
 @both_modes
 def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
     served = taught(engine(*WHOLE, max_num_seqs=2))
@@ -183,6 +184,7 @@ class Watched:
         return {maybe_convert_block_hash(each) for each in hashes}
 
 
+@pytest.mark.promise("engines", "Approximate blocks stay out of vLLM's prefix cache and KV events")
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
 @both_modes
 def test_approximate_blocks_are_never_published(engine, cold, is_async, options):
@@ -223,6 +225,10 @@ def cold_of_two():
     return cold_answers(*DONORS, *SHIFTED, FRESH)
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM plans run beside other requests, in chunks, under preemption and either scheduling",
+)
 def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold_of_two):
     served = taught(engine(*WHOLE), *DONORS)
     assert_cold(served, cold_of_two, SHIFTED[0], FRESH, SHIFTED[1])
@@ -242,6 +248,7 @@ def test_a_plan_is_cut_to_the_budget_of_a_step(engine, cold_of_two, policy, monk
     assert 0 < max(rows) <= 128
 
 
+@pytest.mark.promise("engines", "Approximate blocks stay out of vLLM's...")
 @pytest.mark.every_version
 def test_approximate_kv_is_never_published_and_salts_keep_texts_apart(engine, cold_of_two):
     served = taught(engine("position_fix"), *DONORS)
@@ -257,6 +264,7 @@ def test_approximate_kv_is_never_published_and_salts_keep_texts_apart(engine, co
     assert served.ask(SHIFTED[0], salts=["a"]).cached > 400
 
 
+@pytest.mark.promise("engines", "In vLLM plans run beside other...")
 def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_of_two, monkeypatch):
     # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
     served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024), *DONORS)
@@ -271,6 +279,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 REPEATED = some(40) * 4  # an answer to it has drafts that are taken
 
 
+@pytest.mark.promise("engines", "In vLLM drafts of the text change no answer and no donor")
 @pytest.mark.every_version
 def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
     cold, most = cold_answers(DONOR, MOVED, REPEATED), 48

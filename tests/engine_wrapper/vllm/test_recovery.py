@@ -79,6 +79,7 @@ def is_unread(monkeypatch, served):
 FAILURES = [fails_twice, cannot_be_read, is_disordered, is_unread, is_lost]
 
 
+@pytest.mark.promise("engines", "A load or a plan that...")
 @pytest.mark.parametrize(
     ("fail", "is_async"),
     [
@@ -139,6 +140,11 @@ FAULTS = {
 }
 
 
+@pytest.mark.promise(
+    "engines",
+    "A load or a plan that fails in vLLM is computed, and no token of a failed step is taken",
+)
+@pytest.mark.promise("commands", "Usage, receipt, audit log, metrics and...")
 @pytest.mark.parametrize(
     ("fault", "is_async"),
     [(fault, mode) for mode in (True, False) for fault in FAULTS],
@@ -179,6 +185,7 @@ def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, mon
     assert not any(open_behind)
 
 
+@pytest.mark.promise("engines", "In vLLM a full graph of...")
 def test_a_step_that_a_graph_replays_costs_its_plan_and_no_later_one(engine, cold, monkeypatch):
     """A full graph of a decode runs no forward of ours; a small budget may leave a planned prompt so few tokens."""
     served = taught(engine("position_fix", kept=True))

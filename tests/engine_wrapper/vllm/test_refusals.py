@@ -115,6 +115,7 @@ def test_what_is_run_in_production_is_not_refused(changes, cache):
     assert engine_refusal_of(engine_config(changes), cache) is None
 
 
+@pytest.mark.promise("engines", "docs/models.md has the code's own answers...")
 @pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_vision)])
 def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path, has_images):
     """Of each type one model: vLLM looks at its code first, which takes time."""
@@ -130,6 +131,8 @@ def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm
         assert engine_refusal_of(config, ONE_GROUP) is None, model.name
 
 
+@pytest.mark.promise("engines", "Gemma 3's full attention and windows...")
+@pytest.mark.promise("engines", "What vLLM's version, flags or a request do not allow is refused by name")
 @pytest.mark.parametrize(
     ("reason", "path", "value"), [(reason, path, value) for reason, path, values in REFUSED for value in values]
 )
@@ -233,6 +236,7 @@ def resumed():
     return after
 
 
+@pytest.mark.promise("engines", "What vLLM's version, flags or a...")
 @pytest.mark.parametrize(
     ("reason", "asked"),
     [
@@ -272,6 +276,7 @@ def attention(kind=Attention, **changes):
     return kind(impl=SimpleNamespace(**given), query_quant=given.get("query_quant"), attn_backend=backend)
 
 
+@pytest.mark.promise("engines", "In vLLM a check's sample finds...")
 @pytest.mark.parametrize(
     ("reason", "layer"),
     [

@@ -39,6 +39,7 @@ def published(blocks):
     return [block.block_hash is not None for block in blocks]
 
 
+@pytest.mark.promise("engines", "Approximate blocks stay out of vLLM's...")
 @pytest.mark.every_version
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)

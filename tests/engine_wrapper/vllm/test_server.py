@@ -100,6 +100,7 @@ def fleet(tmp_path_factory):
         yield made
 
 
+@pytest.mark.promise("fleet", "A gateway sends a request where...")
 def test_documents_that_moved_are_served_where_they_are_held(fleet):
     (first, right), *others = prompts(0)
     assert [model.id for model in fleet.client().models.list()] == ["shipped"]
@@ -117,6 +118,7 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
     wait_for(lambda: all(f"{each} {len(others)}.0\n" in served.metrics() for each in series))
 
 
+@pytest.mark.promise("commands", "Every answer has a receipt, in...")
 def test_vllms_answer_carries_the_receipt_through_the_proxy(fleet):
     prompt, _ = prompts(0)[1]
     fleet.holder(prompt)
@@ -138,6 +140,7 @@ def test_a_stream_has_every_token_and_the_usage(fleet):
     assert next(each.usage for each in events if each.usage).prompt_tokens_details.cached_tokens > 400
 
 
+@pytest.mark.promise("commands", "`semblend-trt spot-check` says of a sample...")
 def test_answers_of_vllm_are_compared_with_cold_runs(fleet, tmp_path, capsys):
     """Through the proxy, under the salt of the tenant, and straight."""
     (first, _), (second, _), *_ = prompts(0)
@@ -153,6 +156,7 @@ def test_answers_of_vllm_are_compared_with_cold_runs(fleet, tmp_path, capsys):
         assert (told(cold)[1], cold.kv_transfer_params["semblend.receipt"]["reason"]) == (0, "cold_run")
 
 
+@pytest.mark.promise("fleet", "LiteLLM's callback makes each tenant's salt...")
 def test_a_tenants_salt_reaches_vllm(fleet):
     """The worker itself has the tenant's documents under the salt that the proxy made, and under no other."""
     prompt, expected = prompts(0)[2]
@@ -177,6 +181,7 @@ def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet, tm
     assert (text, cached > 400) == (expected, True)
 
 
+@pytest.mark.promise("fleet", "A dead or frozen worker is...")
 def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet):
     """vLLM's server answers what its engine has left with status 500, and ends."""
     prompt, expected = prompts(0)[2]

@@ -32,6 +32,8 @@ def asked(served):
     return served.ask(MOVED, max_tokens=16)
 
 
+@pytest.mark.promise("engines", "What vLLM's version, flags or a...")
+@pytest.mark.promise("engines", "vLLM starts with any settings; what of them cannot be had is named and counted")
 @pytest.mark.parametrize(
     ("reason", "changed", "settings", "transferred", "sentence"),
     [
@@ -96,6 +98,7 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
     ]
 
 
+@pytest.mark.promise("policies", "Before the first plan the wrapper...")
 @pytest.mark.usefixtures("unknown_version")
 @pytest.mark.parametrize("rows", ["whole", "output"])
 def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, cold, rows, monkeypatch):

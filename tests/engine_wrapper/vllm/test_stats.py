@@ -74,6 +74,7 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start():
     assert metrics.value("refusals", 0, reason="deviation") is None
 
 
+@pytest.mark.promise("commands", "The dashboard shows every series, and...")
 def test_docs_metrics_md_names_these_counters_with_their_labels():
     metrics = Metrics()
     metrics.observe(counted(DECLINED).data)
@@ -90,6 +91,7 @@ def test_unknown_reasons_are_counted_together():
     assert metrics.value("refusals", 0, reason=OTHER_REASON) == 5
 
 
+@pytest.mark.promise("engines", "vLLM's own metrics tell of reuse")
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
 def test_vllm_tells_every_request_once(engine, options, monkeypatch):
     document = some(400)

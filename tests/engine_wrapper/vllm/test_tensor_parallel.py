@@ -85,6 +85,7 @@ def fail_forward(worker):
         forward._planned = fails
 
 
+@pytest.mark.promise("engines", "In vLLM two ranks answer as one, and what one of them cannot do both compute")
 def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     served = two(*WHOLE, kept=True)
     taught(served, DONOR)
@@ -104,6 +105,11 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     assert served.faults["planned_forward"] > 0
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM a check adds up over ranks, and a profile names their number; ranks that have come to other parts of a "
+    "forward do not go on",
+)
 def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine, two, tmp_path):
     found, settings, profiles, namespaces = {}, {}, {}, {}
     for name, make in (("both", two), ("one", engine)):  # two ranks first: that engine is kept
@@ -124,6 +130,7 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     assert both["largest_kept"] == pytest.approx(one["largest_kept"], rel=1e-2)
 
 
+@pytest.mark.promise("engines", "In vLLM a check adds up...")
 @pytest.mark.parametrize(
     ("done", "parts", "others", "raised"),
     [

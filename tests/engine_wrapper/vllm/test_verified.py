@@ -121,6 +121,11 @@ def expected(sampled, tmp_path):
     return _found
 
 
+@pytest.mark.promise(
+    "engines",
+    "In vLLM a check's sample finds what it does in the embedded engine, in chunks and beside other plans; where "
+    "our attention cannot stand for vLLM's, every token is checked",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -146,6 +151,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expec
     assert max(rows) <= served.core.scheduler.max_num_scheduled_tokens
 
 
+@pytest.mark.promise("policies", "If a check compares its sample...")
 @pytest.mark.parametrize(
     ("options", "compares_all"),
     [
@@ -195,6 +201,7 @@ def test_beyond_the_last_level_a_plan_is_computed_whole(engine, sampled, tmp_pat
     assert not served.runtime.faults
 
 
+@pytest.mark.promise("engines", "In vLLM a check's sample finds...")
 @pytest.mark.parametrize("problem", ["alibi", "no kernel for this card"])
 def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_engines(
     engine, sampled, problem, monkeypatch, caplog
@@ -235,6 +242,7 @@ def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(engin
     assert sorted(served.scheduler.donor_index.catalog.generations.values()) == [1] * generations
 
 
+@pytest.mark.promise("policies", "A profile that is replaced under...")
 def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile, tmp_path):
     path, held = tmp_path / "profile.json", ReuseProfile.read(profile)
     held.write(path)

@@ -68,6 +68,7 @@ def reused(served):
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 
 
+@pytest.mark.promise("donors", "Once the weights of a running...")
 @pytest.mark.parametrize("policy", ["exact", "verified"])
 def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, policy):
     served = taught(engine(policy))
@@ -97,6 +98,7 @@ def test_a_write_by_a_function_of_the_users_own_is_noticed_and_calls_that_write_
     assert (reused(served), served.runtime.weights_changes) == (0, 1)
 
 
+@pytest.mark.promise("donors", "KV of an engine's prefix that is older than its weights becomes no donor")
 def test_kv_of_vllms_own_stale_prefix_becomes_no_donor(engine, other, answers):
     served = engine("exact")
     served.ask(DONOR, max_tokens=1)

@@ -20,6 +20,7 @@ def settings(monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICI", "off")
 
 
+@pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its value and source, and masks secrets")
 def test_a_line_a_setting(capsys):
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
@@ -43,6 +44,7 @@ def test_json(capsys):
     assert told["unknown"] == {"SEMBLEND_POLICI": "SEMBLEND_POLICY"}
 
 
+@pytest.mark.promise("commands", "`docs/configuration.md` lists every setting, and every setting is read")
 def test_the_page_in_the_repository_is_that_of_the_code(capsys):
     """`semblend-trt config --markdown > docs/configuration.md` makes it."""
     page = Page("docs/configuration.md")

@@ -22,6 +22,7 @@ def no_settings(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.mark.promise("commands", "`semblend-trt doctor` says what is missing or refused, and its status is for scripts")
 def test_all_is_fine(tiny_qwen2_path, capsys):
     assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 0
     shown = capsys.readouterr().out
@@ -30,6 +31,7 @@ def test_all_is_fine(tiny_qwen2_path, capsys):
     assert "  note     no_profile: Set SEMBLEND_PROFILE to a calibrated reuse profile" in shown
 
 
+@pytest.mark.promise("commands", "`semblend-trt doctor` says what is missing...")
 def test_a_refusal_is_named(tiny_qwen2_path, capsys, monkeypatch):
     words = ["doctor", "--model", str(tiny_qwen2_path), "--kv-dtype", "fp8"]
     assert main(words) == 1

@@ -53,6 +53,11 @@ def listen(nats_server, reader):
     return run
 
 
+@pytest.mark.promise(
+    "fleet",
+    "`semblend-trt events tail` prints every event; `fleet status` counts and checks, with status 1 when it finds "
+    "something wrong",
+)
 def test_tail_prints_a_line_an_event(listen):
     status, output = listen("tail", [*events(), b"garbage"])
     assert status == 0
@@ -97,6 +102,7 @@ def test_a_forged_event_is_shown_and_does_nothing(listen):
         assert json.loads(output)
 
 
+@pytest.mark.promise("fleet", "`semblend-trt events tail` prints every event;...")
 def test_status_tells_what_is_wrong(listen):
     status, output = listen("status", events())
     report = json.loads(output)
@@ -109,6 +115,7 @@ def test_status_tells_what_is_wrong(listen):
         assert told in output
 
 
+@pytest.mark.promise("fleet", "`semblend-trt events tail` prints every event;...")
 def test_status_says_who_holds_how_much(listen):
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
     payloads = [writer.reset()]

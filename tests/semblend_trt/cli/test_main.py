@@ -21,6 +21,7 @@ def test_every_module_is_a_subcommand(capsys):
     assert all(name in shown for name in command.subcommands())
 
 
+@pytest.mark.promise("commands", "`semblend-trt doctor` says what is missing...")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -74,6 +74,11 @@ def check(tmp_path, capsys):
     return run
 
 
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt spot-check` says of a sample of requests whether a run without reuse says the same, straight and "
+    "through LiteLLM",
+)
 @pytest.mark.parametrize("place", ["semblend", "kv_transfer_params"])
 def test_both_answers_are_compared(check, place):
     for cold, result in (("same", "equal"), ("sane", "differs"), (None, "failed")):
@@ -96,6 +101,11 @@ def test_what_reused_nothing_or_cannot_be_repeated_needs_no_cold_run(check):
     assert len(server.bodies) == 2  # one with likelihoods, which the server refused
 
 
+@pytest.mark.promise(
+    "commands",
+    "A broken promise ends approximate reuse in its namespace under its profile: workers hear of it, and count the "
+    "reason `bound_broken`",
+)
 def test_a_broken_promise_is_found_and_workers_are_told(check, nats_server, worker, monkeypatch):
     monkeypatch.setenv("SEMBLEND_NATS_URL", nats_server.url)
     status, report = check(StandIn(BOUNDED | {"reused_tokens": 3}, 0.52), *[ASKED] * 3)
@@ -107,6 +117,7 @@ def test_a_broken_promise_is_found_and_workers_are_told(check, nats_server, work
     assert not worker.announcer.is_broken("a" * 64, "c" * 64)
 
 
+@pytest.mark.promise("commands", "A broken promise ends approximate reuse...")
 @pytest.mark.parametrize("promise", [("short", "b" * 64), ("a" * 64, None), ([1], {})])
 def test_what_names_no_promise_changes_nothing(nats_server, worker, promise):
     for each in (promise, ("a" * 64, "b" * 64)):
@@ -121,6 +132,7 @@ def test_without_nats_the_report_says_that_nobody_was_told(check):
     assert (status, report["broken"][0]["workers_told"]) == (1, False)
 
 
+@pytest.mark.promise("commands", "`semblend-trt spot-check` says of a sample...")
 def test_answers_of_a_real_engine(tiny_qwen2_path, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     llm = LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, kv_connector_config=KvCacheConnectorConfig.ours())

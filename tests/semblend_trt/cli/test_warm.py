@@ -79,6 +79,11 @@ def reused(url, prompt, headers=(), **fields):
     return completed(url, prompt, headers, **fields)["usage"]["prompt_tokens_details"]["reused_tokens"]
 
 
+@pytest.mark.promise(
+    "donors",
+    "`semblend-trt warm` sends documents that the first request reuses after other text, and a second run goes on "
+    "where the first ended",
+)
 def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, capsys):
     assert warm(url, *pages, "--priority", 1, "--concurrency", 2) == 0
     assert capsys.readouterr().out == "3 documents sent (900 tokens), 0 sent before, 0 failed\n"
@@ -88,6 +93,7 @@ def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, 
     assert reused(url, f"Look at this: {PAGE[:300]}!", cache_salt="another") == 0
 
 
+@pytest.mark.promise("donors", "`semblend-trt warm` sends documents that the...")
 def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SEMBLEND_PROFILE", str(MODEL / "reuse-profile.json"))
     generator = random.Random(0)
@@ -108,6 +114,7 @@ def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at
     assert behind > usage["prompt_tokens"] // 2 > 2 * bare
 
 
+@pytest.mark.promise("donors", "`semblend-trt warm` sends documents that the...")
 def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):
     send = Warming.send
 
@@ -134,6 +141,11 @@ def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch
     assert len(json.loads(pages[0].with_name(STATE_NAME).read_text())["warmed"]) == 7
 
 
+@pytest.mark.promise(
+    "donors",
+    "A document or line that it cannot read or that the server refuses is named, and the rest goes on; it ends with "
+    "2 when nothing could be sent",
+)
 def test_what_cannot_be_read_or_held_is_named_and_the_rest_goes_on(url, tmp_path, capsys):
     lines, binary, missing = tmp_path / "all.jsonl", tmp_path / "binary", tmp_path / "missing"
     good = json.dumps({"text": PAGE[:100]})
@@ -157,6 +169,7 @@ def test_what_cannot_be_read_or_held_is_named_and_the_rest_goes_on(url, tmp_path
     assert capsys.readouterr().out.startswith("0 documents sent (0 tokens), 0 sent before, 2 failed")
 
 
+@pytest.mark.promise("donors", "A document or line that it...")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -219,6 +232,7 @@ ANSWERS = [(f'{{"usage": {each}}}'.encode(), ["--model", "m"], NO_COUNT) for eac
 ANSWERS += [(each, [], "names no model (status 200); give it with --model\n") for each in MODELS]
 
 
+@pytest.mark.promise("donors", "No file that a command is...")
 @pytest.mark.parametrize(("answer", "words", "told"), ANSWERS, ids=[str(answer[:40]) for answer, *_ in ANSWERS])
 def test_an_answer_without_tokens_or_model_is_one_sentence(answer, words, told, pages, capsys):
     with answering(answer) as address:
@@ -238,6 +252,7 @@ def test_how_long_a_busy_server_is_left_alone(header, seconds):
     assert pause(header, 3.0) == seconds
 
 
+@pytest.mark.promise("donors", "No file that a command is...")
 def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 12)
     pipe, lines, latin = tmp_path / "pipe", tmp_path / "lines.jsonl", tmp_path / "latin"

@@ -117,6 +117,11 @@ def test_a_layer_has_one_row_of_which_the_last_channels_turn(tmp_path, kind, cha
     assert facts.model_type == kind
 
 
+@pytest.mark.promise(
+    "engines",
+    "Of latent attention (MLA) as DeepSeek-V3 and Kimi K2 have it, only the channels with a position turn; what "
+    "only claims the form is refused with the value",
+)
 @pytest.mark.parametrize("changes", [{}, DEFAULT, EQUAL_BETAS], ids=str)
 def test_rows_turn_as_the_models_keys_do(tmp_path, changes):
     """Transformers turns neighbouring channels, and puts the first of each pair in front afterwards."""
@@ -192,6 +197,11 @@ def test_layers_with_rope_have_chunks_and_the_others_neither(tmp_path, has_image
     assert (facts.model_type, facts.takes_images) == (config["model_type"], has_images)
 
 
+@pytest.mark.promise(
+    "engines",
+    "Llama 4's layers with chunks turn pairs of neighbouring channels, or halves in vLLM, and its others do not "
+    "turn; what only claims the form is refused with the value",
+)
 @pytest.mark.parametrize("scaling", [SCOUT_ROPE, {**SCOUT_ROPE, "high_freq_factor": 4.0}, None], ids=str)
 def test_a_normed_key_moves_as_its_own_code_places_it(tmp_path, scaling):
     """The norm without weights stands behind the rotation."""
@@ -254,6 +264,8 @@ NOT_CHUNKED = [
 WHOLE = WITH_IMAGES | {"vision_config": {}}
 
 
+@pytest.mark.promise("engines", "Of latent attention (MLA) as DeepSeek-V3...")
+@pytest.mark.promise("engines", "Llama 4's layers with chunks turn...")
 @pytest.mark.parametrize(
     ("reason", "config", "told"),
     [

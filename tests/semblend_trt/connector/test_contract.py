@@ -11,6 +11,11 @@ from semblend_trt.connector.llm_args import flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
 
+@pytest.mark.promise(
+    "engines",
+    "The connector keeps to the contract of 1.2 and of 1.4: the same calls in the same order; 1.1 to 1.4 are known "
+    "by their modules",
+)
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
     assert version_of(release) == release

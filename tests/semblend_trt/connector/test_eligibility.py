@@ -21,6 +21,7 @@ MAY_BE_ON = ["torch_compile_config", "lora_config", "speculative_config"]
 FREE = dict.fromkeys(MAY_BE_ON) | TRTLLM
 
 
+@pytest.mark.promise("engines", "Engines whose blocks cannot be trusted are refused by name")
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
@@ -91,6 +92,10 @@ class Arguments(SimpleNamespace):
     """Those of TensorRT-LLM, as far as they are read; a runtime is found by them."""
 
 
+@pytest.mark.promise(
+    "engines",
+    "What TensorRT-LLM computes otherwise than Transformers is refused there, and served elsewhere",
+)
 @pytest.mark.parametrize(
     ("family", "contract", "policy", "reason", "told"),
     [

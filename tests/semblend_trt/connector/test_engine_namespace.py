@@ -47,6 +47,7 @@ def test_layers_that_differ_make_another_namespace(tiny_qwen2_path):
     assert len({key(*groups) for groups in every}) == len(every)
 
 
+@pytest.mark.promise("reuse", "The same files are the same model under any name")
 @pytest.mark.parametrize("renamed", [False, True])
 def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path, tmp_path, renamed):
     copy = tmp_path / ("renamed" if renamed else tiny_qwen2_path.name)
@@ -63,6 +64,11 @@ def test_a_name_binds_what_only_a_setting_tells_the_revision_of(tiny_qwen2_path,
     assert len(keys) == 2
 
 
+@pytest.mark.promise(
+    "reuse",
+    "The namespace holds every byte of the weights, the configuration, the tokenizer, dtypes, RoPE, layout and "
+    "adapters",
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -92,6 +98,7 @@ def test_quantisation_binds_in_full_and_none_at_all_is_none_however_it_is_said(t
     assert keys[2] == keys[3] == namespace_of(tiny_qwen2_path).key
 
 
+@pytest.mark.promise("reuse", "The namespace holds every byte of...")
 def test_another_tokenizer_and_each_tensor_make_another_namespace(tiny_qwen2_path, tmp_path):
     tuned = tmp_path / tiny_qwen2_path.name
     shutil.copytree(tiny_qwen2_path, tuned)
@@ -108,6 +115,7 @@ def test_another_tokenizer_and_each_tensor_make_another_namespace(tiny_qwen2_pat
     assert len(keys) == len(tensors) + 1
 
 
+@pytest.mark.promise("reuse", "The namespace holds every byte of...")
 def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qwen2_path, tmp_path):
     copy = tmp_path / tiny_qwen2_path.name
     shutil.copytree(tiny_qwen2_path, copy)
@@ -144,6 +152,7 @@ def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path, tmp_path)
     assert unknown_fields(namespace_of(tiny_qwen2_path, lora_config=lora_config)) == ["extra"]
 
 
+@pytest.mark.promise("reuse", "What cannot be determined matches no...")
 @pytest.mark.parametrize(
     ("changes", "unknown"),
     [

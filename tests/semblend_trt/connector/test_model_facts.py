@@ -71,6 +71,11 @@ def write_config(folder, config, **changes):
     return folder
 
 
+@pytest.mark.promise(
+    "engines",
+    "Supported are Gemma 3, GLM-4.5, gpt-oss, Granite 3, Llama up to 4, Mistral, Mixtral, OLMo-2, Phi-3, Qwen2, "
+    "Qwen3, Qwen3-MoE and SmolLM3, with RoPE of type default, linear, llama3 and yarn",
+)
 @pytest.mark.known_defect(5)
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_the_rotation_is_the_models_own(tmp_path, name):
@@ -81,6 +86,7 @@ def test_the_rotation_is_the_models_own(tmp_path, name):
     assert not facts.rotation.interleaved
 
 
+@pytest.mark.promise("engines", "Each layer's keys move by its...")
 @pytest.mark.parametrize(
     ("given", "turning"),
     [
@@ -264,6 +270,10 @@ def test_the_old_form_gives_the_rotation_of_the_model(tmp_path, kind):
     assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
 
 
+@pytest.mark.promise(
+    "engines",
+    "The connector works with Transformers 4 and 5; the embedded engine says that it needs 5",
+)
 @pytest.mark.skipif(version("transformers") < "5", reason="Transformers 4 does not read the form of 5")
 @pytest.mark.parametrize("kind", OLD)
 def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path, kind):
@@ -364,6 +374,11 @@ GEMMA_FORMS = {
 }
 
 
+@pytest.mark.promise(
+    "engines",
+    "Gemma 3's full attention and windows move by a rotation each; in vLLM answers are those of a cold run, and "
+    "with images it is served for text alone",
+)
 @pytest.mark.parametrize("form", GEMMA_FORMS)
 @pytest.mark.parametrize("has_images", [False, True])
 def test_each_attention_has_the_models_own_rotation_and_window(tmp_path, form, has_images):
@@ -410,6 +425,7 @@ def test_gemmas_object_of_transformers_4_is_read_as_one_of_5():
     assert window == {"rope_type": "default", "rope_theta": 2e4}
 
 
+@pytest.mark.promise("engines", "Other models, RoPE types, windows, MLA, images and KV dtypes are refused by name")
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     ("reason", "base", "changes"),

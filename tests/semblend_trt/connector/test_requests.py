@@ -47,6 +47,10 @@ def test_plain_request_is_eligible():
     check_eligible(SimpleNamespace(sampling_config=sampling, is_generation_only_request=lambda: False))
 
 
+@pytest.mark.promise(
+    "engines",
+    "Beams, speculation, multimodal input, context logits and generation-only requests are refused by name",
+)
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
@@ -267,6 +271,10 @@ def savable(matched=0):
 EVIDENCE = CheckEvidence(7, 60, 60, 50, 10, 0.1, is_dropped=False)
 
 
+@pytest.mark.promise(
+    "reuse",
+    "A request whose plan failed, or of whose check nothing is known, becomes no donor of a generation above 0",
+)
 @pytest.mark.parametrize(
     ("generation", "evidence", "load_failed", "expected"),
     [
@@ -491,6 +499,7 @@ def test_figures(fields, figures):
     assert tuple(getattr(report, name) for name in names.split()) == figures
 
 
+@pytest.mark.promise("reuse", "Every request ends in one outcome,...")
 @given(
     checked=st.booleans(),
     told=st.booleans(),
@@ -585,6 +594,7 @@ COUNTS = [
 ]
 
 
+@pytest.mark.promise("donors", "Forged metadata of a rank is refused, and loads nothing")
 @pytest.mark.parametrize("path", COUNTS, ids=lambda path: path[-1])
 @pytest.mark.parametrize("value", NO_COUNTS)
 def test_a_forged_number_is_refused(path, value):

@@ -106,6 +106,7 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
     assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
 
 
+@pytest.mark.promise("engines", "By TensorRT-LLM's contract windows are reused...")
 @pytest.mark.parametrize(
     ("groups", "windows", "max_seq_len", "refusal"),
     [
@@ -192,6 +193,10 @@ def saves_are_late(worker):
         go_on.set()
 
 
+@pytest.mark.promise(
+    "donors",
+    "Blocks that the engine gives to others are copied first, in stream order, and a donor is cut to that room",
+)
 def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
     blocks = blocks_of(pool())
     follow(early, 1, (3, 5), 12)
@@ -216,6 +221,7 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
         assert [each.get_finished(ended, [])[0] for ended in ([99], [], [], [])] == answers
 
 
+@pytest.mark.promise("donors", "Blocks count as held where the...")
 @pytest.mark.parametrize(
     ("contract", "has_layout", "held"),
     [("1.2", False, False), ("1.4", False, False), ("1.4", True, True), ("embedded", False, True)],
@@ -318,6 +324,7 @@ def test_missing_donor_lets_the_wrapper_compute(worker, args):
     assert list(runtime_for(args).failed_loads) == [7]
 
 
+@pytest.mark.promise("reuse", "A donor that is lost costs...")
 def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
     with pytest.raises(DonorUnavailableError):
         step(worker, plans=(reuse(EngineMode.STOCK),))

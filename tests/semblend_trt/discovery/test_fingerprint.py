@@ -58,6 +58,7 @@ def test_anchors_for_longer_runs_are_some_of_the_others(shortest, length, vocabu
     assert set(few) <= set(every_anchor(tokens).positions.tolist())
 
 
+@pytest.mark.promise("reuse", "A look-up finds every run of...")
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(2, 4),

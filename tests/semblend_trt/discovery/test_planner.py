@@ -56,6 +56,7 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes():
     assert plan.diagnostics == {"runs_found": 2, "donors_considered": 2, "tokens_reused": 700, "holes": [[0, 100]]}
 
 
+@pytest.mark.promise("reuse", "Of equally good donors of one generation, one on the card is taken")
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
     index = SpanIndex()
@@ -69,6 +70,7 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
 
 
+@pytest.mark.promise("reuse", "At least one prompt token is computed")
 def test_one_prompt_token_always_stays():
     for donor in (PROMPT, np.concatenate([text(5, 3), PROMPT, text(6, 50)])):
         assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
@@ -84,6 +86,7 @@ def pieced(count, length=70, donors=8):
     return {f"d{each}": np.concatenate(part) for each, part in enumerate(parts)}, np.concatenate([*pieces, QUESTION])
 
 
+@pytest.mark.promise("donors", "A long prompt reuses all of...")
 @pytest.mark.parametrize(("count", "length"), [(300, 70), (655, 100), (1300, 70), (1300, 200)])
 def test_every_run_of_a_long_prompt_is_reused(count, length):
     donors, prompt = pieced(count, length)
@@ -155,6 +158,7 @@ def test_the_levels_of_the_bound_for_the_settings_are_in_the_plan():
 GENERATIONS = profile("verified", check=CHECK, generations=2)
 
 
+@pytest.mark.promise("reuse", "A donor of a generation above...")
 @pytest.mark.parametrize(
     ("policy", "generation", "used"),
     [("verified", 0, True), ("verified", 2, True), ("verified", 3, False)]
@@ -175,6 +179,7 @@ def test_approximate_donors_are_used_by_verified_alone_up_to_the_generation_that
         assert plan_of(planned).is_checked != span.exact
 
 
+@pytest.mark.promise("engines", "Runs of a generation are checked whole")
 def test_runs_of_a_generation_are_checked_without_a_sample():
     sampled = CHECK.model_copy(update={"sample_every": 8, "sample_threshold": 0.1})
     made = profile("verified", check=sampled, generations=2)
@@ -189,6 +194,7 @@ def test_runs_of_a_generation_are_checked_without_a_sample():
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
+@pytest.mark.promise("reuse", "An exact copy of the same...")
 def test_of_donors_of_one_text_the_lowest_generation_is_taken():
     longer = np.concatenate([DOCUMENT, OTHER[:40]])
     prompt = np.concatenate([text(7, 50), longer, text(8, 50)])
@@ -205,6 +211,7 @@ def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks():
         assert planned.runs_found == 1
 
 
+@pytest.mark.promise("policies", "The log says once what differs;...")
 def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped():
     assert_refused(planner({}, "verified").plan(request()), "no_donor_match")
     assert_refused(planner({"a": PROMPT[:300]}, "verified").plan(request()), "low_reuse")
@@ -306,6 +313,7 @@ def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode, computed):
     assert plan.holes == ()
 
 
+@pytest.mark.promise("donors", "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor...")
 def test_a_lookup_past_its_deadline_is_refused_with_what_it_found():
     for milliseconds, runs_found in ((1, 0), (1700, 1)):
         planned = planner({"a": SHIFTED}).plan(
@@ -334,6 +342,7 @@ def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled):
     assert len(passes) <= 2  # one, when it may again
 
 
+@pytest.mark.promise("donors", "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor...")
 def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
     pieces = [text(20 + at, 70 + at) for at in range(40)]
     donors = {f"d{at:02}": piece for at, piece in enumerate(pieces)}
@@ -353,6 +362,7 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 
+@pytest.mark.promise("donors", "A long prompt reuses all of its runs, and a bound that may hide one is named")
 def test_a_run_that_a_bound_may_hide_is_named():
     donors, prompt = {"a": DOCUMENT, "b": OTHER}, np.concatenate([SYSTEM, OTHER, DOCUMENT, QUESTION])
     tight = SpanIndex(ScanBounds(max_compared=100))
@@ -373,6 +383,7 @@ def test_a_run_that_a_bound_may_hide_is_named():
     assert_refused(planner({"a": DOCUMENT}, min_reuse_ratio=0.6).plan(request(prompt)), "low_reuse")
 
 
+@pytest.mark.promise("donors", "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor...")
 @pytest.mark.parametrize(
     ("tokens", "milliseconds"), [(0, 5), (8_192, 5), (DEADLINE_TOKENS, 5), (65_536, 16), (262_144, 64)]
 )
@@ -383,6 +394,12 @@ def test_a_deadline_grows_with_a_long_prompt(tokens, milliseconds):
     assert deadline.has_cut
 
 
+@pytest.mark.promise("reuse", "Only equal tokens are reused: text...")
+@pytest.mark.promise(
+    "reuse",
+    "A donor of a generation above 0 is never exact, always checked, and used by `verified` alone, up to the "
+    "generation that the profile allows",
+)
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -461,6 +478,11 @@ def priced(planned_row, **fields):
     return replace(request(), costs=CostModel((0, 1, 0), (0, planned_row, 0, 0), 0), **fields)
 
 
+@pytest.mark.promise(
+    "reuse",
+    "Where the engine has measured that moved KV would not save `SEMBLEND_MIN_SAVING` of a prompt's time, it is not "
+    "used, and exact KV still is",
+)
 @pytest.mark.parametrize(
     ("planned_row", "settings", "reason"),
     [
@@ -479,6 +501,7 @@ def test_moved_runs_that_save_too_little_are_not_placed(planned_row, settings, r
     assert (planned.outcome_reason, planned.plan is None) == (reason, reason is not None)
 
 
+@pytest.mark.promise("reuse", "Where the engine has measured that...")
 def test_exact_runs_are_placed_where_moved_ones_do_not_pay():
     donors = {"a": PROMPT[:500], "b": np.concatenate([text(5, 9), OTHER])}
     planned = planner(donors, min_saving=0.1).plan(priced(9.0))
@@ -680,6 +703,7 @@ def test_text_that_is_identical_from_the_first_token_stays_whole():
     assert [(span.target_start, span.length) for span in plan.spans] == [(0, 700)]
 
 
+@pytest.mark.promise("engines", "No run is reused across the...")
 @pytest.mark.parametrize(("shift", "reason"), [(SPAN, "chunk_edge"), (CHUNK, None), (13, None)])
 def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
     """Where chunks of 128 tokens end 64 apart, no piece has 80 tokens."""
@@ -688,6 +712,10 @@ def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reaso
     assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
 
 
+@pytest.mark.promise(
+    "engines",
+    "No run is reused across the end of a chunk, in donor or prompt, unless chunks end at the same tokens of both",
+)
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(1, 900), st.integers(1, 300))
 def test_pieces_are_the_run_and_each_lies_in_one_chunk(donor, target, length, chunk):
     run = Run("a", donor, target, length)

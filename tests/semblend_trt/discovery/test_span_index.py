@@ -107,6 +107,7 @@ def assert_equal_tokens(runs, donors, prompt):
         assert np.array_equal(donor, prompt[run.target_start : run.target_end])
 
 
+@pytest.mark.promise("reuse", "A look-up finds every run of...")
 def test_of_text_that_many_donors_hold_few_places_are_compared_and_nothing_is_lost():
     """What no run covers of a run by brute force has no anchor: it is shorter than a guaranteed run."""
     rng = np.random.default_rng(4)
@@ -129,6 +130,11 @@ def test_of_text_that_many_donors_hold_few_places_are_compared_and_nothing_is_lo
             assert covered[start + 31 : start + length - 31].all()
 
 
+@pytest.mark.promise(
+    "reuse",
+    "A look-up finds every run of at least `SEMBLEND_MIN_SPAN` tokens (32 at least) in donors of the same namespace, "
+    "and in a few of those that hold the same text",
+)
 @pytest.mark.parametrize(("collide", "indexes"), [(ALL_BITS, 8), (3 << 40, 5), (0, 3)], indirect=["collide"])
 def test_equals_brute_force_on_random_cases(collide, indexes):
     """Each index is shared by many cases in namespaces of their own, so adding and removing is tested along."""
@@ -197,6 +203,7 @@ def test_the_index_keeps_its_own_copy():
     assert index.find("space", tokens).runs == []
 
 
+@pytest.mark.promise("reuse", "A document is found from token...")
 def test_a_document_is_found_at_any_shift_in_any_of_many_donors():
     rng = np.random.default_rng(11)
     donors = {f"donor-{i}": random_tokens(rng, 2_000) for i in range(30)}

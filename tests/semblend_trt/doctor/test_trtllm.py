@@ -69,6 +69,7 @@ def module_of(release):
     return module
 
 
+@pytest.mark.promise("engines", "An installed TensorRT-LLM is matched to a version by what its module has")
 @pytest.mark.parametrize("release", RELEASES)
 def test_each_version_is_known_by_what_it_has(release):
     assert match_of(module_of(release)) == release
@@ -128,6 +129,7 @@ def test_the_file_of_the_guide_is_sound(look):
     assert (found.status, found.text) == (Status.OK, "the connector is semblend_trt.connector")
 
 
+@pytest.mark.promise("engines", "Engines whose blocks cannot be trusted...")
 @pytest.mark.parametrize(
     ("option", "status", "told"),
     [
@@ -154,6 +156,7 @@ def test_an_option_that_keeps_the_connector_from_reuse(look, option, status, tol
 WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
 
 
+@pytest.mark.promise("engines", "Elsewhere it executes no plan, names...")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -16,6 +16,7 @@ from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavaila
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 
+@pytest.mark.promise("donors", "Each tier keeps within its byte...")
 @pytest.mark.known_defect(19)
 def test_many_times_the_capacity_leaves_the_capacity():
     catalog = catalog_of(max_donors=7)
@@ -165,6 +166,7 @@ RANKS = {
 }
 
 
+@pytest.mark.promise("donors", "`SEMBLEND_EVICTION` chooses which donors go first")
 @pytest.mark.parametrize("name", list(RANKS))
 @given(steps=STEPS)
 def test_order_is_that_of_the_definition(name, steps):
@@ -173,6 +175,7 @@ def test_order_is_that_of_the_definition(name, steps):
     assert list(policy.candidates()) == sorted(held, key=lambda donor: RANKS[name](held[donor], sized[donor]))
 
 
+@pytest.mark.promise("donors", "`SEMBLEND_EVICTION` chooses which donors go...")
 @pytest.mark.parametrize("name", ["fifo", "static_semantic", "adaptive_semantic"])
 def test_a_policy_that_only_a_replay_plays_is_refused_with_those_that_serve(monkeypatch, name):
     monkeypatch.setenv("SEMBLEND_EVICTION", name)

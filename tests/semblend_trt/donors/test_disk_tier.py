@@ -51,6 +51,7 @@ def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path):
     DiskTier(tmp_path, FORM).close()
 
 
+@pytest.mark.promise("donors", "The folder is one engine's and one user's; links, pipes and others' files are not used")
 def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
     for _ in range(2):
         with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
@@ -122,6 +123,7 @@ def replace_lock(folder):
     (folder / "lock").touch(mode=0o600)
 
 
+@pytest.mark.promise("donors", "A folder that is moved or replaced during a run is used no more")
 @pytest.mark.parametrize("change", [move_folder, replace_folder, link_to_folder, shutil.rmtree, replace_lock])
 def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(tier, tmp_path, change):
     """Another engine may have it, or another one in its place."""
@@ -137,6 +139,7 @@ def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(tier, t
     assert names(tier) == []
 
 
+@pytest.mark.promise("donors", "The folder is one engine's and...")
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
 def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
     (tmp_path / FOLDER).mkdir()
@@ -162,6 +165,7 @@ def test_a_folder_lock_or_key_of_another_user_is_refused(tmp_path, what):
         DiskTier(tmp_path, FORM, tmp_path / "key")
 
 
+@pytest.mark.promise("donors", "The folder is one engine's and...")
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("link", ["path", "folder"])
 def test_a_link_is_no_folder_and_nothing_behind_it_is_touched(tmp_path, link, is_there):
@@ -277,6 +281,7 @@ def test_files_that_changed_names_are_refused(tmp_path, tier):
     assert names(tier) == []
 
 
+@pytest.mark.promise("donors", "A file that was made or...")
 def test_files_of_another_key_are_refused_and_removed(tmp_path):
     first = DiskTier(tmp_path, FORM, tmp_path / "keys" / "one")
     write(first, "donor")
@@ -287,6 +292,7 @@ def test_files_of_another_key_are_refused_and_removed(tmp_path):
     second.close()
 
 
+@pytest.mark.promise("donors", "The key is made once, is...")
 @pytest.mark.parametrize("way", ["plain", "link"])
 def test_a_key_among_the_files_that_it_seals_is_refused(tmp_path, way):
     folder = tmp_path / FOLDER
@@ -313,6 +319,7 @@ def file(tmp_path):
     return tmp_path / "state" / "donor-key"
 
 
+@pytest.mark.promise("donors", "The key is made once, is its owner's alone and lies outside of the files' folder")
 def test_it_is_made_once_and_its_owners_alone(file):
     umask = os.umask(0)
     try:

@@ -98,6 +98,7 @@ def replace_folder(kept, monkeypatch):
     kept.folder.mkdir()
 
 
+@pytest.mark.promise("donors", "A full disk or a damaged file costs a cold prefill")
 @pytest.mark.parametrize(
     ("change", "event"),
     [

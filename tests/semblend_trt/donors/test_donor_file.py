@@ -65,6 +65,7 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
     assert torch.equal(whole(held), whole(kv))
 
 
+@pytest.mark.promise("reuse", "A donor keeps its generation on...")
 def test_the_generation_comes_back_and_files_without_one_are_of_generation_0(tmp_path, written):
     path, kv = tmp_path / "approximate", host_kv(TOKENS)
     with path.open("xb", buffering=0) as file:
@@ -115,6 +116,7 @@ def short(tmp_path):
         yield file.fileno(), path.read_bytes(), seal
 
 
+@pytest.mark.promise("donors", "A file that was made or changed without the key is removed unread")
 def test_whichever_byte_changes_the_file_is_refused(short):
     file, data, seal = short
     held, chance = host_kv(2), random.Random(0)

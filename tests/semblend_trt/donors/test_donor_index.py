@@ -190,6 +190,11 @@ def test_an_approximate_donor_is_found_in_its_namespace_as_the_profile_allows():
     assert index.held().approximate == 1
 
 
+@pytest.mark.promise(
+    "reuse",
+    "An exact copy of the same text replaces a donor of a generation above 0, and of two generations the lower one "
+    "is taken",
+)
 def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     index, tokens = index_of(), text(1, 200)
     keep_approximate(index, "second", tokens, 2)
@@ -226,6 +231,11 @@ def test_until_an_exact_copy_is_held_the_approximate_donor_stays(end):
     assert index.intend("again", tracked(1, tokens), 0) is None
 
 
+@pytest.mark.promise(
+    "donors",
+    "Requests with fewer than `SEMBLEND_MIN_DONOR_TOKENS` tokens are no donors, and `SEMBLEND_MAX_DONORS` bounds "
+    "their number",
+)
 def test_short_requests_do_not_become_donors():
     index = index_of()
     assert index.intend("donor", tracked(1, text(1, 63)), 0) is None
@@ -258,6 +268,11 @@ def test_an_answer_without_a_limit_takes_no_room_from_other_donors():
     assert all(reused(index, text(each, 200)) == 200 for each in range(4))
 
 
+@pytest.mark.promise(
+    "donors",
+    "A text is kept once, and takes room when its request ends: a conversation takes that of its last turn, and "
+    "beams one donor's",
+)
 def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     index = index_of(host_tokens=1700)
     for each in range(4):
@@ -284,6 +299,7 @@ def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
     assert (moves(index).drops, reused(index, said)) == (["turn-1"], 300)
 
 
+@pytest.mark.promise("donors", "A text is kept once, and...")
 def test_beams_and_answers_to_one_prompt_leave_one_donor():
     index, prompt = index_of(host_tokens=4000), text(1, 1000)
     begin(index, "first", prompt)  # and is still being saved
@@ -445,6 +461,7 @@ def test_what_is_free_on_a_full_disk_is_counted_where_it_is_less_than_the_file_n
     assert tiers.find_no_room("large", free) == OffloadCommands(drops=dropped, writes=["large"])
 
 
+@pytest.mark.promise("donors", "On a disk that is fuller...")
 def test_where_dropping_files_does_not_help_few_are_dropped(seconds):
     tiers = Tiers(host=4)
     tiers.find("a", "b", "c")
@@ -512,6 +529,10 @@ def test_texts_wait_for_their_files_and_only_once_the_folder_is_read():
     assert tiers.link.texts == {}
 
 
+@pytest.mark.promise(
+    "donors",
+    "A donor on disk alone is read back for the next request, never promised to the one that asks",
+)
 def test_a_donor_on_disk_is_fetched_once_and_reused_when_it_is_there():
     tiers = Tiers()
     tiers.find("donor")

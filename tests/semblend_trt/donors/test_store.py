@@ -280,6 +280,7 @@ def test_a_donor_that_is_not_saved_to_its_end_is_not_held():
     save(tier, "a", donor_kv(5))
 
 
+@pytest.mark.promise("donors", "Each tier keeps within its byte budget")
 @settings(max_examples=80)
 @given(st.booleans(), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
 def test_the_budget_holds_through_any_saves_and_drops(is_one_block, steps):

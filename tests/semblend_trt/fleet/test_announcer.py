@@ -32,6 +32,7 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
     assert observer.told == [a, b, ("gone", "a"), c, *(("gone", donor_id) for donor_id in "bdc")]
 
 
+@pytest.mark.promise("reuse", "A donor keeps its generation on...")
 def test_a_donor_built_from_approximate_kv_is_not_announced():
     observer = Observer("held", "gone")
     keep_approximate(index_of(500, observer, policy="verified"), "approximate", text(1, 200), 1)
@@ -106,6 +107,7 @@ class BrokenPublisher:
         raise RuntimeError("injected")
 
 
+@pytest.mark.promise("fleet", "Serving neither waits for NATS nor...")
 def test_nothing_is_raised_into_serving(caplog):
     donors = DonorAnnouncer(BrokenPublisher(), lambda: None)
     donors.intended("a", NAMESPACE, None)

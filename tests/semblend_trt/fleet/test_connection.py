@@ -79,6 +79,7 @@ def server(make_nats_server, account, tmp_path):
     return make_nats_server("-c", str(path))
 
 
+@pytest.mark.promise("fleet", "A JetStream stream keeps each event...")
 def test_a_credentials_file_opens_the_server(server, account, make_reader, make_worker, tmp_path):
     creds = credentials(account, tmp_path)
     reader = make_reader(server.url, user_credentials=str(creds))
@@ -163,6 +164,7 @@ def reading(options, check):
     asyncio.run(run())
 
 
+@pytest.mark.promise("fleet", "After losses and dead servers readers...")
 def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make_worker):
     workers, rng = {worker: make_worker(nats_server, worker=worker) for worker in WORKERS}, np.random.default_rng(5)
 
@@ -267,6 +269,7 @@ def options_of(server, name):
     return ConnectionOptions(servers=(url,), subject=SUBJECT, per_worker=True)
 
 
+@pytest.mark.promise("fleet", "With a subject for each worker...")
 def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
     workers = {}
     for worker in WORKERS:
@@ -281,6 +284,10 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
     reading(options_of(guarded_server, "gateway"), check)
 
 
+@pytest.mark.promise(
+    "fleet",
+    "With a subject for each worker none can speak for another, by the documented permissions",
+)
 def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog):
     caplog.set_level(logging.WARNING, "semblend_trt.fleet")
 

@@ -96,6 +96,7 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
     assert directory.holders(text(6, 2000)) == ()
 
 
+@pytest.mark.promise("fleet", "The directory says who holds how...")
 def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory):
     parts = [text(seed, 1500) for seed in range(3)]
     fed(directory, ("a", np.concatenate(parts[:2])), ("b", np.concatenate(parts[1:])))
@@ -111,6 +112,7 @@ def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory):
     assert donors_of(directory, WORKER) == {"a": "device"}
 
 
+@pytest.mark.promise("fleet", "Sketches of one tenant say nothing to another")
 def test_tenants_never_meet(directory):
     teller = Teller(WORKER)
     for number, salt in enumerate((None, "acme", "acme ", "")):
@@ -177,6 +179,7 @@ def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, c
     assert directory.holders(DOCUMENT) == FOUND
 
 
+@pytest.mark.promise("fleet", "A forgery lasts as long as it is repeated, and three heartbeats")
 @pytest.mark.parametrize("forged", ["first", "generation", "event_id", "interval", "reset", "endless_first", "donors"])
 def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged):
     """One heartbeat a second, and a forgery after each of the first ten; only heartbeats undo it."""
@@ -320,6 +323,7 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
 
 
+@pytest.mark.promise("fleet", "The directory's memory is bounded")
 def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory, monkeypatch):
     monkeypatch.setattr(module, "MAX_WORKERS", 2)
     monkeypatch.setattr(module, "MAX_DONORS", 5)

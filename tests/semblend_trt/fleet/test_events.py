@@ -91,6 +91,7 @@ def test_the_shape_of_dynamo_is_read():
         CacheNamespace.from_dict(event.data.namespace)
 
 
+@pytest.mark.promise("fleet", "Readers ignore unknown fields and kinds, and refuse other versions")
 def test_unknown_kinds_and_fields_are_tolerated():
     event = read({"kind": "donor_praised", "praise": 5, "provider_generation": 4}, colour="blue")
     assert isinstance(event, UnknownEvent)
@@ -100,6 +101,7 @@ def test_unknown_kinds_and_fields_are_tolerated():
     assert read(REGISTERED | {"mood": {"deep": [1]}}).data.donor_id == "r1"
 
 
+@pytest.mark.promise("fleet", "Readers ignore unknown fields and kinds,...")
 @pytest.mark.parametrize("version", [0, 2, 999])
 def test_other_versions_are_refused(version):
     assert reason_of(json.dumps(envelope(PUBLISHED[0], schema_version=version)).encode()) == "version"
@@ -187,6 +189,10 @@ def made(place):
     return json.loads(json.dumps(schemas))
 
 
+@pytest.mark.promise(
+    "fleet",
+    "`docs/events.schema.json` and the AsyncAPI document hold the schemas by which messages are read",
+)
 @pytest.mark.parametrize(
     ("schemas", "place"),
     [(SCHEMA["$defs"], "#/$defs"), (ASYNCAPI["components"]["schemas"], "#/components/schemas")],
@@ -299,6 +305,7 @@ def test_embeddings_go_out_only_when_asked_for():
     assert len(payload) < 4000
 
 
+@pytest.mark.promise("fleet", "Token ids and text never leave the process")
 def test_no_salt_and_no_tokens_are_written(writer):
     tokens = np.arange(70_001, 70_401, dtype=np.int32)
     namespace = BASE_NAMESPACE.for_request("tenant-acme", None)

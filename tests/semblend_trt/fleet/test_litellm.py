@@ -97,6 +97,7 @@ def as_chat(text):
     return {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]}
 
 
+@pytest.mark.promise("fleet", "A gateway sends a request where...")
 @pytest.mark.parametrize("form", [str, as_chat])
 def test_texts_behind_other_instructions_go_to_their_holder(fleet, form):
     texts = [page() for _ in range(4)]
@@ -108,6 +109,7 @@ def test_texts_behind_other_instructions_go_to_their_holder(fleet, form):
             assert (name, reused > 500) == (holder, True)
 
 
+@pytest.mark.promise("fleet", "LiteLLM's callback makes each tenant's salt and drops the client's")
 @pytest.mark.parametrize("place", ["cache_salt", "extra_body"])
 def test_the_keys_tenant_is_the_salt_whatever_the_client_names(fleet, place):
     text = page()
@@ -120,6 +122,7 @@ def test_the_keys_tenant_is_the_salt_whatever_the_client_names(fleet, place):
     assert fleet.proxy.metric("semblend_placement_client_salts_total") >= 3
 
 
+@pytest.mark.promise("fleet", "What placement cannot read, find or...")
 def test_a_deployment_without_the_connector_or_with_another_tokenizer_is_placed_by_load(fleet):
     before = fleet.proxy.metric('semblend_placements_total{result="not_held"}')
     text = page()
@@ -135,6 +138,7 @@ def test_a_deployment_without_the_connector_or_with_another_tokenizer_is_placed_
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
+@pytest.mark.promise("fleet", "What placement cannot read, find or...")
 @pytest.mark.parametrize(
     "body",
     [
@@ -151,6 +155,7 @@ def test_a_bad_request_is_the_clients_fault_and_no_replica_counts_as_dead(fleet,
     assert {fleet.proxy.ask(page())[0] for _ in range(4)} == {"one", "two"}
 
 
+@pytest.mark.promise("fleet", "Many long prompts at once keep their holder")
 def test_many_long_prompts_at_once_keep_their_holder(fleet):
     texts = [page(1500) for _ in range(4)]
     holders = [fleet.hold(INSTRUCTIONS[0] + text) for text in texts]
@@ -163,6 +168,7 @@ def test_many_long_prompts_at_once_keep_their_holder(fleet):
     assert len(holders) == 4
 
 
+@pytest.mark.promise("fleet", "Without NATS requests are served, and placed by text again when it is back")
 def test_nats_is_lost_and_comes_back(fleet):
     text = page()
     holder = fleet.hold(INSTRUCTIONS[0] + text)
@@ -175,6 +181,7 @@ def test_nats_is_lost_and_comes_back(fleet):
     assert (name, reused > 500) == (holder, True)
 
 
+@pytest.mark.promise("fleet", "Workers of LiteLLM restart one after the other, and every request is answered")
 def test_workers_restart_one_after_the_other_and_every_request_is_answered(fleet):
     with ThreadPoolExecutor(4) as threads:
         for number, (name, worker) in enumerate(list(fleet.workers.items()), 1):
@@ -194,6 +201,7 @@ def test_workers_restart_one_after_the_other_and_every_request_is_answered(fleet
     assert (name, reused > 500) == (holder, True)
 
 
+@pytest.mark.promise("fleet", "A dead or frozen worker is replaced as long as the client was sent nothing")
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_freezes_or_dies_is_replaced(fleet, end):
     """The last tests of the fleet: a worker freezes, and goes on when its cooldown is over; then one dies."""
@@ -251,6 +259,11 @@ def plain(tmp_path):
         proxy.kill()
 
 
+@pytest.mark.promise(
+    "fleet",
+    "A stream passes whole whatever its events hold, a slow answer is asked for once, and a stopped gateway ends "
+    "its streams",
+)
 def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_on(plain):
     proxy, replicas = plain
     for replica in replicas.values():
@@ -275,6 +288,7 @@ def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_o
     }
 
 
+@pytest.mark.promise("fleet", "A stream passes whole whatever its...")
 def test_a_slow_answer_is_asked_for_once_and_a_stopped_proxy_ends_its_streams(plain):
     proxy, replicas = plain
     answer = proxy.open({"stream": True, "model": "shipped", "prompt": "a", "max_tokens": 2})
@@ -302,6 +316,7 @@ def read(body, template):
 REWRITTEN = ("an answer as parts", "developer after a system")
 
 
+@pytest.mark.promise("fleet", "A replica of LiteLLM reads the prompt that was placed")
 def test_a_replica_reads_the_chat_that_was_placed(plain):
     """To the character, or but for the little that LiteLLM rewrites, behind which spans are found all the same."""
     proxy, replicas = plain
@@ -318,6 +333,7 @@ def test_a_replica_reads_the_chat_that_was_placed(plain):
             assert alike >= least or other == "template", (name, one, other)
 
 
+@pytest.mark.promise("fleet", "LiteLLM's callback makes each tenant's salt...")
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
 def test_every_route_carries_the_tenants_salt(plain, path):
     """Also where LiteLLM gives the replica a body of another form."""

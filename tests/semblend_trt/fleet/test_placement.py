@@ -29,6 +29,7 @@ def best(placement, tokens=DOCUMENT, salt=None, candidates=FOUR, load=None):
 FOUR_OF = dict.fromkeys(("min_size", "max_size"), 4)
 
 
+@pytest.mark.promise("fleet", "A gateway sends a request where its text is, weighed against what waits there")
 @given(st.lists(st.integers(0, 8), **FOUR_OF), st.lists(st.integers(0, 3000), **FOUR_OF), st.sampled_from([0.25, 1, 2]))
 def test_the_worker_that_would_have_the_prompt_first_is_best(parts, loads, weight):
     placement = Placement(None, load_weight=weight)
@@ -73,6 +74,7 @@ def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_l
     assert placement.counts == {"not_held": 1}
 
 
+@pytest.mark.promise("fleet", "What placement cannot read, find or trust is placed by load, and counted")
 @pytest.mark.parametrize("tokens", [[], np.zeros((2, 2), int), ["a"], [-1], [1 << 40], [0.5]])
 def test_what_is_no_prompt_is_placed_by_load(tokens):
     placement = Placement(None)
@@ -91,6 +93,7 @@ def test_bad_salts_unread_prompts_and_no_candidates_raise_nothing():
     assert placement.counts == {"failed": 1, "unread": 1, "no_candidate": 1}
 
 
+@pytest.mark.promise("fleet", "What placement cannot read, find or...")
 def test_engines_with_another_tokenizer_hold_nothing():
     ours, other = Placement(None, tokenizer=content_value("ours")), Placement(None, tokenizer=content_value("other"))
     for placement in (ours, other):
@@ -128,6 +131,7 @@ def test_it_learns_from_nats(nats_server, make_worker):
     asyncio.run(run())
 
 
+@pytest.mark.promise("fleet", "Many long prompts at once keep...")
 def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
     rng, placement, threads = np.random.default_rng(5), Placement(None), ReadingThreads(tokenizer)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)

@@ -52,6 +52,7 @@ def test_a_donors_life_is_told(nats_server, reader, make_worker, form, stream):
     assert not reader.directory.problems
 
 
+@pytest.mark.promise("fleet", "After losses and dead servers readers learn the truth from a resync")
 @pytest.mark.known_defect(31)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
 def test_readers_converge_after_the_server_was_killed(nats_server, reader, make_worker, stream):
@@ -185,6 +186,7 @@ def acks(monkeypatch):
     return made
 
 
+@pytest.mark.promise("fleet", "A JetStream stream keeps each event once; TLS, credentials and tokens are passed on")
 def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
     for number in range(20):
         worker_of_a_stream.add(f"donor-{number}")
@@ -245,6 +247,7 @@ def test_events_need_the_servers_token(make_nats_server, make_reader, make_worke
     assert "right-secret" not in caplog.text
 
 
+@pytest.mark.promise("fleet", "Serving neither waits for NATS nor fails by it")
 def test_serving_never_sees_a_dead_server(make_nats_server, make_worker):
     server = make_nats_server()
     server.kill()
@@ -256,6 +259,7 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker):
     assert not worker.publisher._thread.is_alive()
 
 
+@pytest.mark.promise("fleet", "A JetStream stream keeps each event...")
 def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("skipped: openssl is not installed")

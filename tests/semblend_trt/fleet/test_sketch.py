@@ -51,6 +51,7 @@ def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, a
     assert abs(overlap(sketch, asked) - truth) <= 5 * spread + 64 / max(len(prompt), 1)
 
 
+@pytest.mark.promise("fleet", "Sketches of one tenant say nothing...")
 @pytest.mark.parametrize("salt", [None, "", "other", "salt ", "salt"])
 def test_other_tenants_and_namespaces_see_nothing(salt):
     tokens, other = random_tokens(1, 8000), sketch_key("other" if salt == "salt" else "namespace", salt)

@@ -43,6 +43,10 @@ def is_whole(index):
     )
 
 
+@pytest.mark.promise(
+    "fleet",
+    "The directory says who holds how much of a prompt; text that two donors hold counts once",
+)
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
 @settings(max_examples=80)
 def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked):

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Placement
@@ -13,6 +15,7 @@ from tests.semblend_trt.samples import BASE_NAMESPACE
 from tests.server_process import wait_for
 
 
+@pytest.mark.promise("fleet", "Two live processes of one worker id are reported, and neither one's text counts as held")
 def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(directory, clock):
     first, second = (fed(directory, heartbeat=True, generation=generation) for generation in (7, 8))
     assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
@@ -37,6 +40,7 @@ def test_the_last_word_of_a_process_that_was_replaced_is_no_second_process(direc
     assert directory.twice() == set()
 
 
+@pytest.mark.promise("fleet", "`semblend-trt fleet status` says who is...")
 def test_old_and_missing_events_are_found(directory, clock):
     teller = fed(directory, heartbeat=True)
     assert FleetStatus.of(directory).problems == {}
@@ -48,6 +52,7 @@ def test_old_and_missing_events_are_found(directory, clock):
     assert FleetStatus.of(directory).problems.keys() == {"unsynced"}
 
 
+@pytest.mark.promise("fleet", "`semblend-trt fleet status` says who is...")
 def test_the_fields_that_keep_namespaces_apart_are_named():
     one = BASE_NAMESPACE.for_request("acme", "adapter")
     same = BASE_NAMESPACE.for_request(None, None)
@@ -66,6 +71,11 @@ def test_what_could_not_be_determined_meets_nothing():
     ]
 
 
+@pytest.mark.promise(
+    "fleet",
+    "`semblend-trt fleet status` says who is known, which ids are seen twice, whose events are old, and which field "
+    "keeps namespaces apart, with status 1 for each",
+)
 def test_the_command_tells_what_it_heard(nats_server, make_worker, capsys):
     first = make_worker(nats_server, worker=(3, 0), generation=7)
     first.add("a")
@@ -79,6 +89,7 @@ def test_the_command_tells_what_it_heard(nats_server, make_worker, capsys):
     assert "two live processes say that they are worker 3.0" in capsys.readouterr().out
 
 
+@pytest.mark.promise("fleet", "Two live processes of one worker...")
 def test_workers_of_one_id_hear_of_each_other(nats_server, make_worker, caplog):
     workers = [make_worker(nats_server, worker=(3, 0), generation=generation) for generation in (7, 8)]
 

@@ -126,6 +126,7 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     torch.testing.assert_close(pool, alone, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.promise("donors", "Forged metadata of a rank is...")
 @pytest.mark.parametrize("donor", ["near", "far"])
 @pytest.mark.parametrize(
     "wrong", [{"donor_start": -1}, {"donor_start": -4}, {"length": -2}, {"length": 99}, {"target_start": -1}], ids=str
@@ -252,6 +253,11 @@ def test_leftovers_of_the_load_before_are_joined_first(store):
     assert not readiness.is_arriving
 
 
+@pytest.mark.promise("engines", "Plans over latent attention come out...")
+@pytest.mark.promise(
+    "engines",
+    "Of a partial rotation only the channels that turn are moved: K and V of the lowest layer are those of a cold run",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shift", [37, 512, -20, 0])
 def test_placed_keys_of_the_first_layer_are_those_of_a_cold_run(tiny_model_paths, family, shift):

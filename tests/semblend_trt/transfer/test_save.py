@@ -120,6 +120,7 @@ def snapshotting():
     built.close()
 
 
+@pytest.mark.promise("donors", "Blocks that the engine gives to...")
 def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting):
     snapshotting.start(SaveIntent(1, "long", 11), [2, 0, 1], 11)
     snapshotting.drain()

@@ -36,6 +36,11 @@ def bound(rng, groups=60, max_kl=0.01, risk=RISK, **changes):
     return bounds_of(fit, test, SHARES, [max_kl], risk)[0]
 
 
+@pytest.mark.promise(
+    "policies",
+    "A bound's risk is broken no more often than its confidence allows, and where a deviation says nothing all is "
+    "computed",
+)
 def test_the_promised_risk_is_broken_no_more_often_than_the_confidence_allows():
     rng = np.random.default_rng(0)
     broken, shares = 0, []
@@ -50,6 +55,7 @@ def test_the_promised_risk_is_broken_no_more_often_than_the_confidence_allows():
     assert np.mean(shares) < 0.6
 
 
+@pytest.mark.promise("policies", "A bound's risk is broken no...")
 @pytest.mark.parametrize(("slope", "level"), [(0.0, 1.0), (1.0, 9.0)], ids=["a useless score", "nothing holds"])
 def test_where_no_table_holds_all_is_computed(slope, level):
     found = bound(np.random.default_rng(1), slope=slope, level=level)
@@ -58,6 +64,7 @@ def test_where_no_table_holds_all_is_computed(slope, level):
     assert {each.misses for each in later.values()} == {0}
 
 
+@pytest.mark.promise("policies", "A bound's risk is broken no...")
 def test_a_larger_kl_or_risk_never_computes_more():
     rng = np.random.default_rng(3)
     fit, test = prompts(rng, 120), prompts(rng, 120)

@@ -100,6 +100,11 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
     assert len({each.name for each in found}) == len(found)
 
 
+@pytest.mark.promise(
+    "engines",
+    "A check lies above a layer with full attention: no other is calibrated, and a profile with another is refused "
+    "by name",
+)
 def test_no_check_is_tried_that_sees_no_further_than_a_window():
     found = candidates(HARMLESS, TRAPS, LAYERS, lowest_check=2)
     assert found == [each for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check.layer > 1]

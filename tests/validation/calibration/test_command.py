@@ -78,6 +78,10 @@ def _two_checks(monkeypatch):
     monkeypatch.setattr(calibration, "candidates", few)
 
 
+@pytest.mark.promise(
+    "policies",
+    "`calibrate` chooses bounds that hold: a trap rules the cheap checks out, and new prompts confirm each bound",
+)
 @pytest.mark.usefixtures("_two_checks")
 def test_a_trap_rules_cheap_checks_out_and_bounds_hold_after_one(shipped, tmp_path, capsys):
     path = tmp_path / "profile.json"
@@ -161,6 +165,10 @@ def made(shipped, tmp_path):
     return make
 
 
+@pytest.mark.promise(
+    "policies",
+    "`confirm` adds an engine where no bound is refuted, and else leaves the file as it was",
+)
 @pytest.mark.usefixtures("_trtllm")
 def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     path, trtllm = made(), TrtllmEngines(str(shipped_model()))
@@ -183,6 +191,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     assert len(told(again, "engine_confirmed")) == 1
 
 
+@pytest.mark.promise("policies", "`confirm` adds an engine where no...")
 @pytest.mark.usefixtures("_trtllm")
 @pytest.mark.parametrize(
     ("fields", "options", "said"),
@@ -245,6 +254,10 @@ def test_bad_usage_of_confirm_is_one_sentence(made, fields, options, sentence, c
     assert (said.out, said.err.count("\n"), path.read_bytes()) == ("", 1, before)
 
 
+@pytest.mark.promise(
+    "policies",
+    "`calibrate` and `confirm` run inside TensorRT-LLM's API, played by an engine of its shape",
+)
 @pytest.mark.usefixtures("_trtllm", "_two_checks")
 def test_a_calibration_inside_tensorrt_llm_finds_what_its_own_answers_allow(tmp_path, capsys):
     path = tmp_path / "profile.json"

@@ -71,6 +71,10 @@ def test_a_log_leaves_a_table_and_a_file_that_names_documents_by_digest_and_firs
         assert not {5, 6} & set(each["first_lines"])
 
 
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt estimate` ends with status 2 where it passed over more lines than it read prompts",
+)
 @pytest.mark.parametrize(("bad", "status"), [(20, 0), (21, 2)])
 def test_more_lines_passed_over_than_read_end_with_status_2(log, capsys, bad, status):
     with log.open("a") as file:
@@ -81,6 +85,11 @@ def test_more_lines_passed_over_than_read_end_with_status_2(log, capsys, bad, st
     assert ("21 lines were passed over and 20 prompts read" in shown.err) == (status == 2)
 
 
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt estimate` shows and writes no text of a prompt; lines that it cannot read are counted and cost "
+    "no other line",
+)
 def test_no_word_of_a_prompt_is_shown_or_written(log, capsys):
     estimated(log)
     shown = capsys.readouterr()

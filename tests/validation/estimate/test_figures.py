@@ -48,6 +48,10 @@ def traffic(seed, count=24):
     return prompts
 
 
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt estimate` says of a log what the embedded engine then reuses of it, prompt by prompt",
+)
 @pytest.mark.parametrize(
     ("pool_tokens", "host_tokens"), [(8_192, 8_192), (1_024, 1_200)], ids=["room for all", "little room"]
 )

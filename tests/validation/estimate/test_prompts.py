@@ -119,6 +119,7 @@ BAD = [
 ]
 
 
+@pytest.mark.promise("commands", "`semblend-trt estimate` shows and writes no...")
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=[f"{why} {at}" for at, (_, why) in enumerate(BAD)])
 def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line, reason):
     log = log_of(b'{"prompt": "first"}\n' + line + b'\n{"prompt": "last"}\n')
@@ -151,6 +152,7 @@ NESTED = [
 DEEPER = [("[", "]"), ('{"a":', "}"), ('{"type": "tool_result", "content": [', "]}")]
 
 
+@pytest.mark.promise("donors", "No file that a command is...")
 @pytest.mark.parametrize("line", NESTED)
 @pytest.mark.parametrize(("opens", "closes"), DEEPER, ids=["list", "object", "both"])
 def test_no_depth_ends_the_log(line, opens, closes):

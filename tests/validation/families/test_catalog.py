@@ -138,6 +138,11 @@ def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipp
         write_timed(shipped, 1, min(row[-1] for row in TIMED) - 24, full=True)
 
 
+@pytest.mark.promise(
+    "commands",
+    "`make validate` serves a part of the full run's prompts, of every kind, and shows headline, figures and gates "
+    "on one screen",
+)
 def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped):
     cases = write_timed(shipped, 1, 8_192, full=False)
     every = {case.id: case for case in write_timed(shipped, 1, 8_192, full=True)}

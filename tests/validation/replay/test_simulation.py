@@ -130,6 +130,7 @@ def test_what_comes_back_after_it_went_is_a_regret_and_what_no_other_request_has
     assert cache.used_tokens == SIZES["c"]
 
 
+@pytest.mark.promise("commands", "`python -m validation replay` says which...")
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(30, 5), places=st.integers(1, 6))

@@ -63,6 +63,11 @@ def read(tmp_path, content, requests=None):
     return trace_file(path, requests)
 
 
+@pytest.mark.promise(
+    "commands",
+    "`python -m validation replay` reads the SemanticKV system's traces and Mooncake's as they are published, and "
+    "counts what it cannot read",
+)
 def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
     trace = read(tmp_path, MOONCAKE)
     assert (trace.form, trace.skipped.counts) == (TraceFormat.MOONCAKE, {})
@@ -73,6 +78,7 @@ def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
     assert len(read(tmp_path, MOONCAKE, 2)) == 2
 
 
+@pytest.mark.promise("commands", "`python -m validation replay` reads the...")
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

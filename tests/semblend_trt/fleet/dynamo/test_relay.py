@@ -51,6 +51,7 @@ def assert_whole(cold, found):
     assert [answer.usage for answer in found] == [answer.usage for answer in cold]
 
 
+@pytest.mark.promise("fleet", "Through Dynamo a text goes to the worker that holds it, and salted tenants stay apart")
 async def test_a_text_goes_to_the_worker_that_holds_it_wherever_it_stands(fleet, client, some, make_reader):
     texts, reader = [some(TEXT) for _ in range(8)], make_reader(fleet.nats.url)
     first = await answers(fleet, client, [some(20) + text for text in texts], 2)
@@ -69,6 +70,7 @@ async def test_a_text_goes_to_the_worker_that_holds_it_wherever_it_stands(fleet,
         assert all(answer.placed["held_tokens"] > TEXT / 2 for answer in again)
 
 
+@pytest.mark.promise("fleet", "Through Dynamo a text goes to...")
 async def test_salted_tenants_stay_apart(fleet, client, some):
     text = some(TEXT)
     mine = await known(fleet, client, some, text, salt="mine")
@@ -86,6 +88,11 @@ async def test_headers_of_a_trace_reach_the_worker(fleet, client, some):
     assert (seen["x-request-id"], seen["traceparent"].split("-")[1]) == ("mine", trace)
 
 
+@pytest.mark.promise(
+    "fleet",
+    "Through Dynamo a bad request is answered and no worker counts as dead; a worker with another tokenizer is not "
+    "asked",
+)
 async def test_bad_requests_are_answered_and_no_worker_counts_as_dead(fleet, client, some):
     unknown = await fleet.ask(client, some(20), 1, model="another")
     assert unknown.status == 404
@@ -109,6 +116,11 @@ async def test_a_text_that_only_a_stranger_holds_is_placed_by_load(fleet, client
     stranger.publisher.close()
 
 
+@pytest.mark.promise(
+    "fleet",
+    "Through Dynamo an answer goes on elsewhere when its worker is killed or frozen, a slow one is waited for, and "
+    "what is asked to end answers what it has",
+)
 async def test_an_answer_goes_on_when_its_worker_is_killed_and_the_worker_comes_back_elsewhere(fleet, client, some):
     prompts, text = [some(40) for _ in range(12)], some(TEXT)
     cold, begun = await answers(fleet, client, prompts), Begun(60)
@@ -133,6 +145,7 @@ async def test_an_answer_goes_on_when_an_engine_drops_it(fleet, client, some):
     assert {answer.placed["worker"] for answer in found} == {"2.0"}
 
 
+@pytest.mark.promise("fleet", "Through Dynamo an answer goes on...")
 async def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, client, some):
     prompts = [some(40) for _ in range(8)]
     cold, begun = await answers(fleet, client, prompts), Begun(40)
@@ -148,11 +161,13 @@ async def test_an_answer_goes_on_when_its_worker_is_frozen(fleet, client, some):
         fleet.end("worker-2")
 
 
+@pytest.mark.promise("fleet", "Through Dynamo an answer goes on...")
 async def test_a_slow_answer_is_waited_for(fleet, client, some):
     answer = await fleet.ask(client, [SILENT_SECONDS + 3, *some(20)], 2)
     assert (answer.error, answer.placed["attempts"]) == (None, 1)
 
 
+@pytest.mark.promise("fleet", "Without NATS requests are served, and...")
 async def test_requests_are_answered_without_nats_and_placed_again_behind_it(fleet, client, some):
     old, new = some(TEXT), some(TEXT)
     holder = (await known(fleet, client, some, old)).placed["worker"]
@@ -182,6 +197,7 @@ async def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet
     assert await tokens_per_s(fleet, 4, client) > 0
 
 
+@pytest.mark.promise("fleet", "Through Dynamo an answer goes on...")
 @pytest.mark.parametrize("name", ["worker-1", "component"])
 async def test_what_is_asked_to_end_answers_what_it_has(fleet, client, some, name):
     prompts = [some(40) for _ in range(8)]
@@ -200,6 +216,7 @@ async def test_what_is_asked_to_end_answers_what_it_has(fleet, client, some, nam
     assert_whole(cold, await answers(fleet, client, prompts))
 
 
+@pytest.mark.promise("fleet", "Through Dynamo a bad request is...")
 async def test_workers_that_cannot_be_placed_by_text(fleet, client, some, tmp_path):
     """Dynamo's mocker has no connector, and another worker has a tokenizer of its own."""
     other = shutil.copytree(MODEL_PATH, tmp_path / "other")

@@ -7,6 +7,7 @@ from semblend_trt.fleet.dynamo.stream import SALT_PREFIX
 pytestmark = pytest.mark.dynamo
 
 
+@pytest.mark.promise("fleet", "Through Dynamo a text goes to...")
 async def test_vllm_reuses_a_text_behind_another_beginning_and_is_continued_when_killed(
     vllm_fleet, client, some, make_reader
 ):

@@ -50,6 +50,7 @@ def test_a_worker_without_our_connector_is_counted(told):
     assert fleet.workers.candidates() == {1: None}
 
 
+@pytest.mark.promise("fleet", "Through Dynamo a bad request is...")
 @pytest.mark.parametrize("text", [card("blake3:bb"), "{", "[]", '{"runtime_config": 3}', '{"tokenizer": null}'])
 def test_an_instance_with_another_tokenizer_or_an_unreadable_card_is_not_asked(text):
     fleet = Fleet(i1=card(), i2=text)
