@@ -13,7 +13,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from tests.pages import ROOT, Page
-from validation.smollm2 import smollm2_folder
+from validation.models import smollm2_folder
 
 INSTALL, LOOK, ESTIMATE, CALIBRATE, SERVE, VLLM, SGLANG = Page("docs/first-hour.md").blocks("bash")
 # What `pip install` and a virtual environment leave behind is what runs this test.

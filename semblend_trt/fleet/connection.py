@@ -31,8 +31,6 @@ MAX_REQUEST_BYTES = 1024
 # The field of a message beside requests for a resync: a reuse profile whose promise is broken in a `namespace`.
 BROKEN_PROFILE = "broken_profile"
 _DIGEST_DIGITS = 64
-# Options that settings have under the same name, after `nats_`.
-_OF_ONE_NAME = ("subject", "stream", "tls_ca", "tls_cert", "tls_key", "creds")
 # Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS, STREAM_BYTES, DUPLICATE_SECONDS = 3600, 256 << 20, 120
@@ -75,7 +73,12 @@ class ConnectionOptions:
             servers=tuple(filter(None, (each.strip() for each in url.get_secret_value().split(",")))),
             token=None if token is None else token.get_secret_value(),
             per_worker=settings.nats_subject_per_worker,
-            **{name: getattr(settings, f"nats_{name}") for name in _OF_ONE_NAME},
+            subject=settings.nats_subject,
+            stream=settings.nats_stream,
+            tls_ca=settings.nats_tls_ca,
+            tls_cert=settings.nats_tls_cert,
+            tls_key=settings.nats_tls_key,
+            creds=settings.nats_creds,
         )
 
     @property
