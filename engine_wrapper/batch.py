@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -249,36 +250,45 @@ class EngineForward:
         `input_ids`: [rows], the tokens of these rows if the engine knows them on its device alone."""
         num_layers = self.geometry.num_layers
 
-        def moved(schedule: LayerSchedule) -> LayerSchedule:
-            schedule = schedule.to(device)
-            return (
-                schedule if input_ids is None else replace(schedule, token_ids=schedule.token_ids.to(input_ids.dtype))
-            )
-
         def lowest(works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
             return self.lowest(lowest_schedule(works, layer, num_layers).to(device))
 
         def weigh(works: Sequence[SequenceWork]) -> list[torch.Tensor]:
-            return attention_of(
-                works, num_layers, self.max_rows, self.ranks, lambda schedule: self.run(moved(schedule), None)
-            )
+            def alone(schedule: LayerSchedule) -> None:
+                self.run(_moved(schedule, device, input_ids), None)
 
-        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
-            hidden, done = [], 0
-            for parts in micro_batches(works, num_layers, self.max_rows):
-                end = done + sum(part.scheduled for part in parts)
-                schedule = moved(schedule_of([part.work for part in parts], num_layers))
-                if input_ids is not None:
-                    _fill(schedule.token_ids, parts, input_ids[done:end])
-                own = self.run(schedule, sink)
-                asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
-                if not asked.all():
-                    own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
-                hidden.append(own)
-                done = end
-            return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+            return attention_of(works, num_layers, self.max_rows, self.ranks, alone)
 
+        run = partial(self.outputs, device=device, sink=sink, input_ids=input_ids)
         return run_works(works, num_layers, self.max_rows, lowest, weigh, sink, run, is_arriving=is_arriving)
+
+    def outputs(
+        self,
+        works: Sequence[SequenceWork],
+        device: torch.device,
+        sink: EvidenceSink | None,
+        input_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run works of which nothing is left to be decided, `max_rows` at a time; return the rows of their outputs."""
+        num_layers, hidden, done = self.geometry.num_layers, [], 0
+        for parts in micro_batches(works, num_layers, self.max_rows):
+            end = done + sum(part.scheduled for part in parts)
+            schedule = _moved(schedule_of([part.work for part in parts], num_layers), device, input_ids)
+            if input_ids is not None:
+                _fill(schedule.token_ids, parts, input_ids[done:end])
+            own = self.run(schedule, sink)
+            asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
+            if not asked.all():
+                own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
+            hidden.append(own)
+            done = end
+        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+
+def _moved(schedule: LayerSchedule, device: torch.device, input_ids: torch.Tensor | None) -> LayerSchedule:
+    """Return the schedule on the device, with tokens of the dtype of `input_ids`."""
+    schedule = schedule.to(device)
+    return schedule if input_ids is None else replace(schedule, token_ids=schedule.token_ids.to(input_ids.dtype))
 
 
 def _fill(tokens: torch.Tensor, parts: Sequence[Part], input_ids: torch.Tensor) -> None:

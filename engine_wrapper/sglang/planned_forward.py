@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang.semblend")
 
 
-class _Promised(Batch):
+class _PromisedForward(EngineForward):
     """Runs what plans promised, and of the rows that SGLang scheduled the first alone: a schedule needs a row in every
     layer. Only a look at attention runs the others too."""
 
-    def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
-        layers = forward.geometry.num_layers
+    def outputs(self, works: Sequence[SequenceWork], device: Any, sink: EvidenceSink | None, input_ids: Any) -> Any:
+        layers = self.geometry.num_layers
         counts = (len(work.positions) - work.outputs for work in works)
         own = [work.part(0, count + 1, 1) for work, count in zip(works, counts, strict=True) if count]
-        for parts in micro_batches(own, layers, forward.max_rows) if own else ():
-            forward.run(schedule_of([part.work for part in parts], layers).to(self.input_ids.device), sink)
-        return self.input_ids
+        for parts in micro_batches(own, layers, self.max_rows) if own else ():
+            self.run(schedule_of([part.work for part in parts], layers).to(device), sink)
+        return input_ids
 
 
 class PlannedForward:
@@ -82,8 +82,9 @@ class PlannedForward:
     def _planned(self, plans: Mapping[int, SemanticKvPlan], own: Sequence[Scheduled], batch: Any) -> None:
         slots, nothing = [self._slots(batch, each) for each in own], batch.input_ids.new_empty(0)
         numbers, begins = tuple(each.number for each in own), tuple(each.begin for each in own)
-        promised = _Promised(numbers, begins, tuple(each.tokens for each in own), len(own), nothing)
-        promised.run(plans, slots, self._forward(batch, self._max_rows), self._runtime.note_evidence)
+        promised = Batch(numbers, begins, tuple(each.tokens for each in own), len(own), nothing)
+        forward = self._forward(batch, self._max_rows, _PromisedForward)
+        promised.run(plans, slots, forward, self._runtime.note_evidence)
 
     def _whole(self, plan: SemanticKvPlan, request: Scheduled, batch: Any) -> None:
         """Have SGLang's decoder compute all that the plan promised, part by part."""
@@ -101,7 +102,7 @@ class PlannedForward:
         found: list[int] = held[batch.req_pool_indices[request.row], : request.begin + request.tokens].tolist()
         return found
 
-    def _forward(self, batch: Any, max_rows: int | None) -> EngineForward:
+    def _forward(self, batch: Any, max_rows: int | None, kind: type[EngineForward] = EngineForward) -> EngineForward:
         parts, ranks, layers = self._parts, self._runtime.ranks, self._parts.geometry.num_layers
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
@@ -112,7 +113,7 @@ class PlannedForward:
             with SglangRows(parts, schedule, batch) as rows:
                 return follow(rows, schedule, layers, ranks)
 
-        return EngineForward(parts.geometry, ranks, run, lowest, max_rows)
+        return kind(parts.geometry, ranks, run, lowest, max_rows)
 
     def prove(self, step: Sequence[Scheduled], batch: Any) -> None:
         """Compute the engine's first long enough prompt again, by SGLang's decoder and by planned rows; never raises.
