@@ -4,6 +4,7 @@ Names with a number take any: `boundary_4` computes the 4 lowest layers for ever
 16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 % of the tokens that deviate most (CacheBlend,
 arXiv 2405.16444)."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ POSITION_FIX = "position_fix"
 BOUNDARY = "boundary"
 VERIFIED = "verified"
 
+# The bound that a user sets is the one that is measured.
+BOUND = ("SEMBLEND_MAX_KL", "SEMBLEND_RISK")
 # Cold's other runs, which differ from it by rounding.
 FLOOR_ARMS = (COLD_AGAIN, COLD_OTHERWISE)
 DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
@@ -124,6 +127,7 @@ def arm_of(name: str, choices: ArmChoices) -> Arm:
     value = int(number) if number.isdecimal() else choices.boundary
     if name == VERIFIED:
         variables["SEMBLEND_PROFILE"], full_layers = str(choices.profile), choices.profile_layers
+        variables |= {each: os.environ[each] for each in BOUND if each in os.environ}
     elif policy == "epic":
         variables["SEMBLEND_EPIC_TOKENS"] = str(value)
     elif policy == "cacheblend":

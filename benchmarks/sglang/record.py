@@ -76,12 +76,15 @@ def main(folder: Path) -> None:
 
 
 def distances(folder: Path, report: Path) -> None:
-    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified."""
+    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified. Exits with a
+    message if plans offered nothing, since such a run compares cold runs."""
     said, rows = json.loads(report.read_text()), Results([str(folder), report.name])
     floor = said["rounding_floor"]
     for line in said["lines"]:
         if line["arm"] == "verified":
-            share = line["recomputed"] / max(line["offered"], 1)
+            if not line["offered"]:
+                raise SystemExit(f"no figure: no plan offered tokens in {line['family']}; set a SEMBLEND_MAX_KL it has")
+            share = line["recomputed"] / line["offered"]
             found = (
                 f"mean KL over cold's own answer, {line['samples']} prompts in {line['groups']} groups, {share:.2f} of "
                 f"the offered tokens computed; goal: twice the rounding floor of {floor:.2g}; {said['model']}; "

@@ -30,6 +30,18 @@ def test_each_arm_sets_its_own_variables_only(name, policy, others, full_layers)
     assert arm.full_layers == full_layers
 
 
+def test_verified_alone_keeps_the_bound_that_is_set(monkeypatch):
+    monkeypatch.setenv("SEMBLEND_MAX_KL", "0.05")
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1")
+    kept = {arm.name: arm.variables for arm in arms_of(["verified", "boundary"], CHOICES)}
+    assert kept["verified"] == {
+        "SEMBLEND_POLICY": "verified",
+        "SEMBLEND_PROFILE": "profile.json",
+        "SEMBLEND_MAX_KL": "0.05",
+    }
+    assert "SEMBLEND_MAX_KL" not in kept["boundary"]
+
+
 FLOOR_ARMS = ("cold_again", "cold_otherwise")
 
 
