@@ -1,9 +1,9 @@
 """`python -m benchmarks.sglang.record FOLDER`, in the environment of `make sglang-env`, records SGLang's rows.
 
-With a second argument, the JSON that `python -m validation quality --engine sglang` wrote, it records how far answers
-in it are from cold ones, beside the rows that are there. Exactness, hits and faults are those of the tests. Times are
-of SmolLM2 on this CPU, where SGLang has neither its kernels nor its own torch: they compare two prefills in one
-process, and say nothing of a card."""
+With two more arguments, the JSON that `python -m validation quality --engine sglang` wrote and that of the same run
+with `--engine vllm`, it records how far answers are from cold ones in both, beside the rows that are there.
+Exactness, hits and faults are those of the tests. Times are of SmolLM2 on this CPU, where SGLang has neither its
+kernels nor its own torch: they compare two prefills in one process, and say nothing of a card."""
 
 from __future__ import annotations
 
@@ -75,22 +75,25 @@ def main(folder: Path) -> None:
     rows.write(folder / rows.measured.machine["name"], "sglang")
 
 
-def distances(folder: Path, report: Path) -> None:
-    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified. Exits with a
-    message if plans offered nothing, since such a run compares cold runs."""
-    said, rows = json.loads(report.read_text()), Results([str(folder), report.name])
-    floor = said["rounding_floor"]
+def distances(folder: Path, report: Path, other: Path) -> None:
+    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified, beside
+    that of `other`, the same run in vLLM. Exits with a message if plans offered nothing: that compares cold runs."""
+    said, rows = json.loads(report.read_text()), Results([str(folder), report.name, other.name])
+    floor, beside = said["rounding_floor"], {}
+    for line in json.loads(other.read_text())["lines"]:
+        beside[line["arm"], line["family"]] = line["answer_kl"]
     for line in said["lines"]:
         if line["arm"] == "verified":
+            theirs = beside["verified", line["family"]]
             if not line["offered"]:
                 raise SystemExit(f"no figure: no plan offered tokens in {line['family']}; set a SEMBLEND_MAX_KL it has")
             share = line["recomputed"] / line["offered"]
             found = (
                 f"mean KL over cold's own answer, {line['samples']} prompts in {line['groups']} groups, {share:.2f} of "
-                f"the offered tokens computed; goal: twice the rounding floor of {floor:.2g}; {said['model']}; "
-                f"{said['command']}; {WHERE}"
+                f"the offered tokens computed; goal: {theirs:.2g} of the same run in vLLM and twice the rounding floor "
+                f"of {floor:.2g}; {said['model']}; {said['command']}; {WHERE}"
             )
-            rows.add(f"{DISTANCE}{line['family']}", line["answer_kl"], "nats", found, 2 * floor)
+            rows.add(f"{DISTANCE}{line['family']}", line["answer_kl"], "nats", found, theirs + 2 * floor)
     path = folder / rows.measured.machine["name"] / "sglang.json"
     kept = [Row(**each) for each in json.loads(path.read_text()) if not each["name"].startswith(DISTANCE)]
     write_rows(path, kept + rows.rows)
