@@ -90,8 +90,8 @@ class LocalSglang:
         cleanup_dist_env_and_memory()
         # SGLang keeps its scheduler alive, so that the next engine's weights and KV would lie beside this one's.
         runner = self.scheduler.tp_worker.model_runner
-        pool = runner.token_to_kv_pool
-        for held in (*runner.model.parameters(), *runner.model.buffers(), *pool.k_buffer, *pool.v_buffer):
+        pools = (getattr(runner.token_to_kv_pool, name, ()) for name in ("k_buffer", "v_buffer"))
+        for held in itertools.chain(runner.model.parameters(), runner.model.buffers(), *pools):
             held.untyped_storage().resize_(0)
 
     def _request(self, asked: Ask) -> Any:
