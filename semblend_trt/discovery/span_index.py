@@ -39,7 +39,7 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 
-_FEW_NOMINATIONS = 64  # all are compared, in any order
+_FEW_NOMINATIONS = 64  # of more, the best one of each anchor comes first
 _FEWEST_COMPARED, _LIKELY_EQUAL = 64, 2048  # tokens compared at first, at least and at most
 
 # A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
