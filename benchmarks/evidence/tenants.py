@@ -18,7 +18,7 @@ from typing import NamedTuple
 from scipy.stats import ks_2samp
 
 from benchmarks.bench_model import Prompts, make_runner
-from benchmarks.program import Count, resident_mib, run_counted
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
@@ -85,11 +85,16 @@ def arms_of(samples: int) -> dict[str, list[Served]]:
 def memory_of(salts: int) -> float:
     """Return the MB by which the process grows while each of `salts` salts has a prompt served."""
     with engine() as (llm, prompts):
-        before = resident_mib()
+        before = resident_mb()
         for number in range(salts):
             llm.generate([prompts.document(SIZE)], ONE_TOKEN, cache_salt=f"tenant-{number}")
             llm.settle()
-        return (resident_mib() - before) * 1.048576
+        return resident_mb() - before
+
+
+def resident_mb() -> float:
+    """Return the memory that this process holds, in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 def run(samples: int, salts: int, rows: Results) -> None:

@@ -23,7 +23,8 @@ CONCURRENCIES = (1, 4, 16)
 # Until the last donors have been announced.
 SETTLED_SECONDS = 1.0
 
-Prompt, Got = TypeVar("Prompt"), TypeVar("Got")
+Prompt = TypeVar("Prompt")
+Got = TypeVar("Got")
 
 
 def prompts_of(texts: int, seed: int) -> list[list[str]]:
