@@ -152,7 +152,7 @@ def run(donors: int, results: Results) -> None:
     times = [[seconds(directory._holders_of, prompt) * 1e3 for prompt in prompts] for _ in range(ROUNDS)]
     baseline = f"{donors} donors of {DONOR_TOKENS} tokens on {WORKERS} workers, prompts of {PROMPT_TOKENS} tokens"
     results.add("directory_lookup_p99_ms", np.percentile(times, 99, axis=1).min(), "ms", baseline, 1)
-    messages = fleet.writes(WRITE_ROUNDS * min(WRITES_PER_S * WRITE_SECONDS, donors))
+    messages = fleet.writes(WRITE_ROUNDS * WRITES_PER_S * WRITE_SECONDS)
     rounds = [lookups_under_writes(directory, cycle(prompts), messages) for _ in range(WRITE_ROUNDS)]
     best = max(rounds, key=lambda each: (min(each.rate, WRITES_PER_S), -each.percentile(99)))
     baseline = (
@@ -193,7 +193,7 @@ def place(donors: int, results: Results) -> None:
     fleet, placement = Fleet(donors), Placement(None)
     placement.directory = fleet.directory
     prompts = cycle([fleet.prompt()[:PLACED_TOKENS] for _ in range(REQUESTS_PER_S)])
-    messages = fleet.writes(PLACED_ROUNDS * min(EVENTS_PER_S * SECONDS, donors))
+    messages = fleet.writes(PLACED_ROUNDS * EVENTS_PER_S * SECONDS)
     rounds = [asyncio.run(placed_under_writes(placement, prompts, messages)) for _ in range(PLACED_ROUNDS)]
     best = min(rounds, key=lambda each: each.percentile(99))
     baseline = (
