@@ -60,8 +60,3 @@ def seconds(call: Callable[..., object], *arguments: object) -> float:
     began = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - began
-
-
-def resident_mib() -> float:
-    """Return the memory that this process holds, in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20

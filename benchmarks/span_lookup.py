@@ -12,6 +12,7 @@ import gzip
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +37,9 @@ DONOR_TOKENS, SLICE_TOKENS = 2_000, 500
 DOCUMENT_TOKENS, DOCUMENT_DONOR_TOKENS = 6_000, 8_000
 RUN_TOKENS = 64
 _CHARACTERS_A_CALL = 1 << 16
-_BASE = 0xD6E8FEB86659FD93
-_INVERSE = pow(_BASE, -1, 1 << 64)
-Hashes = npt.NDArray[np.uint64]
+# Factors of a window's tokens: a window's hash is their sum of products, modulo 2 ** 64.
+_FACTORS = np.random.default_rng(3).integers(0, 1 << 64, RUN_TOKENS, dtype=np.uint64)
+Mask = npt.NDArray[np.bool_]
 
 
 class Sizes(NamedTuple):
@@ -57,73 +58,59 @@ class Sizes(NamedTuple):
 QUICK = Sizes(donors=2_000, prompts=20, rounds=3, checked=10, documents=16, changes=10, long_lookups=2)
 
 
-class Corpus(NamedTuple):
-    """int32: `common` tokens that donors are cut from, `documents` [n, DOCUMENT_TOKENS], `own` tokens of prompts."""
+class Corpus:
+    """A text's int32 tokens: `common` ones that donors are cut from, `documents` [n, DOCUMENT_TOKENS], and prompts'
+    `own`. Raises ValueError if there are too few."""
 
-    source: str
-    common: TokenArray
-    documents: TokenArray
-    own: TokenArray
-
-    @classmethod
-    def of(cls, source: str, tokens: TokenArray, num_documents: int) -> "Corpus":
-        """Divide a text's tokens. Raises ValueError when there are too few."""
+    def __init__(self, source: str, tokens: TokenArray, num_documents: int) -> None:
         documents = num_documents * DOCUMENT_TOKENS
         common = (len(tokens) - documents) * 4 // 5
         if common < 4 * DOCUMENT_DONOR_TOKENS:
             raise ValueError(f"{source}: {num_documents} documents need more text beside them")
-        held = tokens[common : common + documents].reshape(num_documents, DOCUMENT_TOKENS)
-        return cls(source, tokens[:common], held, tokens[common + documents :])
+        self.source = source
+        self.common, held, self.own = np.split(tokens, [common, common + documents])
+        self.documents = held.reshape(num_documents, DOCUMENT_TOKENS)
 
     def donors(self, count: int) -> Iterator[TokenArray]:
         """Yield `count` donors. The first hold a document each in other text, the others four slices of text each."""
         rng = np.random.default_rng(2)
         for number in range(count):
             if number < len(self.documents):
-                around = DOCUMENT_DONOR_TOKENS - DOCUMENT_TOKENS
-                before = int(rng.integers(0, around + 1))
-                parts = [self.cut(rng, before), self.documents[number], self.cut(rng, around - before)]
+                around = cut(rng, self.common, DOCUMENT_DONOR_TOKENS - DOCUMENT_TOKENS)
+                yield np.insert(around, rng.integers(0, len(around) + 1), self.documents[number])
             else:
-                parts = [self.cut(rng, SLICE_TOKENS) for _ in range(DONOR_TOKENS // SLICE_TOKENS)]
-            yield np.concatenate(parts)
+                yield np.concatenate([cut(rng, self.common, SLICE_TOKENS) for _ in range(DONOR_TOKENS // SLICE_TOKENS)])
 
     def prompts(self, count: int, length: int) -> list[TokenArray]:
         """Return `count` prompts of `length` tokens of own text; every other one holds a document at a random place."""
         rng = np.random.default_rng(1)
-        prompts = []
-        for number in range(count):
-            begin = int(rng.integers(0, len(self.own) - length + 1))
-            prompt = self.own[begin : begin + length].copy()
-            if number % 2 == 0:
-                shift = int(rng.integers(0, length - DOCUMENT_TOKENS + 1))
-                prompt[shift : shift + DOCUMENT_TOKENS] = self.documents[rng.integers(0, len(self.documents))]
-            prompts.append(prompt)
+        prompts = [cut(rng, self.own, length) for _ in range(count)]
+        for prompt in prompts[::2]:
+            shift = rng.integers(0, length - DOCUMENT_TOKENS + 1)
+            prompt[shift : shift + DOCUMENT_TOKENS] = rng.choice(self.documents)
         return prompts
 
-    def cut(self, rng: np.random.Generator, length: int) -> TokenArray:
-        """Return text that is in many donors."""
-        begin = int(rng.integers(0, len(self.common) - length + 1))
-        cut: TokenArray = self.common[begin : begin + length].copy()
-        return cut
+
+def cut(rng: np.random.Generator, text: TokenArray, length: int) -> TokenArray:
+    """Return a copy of `length` tokens from a random place."""
+    begin = int(rng.integers(0, len(text) - length + 1))
+    found: TokenArray = text[begin : begin + length].copy()
+    return found
 
 
 def read_corpus(path: Path, num_documents: int) -> Corpus:
     """Read and tokenise a text (UTF-8, or .gz) with the shipped model's tokenizer. Raises ValueError if too short."""
-    raw = path.read_bytes()
-    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
-    tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
-    parts = (text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL))
-    tokens = np.concatenate(
-        [np.asarray(tokenizer.encode(part, add_special_tokens=False).ids, np.int32) for part in parts]
-    )
-    return Corpus.of(f"{path.name}, {len(tokens)} tokens", tokens, num_documents)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+        parts = list(iter(partial(file.read, _CHARACTERS_A_CALL), ""))
+    encoded = Tokenizer.from_file(str(shipped_model() / "tokenizer.json")).encode_batch(parts, add_special_tokens=False)
+    tokens = np.concatenate([np.array(part.ids, np.int32) for part in encoded])
+    return Corpus(f"{path.name}, {len(tokens)} tokens", tokens, num_documents)
 
 
 def random_corpus(num_documents: int) -> Corpus:
     """Return random tokens, for a dry run."""
     count = num_documents * DOCUMENT_TOKENS + 5 * LONG_PROMPT + 5
-    tokens = np.random.default_rng(0).integers(0, 2_048, count, dtype=np.int32)
-    return Corpus.of("random tokens", tokens, num_documents)
+    return Corpus("random tokens", np.random.default_rng(0).integers(0, 2_048, count, dtype=np.int32), num_documents)
 
 
 def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
@@ -145,7 +132,7 @@ def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
     yield [np.concatenate([*parts[each::8], *parts[(each + 1) % 8 :: 8]]) for each in range(8)], len(prompt)
 
 
-def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[npt.NDArray[np.bool_]]:
+def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[Mask]:
     """Return for every prompt which of its tokens lie in a window of RUN_TOKENS tokens that is in some donor."""
     hashes = [_window_hashes(prompt) for prompt in prompts]
     known = np.unique(np.concatenate(hashes))
@@ -154,26 +141,13 @@ def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray])
         of_donor = _window_hashes(donor)
         places = np.searchsorted(known, of_donor).clip(max=len(known) - 1)
         is_held[places[known[places] == of_donor]] = True
-    masks = []
-    for prompt, each in zip(prompts, hashes, strict=True):
-        edges = np.zeros(len(prompt) + 1, dtype=np.int64)
-        starts = np.flatnonzero(is_held[np.searchsorted(known, each)])
-        np.add.at(edges, starts, 1)
-        np.add.at(edges, starts + RUN_TOKENS, -1)
-        masks.append(np.cumsum(edges[:-1]) > 0)
-    return masks
+    window = np.ones(RUN_TOKENS, dtype=np.bool_)
+    return [np.convolve(is_held[np.searchsorted(known, each)], window) for each in hashes]
 
 
-def _window_hashes(tokens: TokenArray) -> Hashes:
-    """Return hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
-
-    def powers(base: int, length: int) -> Hashes:
-        return np.cumprod(np.full(length, base, dtype=np.uint64), dtype=np.uint64)
-
-    count = max(0, len(tokens) - RUN_TOKENS + 1)
-    sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
-    np.cumsum(tokens.astype(np.uint64) * powers(_INVERSE, len(tokens)), out=sums[1:])
-    return (sums[RUN_TOKENS:] - sums[:count]) * powers(_BASE, count)
+def _window_hashes(tokens: TokenArray) -> npt.NDArray[np.uint64]:
+    """Return hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1]."""
+    return np.convolve(tokens.astype(np.uint64), _FACTORS, mode="valid")
 
 
 def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
@@ -212,11 +186,10 @@ def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], d
     """Add the tokens in runs that the index finds, over all the prompts' tokens that are in a run of some donor."""
     found = total = 0
     for prompt, possible in zip(prompts, reusable_tokens(prompts, donors), strict=True):
-        mask = np.zeros(len(prompt), dtype=np.bool_)
-        for run in index.find(SPACE, prompt, RUN_TOKENS).runs:
-            mask[run.target_start : run.target_end] = True
-        found += int((mask & possible).sum())
         total += int(possible.sum())
+        for run in index.find(SPACE, prompt, RUN_TOKENS).runs:
+            found += int(possible[run.target_start : run.target_end].sum())
+            possible[run.target_start : run.target_end] = False
     against = f"{total} tokens of {len(prompts)} prompts in runs >= {RUN_TOKENS}, by comparison with every donor"
     rows.add("span_recall", found / total, "ratio", against, goal=0.99, better="higher")
 
@@ -224,7 +197,7 @@ def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], d
 def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, count: int) -> None:
     """Measure adding and removing donors of 8k tokens when the index is full."""
     rng = np.random.default_rng(4)
-    donors = {f"change-{number}": corpus.cut(rng, DOCUMENT_DONOR_TOKENS) for number in range(count)}
+    donors = {f"change-{number}": cut(rng, corpus.common, DOCUMENT_DONOR_TOKENS) for number in range(count)}
     added = [seconds(changed, index, index.add, SPACE, name, donor) for name, donor in donors.items()]
     removed = [seconds(changed, index, index.remove, name) for name in donors]
     for name, times in (("donor_add_ms", added), ("donor_remove_ms", removed)):
@@ -254,12 +227,9 @@ def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
             plan = planner.plan(request).plan
             times.append(time.thread_time() - began)
             shares.append(0.0 if plan is None else plan.reused_tokens / held)
-    against = (
-        f"of the tokens that donors hold of a prompt of {len(prompt)}; {len(times)} look-ups of 256 to 1311 runs, "
-    )
-    against += f"the worst {min(shares):.3f}"
-    name = "lookup_262k_many_runs_reused_share"
-    rows.add(name, statistics.mean(shares), "ratio", against, goal=0.95, better="higher")
+    against = f"of the tokens that donors hold of a prompt of {len(prompt)}; {len(times)} look-ups of 256 to 1311 runs"
+    against += f", the worst {min(shares):.3f}"
+    rows.add("lookup_262k_many_runs_reused_share", statistics.fmean(shares), "ratio", against, 0.95, "higher")
     p50, p99 = np.percentile(times, [50, 99]) * 1e3
     limit = settings.lookup_deadline_ms * len(prompt) / DEADLINE_TOKENS
     against = f"processor time of the same look-ups; median {p50:.1f} ms, the deadline is {limit:.0f} ms"

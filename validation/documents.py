@@ -112,20 +112,6 @@ def round_of(name: str, start: int, steps: Sequence[str]) -> Document:
     return Document("\n".join((f"Round of {name}, from floor {start}.", *lines)), tuple(questions))
 
 
-def restock(rng: random.Random, earlier: Document) -> Document:
-    """Return a later stock list of the same place: the same items in a new order, with new counts."""
-    header, *rows = earlier.text.split("\n")
-    items = [row.partition(":")[0] for row in rows]
-    rng.shuffle(items)
-    place = header.removeprefix("Stock list of ").removesuffix(".")
-    return counted_list(place, {item: rng.randint(2, 999) for item in items})
-
-
-def missing_stock_question(rng: random.Random) -> Question:
-    """Return a question on a random place that, in all likelihood, no document names; the answer is `unknown`."""
-    return Question(f"How many {rng.choice(_ITEMS)} are in {place_name(rng)}?", "unknown")
-
-
 def names(rng: random.Random, count: int) -> list[str]:
     """Return the names of `count` different people."""
     found: dict[str, None] = {}
@@ -156,12 +142,6 @@ def biographies(rng: random.Random, count: int) -> list[Document]:
         )
         found.append(Document(" ".join(sentences), questions))
     return found
-
-
-def fact_sheet(rng: random.Random, people: int = 4) -> Document:
-    """Return `biographies` as one document, a paragraph each."""
-    found = biographies(rng, people)
-    return Document("\n".join(each.text for each in found), tuple(q for each in found for q in each.questions))
 
 
 def name_of(person: Document) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.program import Count, run_counted
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
@@ -41,14 +40,11 @@ SKIPPED = "no other model was named with --target"
 
 
 class Target(NamedTuple):
-    """A model under attack with its reuse profile. `folder` None is the shipped one."""
+    """A model under attack, by its folder, with its reuse profile."""
 
-    folder: Path | None
+    name: str
+    folder: Path
     profile: Path
-
-    @property
-    def name(self) -> str:
-        return "shipped" if self.folder is None else self.folder.name
 
 
 class Attack(NamedTuple):
@@ -64,11 +60,9 @@ class Attack(NamedTuple):
 
 
 def shipped() -> Target:
-    """Return the shipped model. Raises ConfigurationError if its profile is missing."""
-    profile = models.profile_of(None, None)
-    if profile is None:
-        raise ConfigurationError("The shipped model has no reuse profile; make one with `calibrate`.")
-    return Target(None, profile)
+    """Return the shipped model."""
+    folder = models.shipped_model()
+    return Target("shipped", folder, folder / models.PROFILE_NAME)
 
 
 def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
@@ -78,24 +72,24 @@ def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
 
 def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
     """Search plants against one model, and serve under every arm the victims of those that its policy misses most."""
-    runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
+    runner = models.load(str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
     engines, collector = EmbeddedEngines(runner), DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
     planter, cases = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise), list[Case]()
     for name in CONSTRUCTIONS:
         plants, most = effort(name, tries, victims)
         cases += planter.hardest(write_plants(engines, FamilyRequest(seed=seed), [name], plants), profile, most)
-    model = str(target.folder or models.shipped_model())
-    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
+    settings = ServingSettings(str(target.folder), max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
     arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, target.profile))
     answers = {arm.name: server.answers(arm) for arm in (*arms, EXACT)}
     served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
     for arm, given in answers.items():
-        wrong[arm] = sum(not exact_match(given[case.id].text, str(case.reference)) for case in served)
-        hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in served)
-        fires[arm] = sum(given[case.id].reuse.reused > 0 for case in served)
+        for case in served:
+            wrong[arm] += not exact_match(given[case.id].text, str(case.reference))
+            hijacked[arm] += exact_match(given[case.id].text, str(case.donor_answer))
+            fires[arm] += given[case.id].reuse.reused > 0
     reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
     unmet = sorted(reason for reason in reasons if "profile" in reason)
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
@@ -105,7 +99,7 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
 
 def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
     """Attack every model, and add a row for each policy."""
-    targets = (shipped(), *(Target(*given) for given in target))
+    targets = (shipped(), *(Target(folder.name, folder, profile) for folder, profile in target))
     attacks = [attack(each, tries, victims, seed) for each in targets]
     most_tries, most_victims = effort(PLANTED, tries, victims)
     how = (

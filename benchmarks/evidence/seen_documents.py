@@ -12,27 +12,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.program import parser_of
-from engine_wrapper.embedded.llm import LLM
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
+from validation.arms import COLD_ARM, VERIFIED, Arm, arm_of
 from validation.calibration.bound import Broken
-from validation.cases import Tokeniser
+from validation.cases import Case, Expectation
 from validation.documents import counted_list
-from validation.embedded_engine import open_cold, open_llm
+from validation.embedded_engine import EmbeddedEngines
 from validation.families.group import Group
+from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import CONFIDENCE, MARGIN, exact_match
-from validation.models import load, profile_of, shipped_model
+from validation.models import choices_of, load, profile_of, shipped_model
 from validation.output import progress
 from validation.prompts import PromptForm, form_for
 from validation.results import Results
+from validation.samples import Reuse
 
-QUERIES, DOCUMENTS, EACH = 600, 600, 8
+NAME, QUERIES, DOCUMENTS, EACH = "seen_documents", 600, 600, 8
 # The share of the prompts, the last ones, whose documents are counted.
 COUNTED_SHARE = 1 / 6
 GENERATIONS, GOAL = 3, 0.97
@@ -42,84 +44,58 @@ ANSWER_TOKENS = 16
 
 
 class Query(NamedTuple):
-    """A prompt's token ids, the places in it of its documents by their number, and the right answer."""
+    """A prompt with the right answer, and the places in its tokens of its documents, by their number."""
 
-    tokens: list[int]
+    case: Case
     places: dict[int, range]
-    answer: str
 
-
-class Answered(NamedTuple):
-    """`seen` and `reused` count a prompt's documents. `reused_tokens`: offered tokens that stayed after the check."""
-
-    seen: int
-    reused: int
-    offered_tokens: int
-    reused_tokens: int
-    is_right: bool
+    def reused(self, reuse: Reuse) -> int:
+        """Count the documents whose KV is reused."""
+        is_held = np.zeros(max(place.stop for place in self.places.values()), dtype=bool)
+        # A plan is dropped for a reason; then everything is computed.
+        for start, length in ((0, reuse.cached), *(() if reuse.reason else reuse.spans)):
+            is_held[start : start + length] = True
+        return sum(is_held[place.start : place.stop].mean() >= COVERED for place in self.places.values())
 
 
 def queries_of(count: int, documents: int, form: PromptForm, encode: Callable[[str], list[int]]) -> list[Query]:
     """Return `count` prompts, each about EACH of `documents` stock lists; equal arguments give equal prompts."""
     draws, rng = np.random.default_rng(0), random.Random(0)
-    group = Group("seen_documents", "", form, lambda text: len(encode(text)), rng, 1, 0, Path())
+    group = Group(NAME, "", form, lambda text: len(encode(text)), rng, 1, 0, Path())
     lists = [counted_list(place, group.counts(group.items())) for place in islice(group.places(), documents)]
     weights = 1.0 / np.arange(1, documents + 1)
     queries = []
-    for _ in range(count):
+    for number in range(count):
         drawn = [int(each) for each in draws.choice(documents, EACH, replace=False, p=weights / weights.sum())]
         rng.shuffle(drawn)
         instruction, question = rng.choice(form.instructions), rng.choice(lists[rng.choice(drawn)].questions)
-        texts = [lists[each].text for each in drawn]
+        texts, name = [lists[each].text for each in drawn], f"{NAME}-{number}"
         ends = [len(encode(form.render_pages(instruction, texts[:shown]))) for shown in range(EACH + 1)]
-        places = {number: range(*between) for number, between in zip(drawn, pairwise(ends), strict=True)}
-        queries.append(Query(encode(form.render(instruction, texts, question.text)), places, question.answer))
+        prompt = form.render(instruction, texts, question.text)
+        case = Case(name, NAME, "", (), prompt, question.answer, True, Expectation.ANY, name)
+        queries.append(Query(case, {each: range(*ends) for each, ends in zip(drawn, pairwise(ends), strict=True)}))
     return queries
 
 
-def answers(llm: LLM, queries: Sequence[Query], tokeniser: Tokeniser, title: str) -> list[Answered]:
-    """Serve the prompts one after the other, each once the one before is saved."""
-    plans, shown, found = executed_plans(llm), set[int](), list[Answered]()
-    with progress(title, len(queries)) as step:
-        for query in queries:
-            (output,) = llm.generate([query.tokens], tokeniser.sampling(None))
-            llm.settle()
-            plan = plans.pop(output.request_id, None)
-            # A plan is dropped for a reason; then everything is computed.
-            spans = () if plan is None or output.reuse_reason is not None else plan.spans
-            is_held = np.zeros(len(query.tokens), dtype=bool)
-            is_held[: output.cached_tokens] = True
-            for span in spans:
-                is_held[span.target_start : span.target_end] = True
-            reused = sum(is_held[place.start : place.stop].mean() >= COVERED for place in query.places.values())
-            offered = sum(span.length for span in spans)
-            right = exact_match(tokeniser.text(output.outputs[0].token_ids), query.answer)
-            found.append(Answered(len(shown & set(query.places)), reused, offered, output.reused_tokens, right))
-            shown |= set(query.places)
-            step("")
-    return found
+def answers(server: BatchServer, arm: Arm, queries: Sequence[Query]) -> tuple[list[bool], list[Reuse]]:
+    """Serve the prompts one after the other, each once the one before is saved; say which answers are right."""
+    with progress(arm.name, len(queries)) as step:
+        found = server.answers(arm, on_step=step)
+    right = [exact_match(found[case.id].text, str(case.reference)) for case, _ in queries]
+    return right, [found[case.id].reuse for case, _ in queries]
 
 
-def executed_plans(llm: LLM) -> dict[int, SemanticKvPlan]:
-    """Return the plans that the engine executes from now on, by request; they come in as it runs."""
-    plans, runner = dict[int, SemanticKvPlan](), llm.executor.model_runner
-    take = runner.plan_source
-
-    def noted(request_id: int) -> SemanticKvPlan | None:
-        plan = None if take is None else take(request_id)
-        if plan is not None:
-            plans[request_id] = plan
-        return plan
-
-    runner.plan_source = noted
-    return plans
-
-
-def add_reused(rows: Results, name: str, found: Sequence[Answered], goal: float | None) -> None:
+def add_reused(rows: Results, name: str, queries: Sequence[Query], found: Sequence[Reuse], goal: float | None) -> None:
     """Add the share of the last prompts' seen documents that is reused."""
-    last = found[-max(1, round(len(found) * COUNTED_SHARE)) :]
-    seen, reused = sum(each.seen for each in last), sum(each.reused for each in last)
-    offered, kept = sum(each.offered_tokens for each in last), sum(each.reused_tokens for each in last)
+    first = len(queries) - max(1, round(len(queries) * COUNTED_SHARE))
+    shown = {document for query in queries[:first] for document in query.places}
+    seen = 0
+    for query in queries[first:]:
+        seen += len(shown & query.places.keys())
+        shown |= query.places.keys()
+    last = list(zip(queries[first:], found[first:], strict=True))
+    reused, kept = sum(query.reused(reuse) for query, reuse in last), sum(reuse.reused for _, reuse in last)
+    offered = sum(reuse.offered for _, reuse in last if not reuse.reason)
     baseline = (
         f"{reused} of {seen} seen documents, of {EACH * len(last)} in the last {len(last)} of {len(found)} prompts; "
         f"{kept / max(1, offered):.3f} of the tokens that plans offered stayed after the check"
@@ -127,13 +103,12 @@ def add_reused(rows: Results, name: str, found: Sequence[Answered], goal: float 
     rows.add(name, reused / max(1, seen), "of seen documents", baseline, goal, "higher")
 
 
-def add_compared(rows: Results, name: str, found: Sequence[Answered], cold: Sequence[Answered]) -> None:
+def add_compared(rows: Results, name: str, right: Sequence[bool], cold: Sequence[bool]) -> None:
     """Add the difference in right answers to a cold engine's."""
-    differences = [float(ours.is_right) - float(theirs.is_right) for ours, theirs in zip(found, cold, strict=True)]
-    lost, count = sum(each < 0.0 for each in differences), len(differences)
+    count, lost = len(cold), sum(was and not now for now, was in zip(right, cold, strict=True))
     bound = f"{lost} of {count} lost, {CONFIDENCE:.0%} upper bound of that share {Broken(lost, count).upper:.4f}"
-    baseline = f"cold {sum(each.is_right for each in cold) / len(cold):.3f}; {bound}"
-    rows.add(name, sum(differences) / count, "exact match", baseline, -MARGIN, "higher")
+    baseline = f"cold {fmean(cold):.3f}; {bound}"
+    rows.add(name, (sum(right) - sum(cold)) / count, "exact match", baseline, -MARGIN, "higher")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -153,26 +128,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     profile = profile_of(options.model, options.profile)
     if profile is None:
         raise ConfigurationError(f"{options.model} has no reuse profile; name one with --profile.")
-    runner, model = load(options.model, options.device, options.dtype), Path(options.model or shipped_model())
-    tokenizer, tokeniser = runner.tokenizer, Tokeniser(runner, ANSWER_TOKENS)
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    queries = queries_of(options.queries, options.documents, form_for(tokenizer), encode)
-    pool_tokens = 4 * max(len(query.tokens) for query in queries)
+    runner, model = load(options.model, options.device, options.dtype), str(options.model or shipped_model())
+    encode = partial(runner.tokenizer.encode, add_special_tokens=False)
+    queries = queries_of(options.queries, options.documents, form_for(runner.tokenizer), encode)
     is_dry = options.queries < QUERIES or options.documents < DOCUMENTS
     rows, name = Results(arguments, str(runner.device), dry=is_dry), f"_{options.name}" if options.name else ""
-    with open_cold(model, runner, pool_tokens) as llm:
-        cold = answers(llm, queries, tokeniser, "cold")
+    settings = ServingSettings(model, max_tokens=ANSWER_TOKENS, batch=1)
+    server = BatchServer(EmbeddedEngines(runner), [query.case for query in queries], settings)
+    cold, _ = answers(server, COLD_ARM, queries)
     with tempfile.TemporaryDirectory(prefix="seen-documents-") as folder:
         for generations in (0, options.generations):
             path = Path(folder) / f"{generations}.json"
             ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
-            variables = {"PROFILE": str(path), "LOOKUP_DEADLINE_MS": "5000"}
-            with open_llm(model, runner.share(), variables, pool_tokens=pool_tokens) as llm:
-                found = answers(llm, queries, tokeniser, f"{generations} generations")
-            kind = "" if generations else "_exact_donors"
-            add_reused(rows, f"reuse_of_seen_documents{kind}{name}", found, GOAL if generations else None)
-    add_compared(rows, f"reuse_of_seen_documents_em_vs_cold{name}", found, cold)
-    rows.write(options.json, f"seen_documents{name}")
+            right, found = answers(server, arm_of(VERIFIED, choices_of(runner, None, path)), queries)
+            kind, goal = ("", GOAL) if generations else ("_exact_donors", None)
+            add_reused(rows, f"reuse_of_{NAME}{kind}{name}", queries, found, goal)
+    add_compared(rows, f"reuse_of_{NAME}_em_vs_cold{name}", right, cold)
+    rows.write(options.json, f"{NAME}{name}")
 
 
 if __name__ == "__main__":

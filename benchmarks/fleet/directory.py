@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.program import Count, run_counted
+from benchmarks.program import Count, run_counted, seconds
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import Emitter, EventWriter
@@ -53,12 +54,25 @@ VOCABULARY = 150_000
 KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64
 SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
+DONOR_TOKENS = SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS
 PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
 
 # Messages in a second, for how long and how often, and lookups in a second meanwhile.
 WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S, WRITTEN_AT_ONCE = 50_000, 2, 3, 200, 20
 # Seconds that the messages may be ahead of their pace, so that a sender's pauses do not count.
 AHEAD_SECONDS = 0.002
+# The same for placement, in an event loop.
+PLACED_TOKENS, EVENTS_PER_S, REQUESTS_PER_S, SECONDS, PLACED_ROUNDS = 8192, 20_000, 100, 3, 3
+
+
+class Round(NamedTuple):
+    """Milliseconds of each request, and the messages a second that the directory took meanwhile."""
+
+    times: list[float]
+    rate: float
+
+    def percentile(self, percent: float) -> float:
+        return float(np.percentile(self.times, percent))
 
 
 class Fleet:
@@ -67,63 +81,43 @@ class Fleet:
     def __init__(self, donors: int) -> None:
         self._rng = np.random.default_rng(0)
         self._start = self._text(SHARED_START)
-        self._documents = self._text(DOCUMENTS * DOCUMENT_TOKENS).reshape(DOCUMENTS, DOCUMENT_TOKENS)
-        self.sketches: list[bytes] = []
-        self.directory = Directory()
+        self._documents = self._text((DOCUMENTS, DOCUMENT_TOKENS))
         self._writers = [EventWriter(Emitter(number, 0, 1), EventFormat.MSGPACK) for number in range(WORKERS)]
+        self._sketches = list[bytes]()
+        self.directory = Directory()
         for writer in self._writers:
             self.directory.observe(writer.reset())
         for number in range(donors):
             document = self._documents[self._rng.integers(DOCUMENTS)]
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
-            sketch = sketch_of(tokens, KEY).to_bytes()
-            self.sketches.append(sketch)
-            self.directory.observe(self._registered(number, sketch))
+            self._sketches.append(sketch_of(tokens, KEY).to_bytes())
+            self.directory.observe(self._registered(number))
 
-    def writes(self, count: int) -> list[bytes]:
-        """Return messages that evict the oldest donors and register others, in turn."""
-        held, messages = len(self.sketches), []
-        for number in range(count // 2):
+    def writes(self, count: int) -> Iterator[bytes]:
+        """Return about `count` messages, made already, that evict the oldest donors and register others, in turn."""
+        held, messages = len(self._sketches), list[bytes]()
+        # A tenth more than is due, since a round may last a little longer.
+        for number in range(count * 11 // 20):
             messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}"))
-            messages.append(self._registered(held + number, self.sketches[number % held]))
-        return messages
-
-    def _registered(self, number: int, sketch: bytes) -> bytes:
-        tokens = SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS
-        writer = self._writers[number % WORKERS]
-        return writer.registered(f"donor-{number}", NAMESPACE, "device", tokens, number, sketch)
+            messages.append(self._registered(held + number))
+        return iter(messages)
 
     def prompt(self) -> _Tokens:
         """Return a prompt of several documents, int32 [PROMPT_TOKENS]."""
-        documents = [self._documents[each] for each in self._rng.integers(0, DOCUMENTS, PROMPT_DOCUMENTS)]
-        known = np.concatenate([self._start, *documents])
-        return np.concatenate([known, self._text(PROMPT_TOKENS - len(known))])
+        documents = self._documents[self._rng.integers(0, DOCUMENTS, PROMPT_DOCUMENTS)].ravel()
+        known = len(self._start) + len(documents)
+        return np.concatenate([self._start, documents, self._text(PROMPT_TOKENS - known)])
 
-    def _text(self, length: int) -> _Tokens:
-        return self._rng.integers(0, VOCABULARY, length, dtype=np.int32)
+    def _registered(self, number: int) -> bytes:
+        sketch, writer = self._sketches[number % len(self._sketches)], self._writers[number % WORKERS]
+        return writer.registered(f"donor-{number}", NAMESPACE, "device", DONOR_TOKENS, number, sketch)
 
-
-def lookup_p99_ms(fleet: Fleet) -> float:
-    """Return the 99th percentile of a lookup's milliseconds, without the prompt's fingerprints, in the best round."""
-    directory, p99s = fleet.directory, []
-    prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
-    for _ in range(ROUNDS):
-        times = []
-        for prompt in prompts:
-            began = time.perf_counter()
-            held = directory._holders_of(prompt)
-            times.append((time.perf_counter() - began) * 1e3)
-            if not held:
-                sys.exit("A prompt of known documents has no holder.")
-        p99s.append(float(np.percentile(times, 99)))
-    return min(p99s)
+    def _text(self, shape: int | tuple[int, int]) -> _Tokens:
+        return self._rng.integers(0, VOCABULARY, shape, dtype=np.int32)
 
 
-def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.NDArray[np.float64], float]:
-    """Return each lookup's milliseconds, float64 [lookups], and the messages a second that the directory took
-    meanwhile. It takes them at WRITES_PER_S where the machine can, else as fast as it can."""
-    directory = fleet.directory
-    prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
+def lookups_under_writes(directory: Directory, prompts: Iterator[Any], messages: Iterator[bytes]) -> Round:
+    """Look prompts up while a thread takes messages: WRITES_PER_S where the machine can, else as fast as it can."""
     taken, is_over, began = 0, threading.Event(), time.perf_counter()
 
     def write() -> None:
@@ -131,63 +125,48 @@ def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.N
         while not is_over.is_set():
             if taken > WRITES_PER_S * (time.perf_counter() - began + AHEAD_SECONDS):
                 time.sleep(0.001)
-            else:
-                for message in islice(messages, WRITTEN_AT_ONCE):
-                    directory.observe(message)
-                    taken += 1
+                continue
+            for message in islice(messages, WRITTEN_AT_ONCE):
+                directory.observe(message)
+                taken += 1
 
-    thread, times = threading.Thread(target=write), []
+    thread, times = threading.Thread(target=write), list[float]()
     thread.start()
     for number in range(LOOKUPS_PER_S * WRITE_SECONDS):
         time.sleep(max(0.0, began + number / LOOKUPS_PER_S - time.perf_counter()))
-        asked = time.perf_counter()
-        directory._holders_of(prompts[number % PROMPTS])
-        times.append((time.perf_counter() - asked) * 1e3)
+        times.append(seconds(directory._holders_of, next(prompts)) * 1e3)
     rate = taken / (time.perf_counter() - began)
     is_over.set()
     thread.join()
-    return np.array(times), rate
+    return Round(times, rate)
 
 
 def run(donors: int, results: Results) -> None:
-    """Add the rows of both measurements."""
+    """Add the rows of look-ups, without the prompts' fingerprints: of the best round alone, and under writes of the
+    round that kept the pace best, and then has the best 99th percentile."""
     fleet = Fleet(donors)
-    baseline = (
-        f"{donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
-        f"prompts of {PROMPT_TOKENS} tokens"
-    )
-    results.add("directory_lookup_p99_ms", lookup_p99_ms(fleet), "ms", goal=1, baseline=baseline)
-    add_writes(donors, fleet, results)
-
-
-def add_writes(donors: int, fleet: Fleet, results: Results) -> None:
-    """Add the rows of the lookups under writes, of the round that kept the pace best, and then has the best p99."""
-    # A tenth more than is due, since a round may last a little longer.
-    messages = iter(fleet.writes(WRITE_ROUNDS * min(WRITES_PER_S * WRITE_SECONDS, donors) * 11 // 10))
-    rounds = [lookups_under_writes(fleet, messages) for _ in range(WRITE_ROUNDS)]
-    p99s = [float(np.percentile(times, 99)) for times, _ in rounds]
-    best = max(range(WRITE_ROUNDS), key=lambda number: (min(rounds[number][1], WRITES_PER_S), -p99s[number]))
-    p99, (times, rate) = p99s[best], rounds[best]
+    directory = fleet.directory
+    prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
+    if not all(map(directory._holders_of, prompts)):
+        sys.exit("A prompt of known documents has no holder.")
+    times = [[seconds(directory._holders_of, prompt) * 1e3 for prompt in prompts] for _ in range(ROUNDS)]
+    baseline = f"{donors} donors of {DONOR_TOKENS} tokens on {WORKERS} workers, prompts of {PROMPT_TOKENS} tokens"
+    results.add("directory_lookup_p99_ms", np.percentile(times, 99, axis=1).min(), "ms", baseline, 1)
+    messages = fleet.writes(WRITE_ROUNDS * WRITES_PER_S * WRITE_SECONDS)
+    rounds = [lookups_under_writes(directory, cycle(prompts), messages) for _ in range(WRITE_ROUNDS)]
+    best = max(rounds, key=lambda each: (min(each.rate, WRITES_PER_S), -each.percentile(99)))
     baseline = (
         f"{donors} donors of which some come and go, {LOOKUPS_PER_S} lookups a second for {WRITE_SECONDS} s; of "
-        f"{WRITES_PER_S} events a second this process took {rate:.0f}; p50 {np.median(times):.3f} ms, p99 of the "
-        f"rounds {', '.join(f'{each:.2f}' for each in p99s)} ms"
+        f"{WRITES_PER_S} events a second this process took {best.rate:.0f}; p50 {best.percentile(50):.3f} ms, p99 of "
+        f"the rounds {', '.join(f'{each.percentile(99):.2f}' for each in rounds)} ms"
     )
-    results.add("directory_lookup_under_writes_p99_ms", p99, "ms", goal=1, baseline=baseline)
-    results.add("directory_events_per_s", rate, "events/s", better="higher", goal=WRITES_PER_S, baseline=baseline)
+    results.add("directory_lookup_under_writes_p99_ms", best.percentile(99), "ms", baseline, 1)
+    results.add("directory_events_per_s", best.rate, "events/s", baseline, WRITES_PER_S, "higher")
 
 
-# What placing adds to a request in a gateway.
-PLACED_TOKENS, EVENTS_PER_S, REQUESTS_PER_S, SECONDS, PLACED_ROUNDS = 8192, 20_000, 100, 3, 3
-_CANDIDATES = {number: (number, 0) for number in range(WORKERS)}
-
-
-async def milliseconds_added(fleet: Fleet, messages: Iterator[bytes]) -> tuple[list[float], float]:
-    """Return each request's milliseconds, and the events a second that the loop took meanwhile."""
-    placement = Placement(None)
-    placement.directory = fleet.directory
-    prompts = [fleet.prompt()[:PLACED_TOKENS] for _ in range(REQUESTS_PER_S)]
-    began, taken, times = time.perf_counter(), 0, []
+async def placed_under_writes(placement: Placement, prompts: Iterator[_Tokens], messages: Iterator[bytes]) -> Round:
+    """Place requests at their pace, from when each is due, while the event loop takes messages at theirs."""
+    began, taken, times = time.perf_counter(), 0, list[float]()
 
     async def write() -> None:
         nonlocal taken
@@ -202,26 +181,27 @@ async def milliseconds_added(fleet: Fleet, messages: Iterator[bytes]) -> tuple[l
     for number in range(REQUESTS_PER_S * SECONDS):
         due = began + number / REQUESTS_PER_S
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        placement.place(prompts[number % len(prompts)], None, _CANDIDATES, {})
+        placement.place(next(prompts), None, {worker: (worker, 0) for worker in range(WORKERS)}, {})
         times.append((time.perf_counter() - due) * 1e3)
     rate = taken / (time.perf_counter() - began)
     writing.cancel()
-    return times, rate
+    return Round(times, rate)
 
 
 def place(donors: int, results: Results) -> None:
     """Add the rows of placing, of the round with the best 99th percentile."""
-    fleet = Fleet(donors)
-    messages = iter(fleet.writes(PLACED_ROUNDS * min(EVENTS_PER_S * SECONDS, donors) * 11 // 10))
-    rounds = [asyncio.run(milliseconds_added(fleet, messages)) for _ in range(PLACED_ROUNDS)]
-    times, rate = min(rounds, key=lambda each: float(np.percentile(each[0], 99)))
+    fleet, placement = Fleet(donors), Placement(None)
+    placement.directory = fleet.directory
+    prompts = cycle([fleet.prompt()[:PLACED_TOKENS] for _ in range(REQUESTS_PER_S)])
+    messages = fleet.writes(PLACED_ROUNDS * EVENTS_PER_S * SECONDS)
+    rounds = [asyncio.run(placed_under_writes(placement, prompts, messages)) for _ in range(PLACED_ROUNDS)]
+    best = min(rounds, key=lambda each: each.percentile(99))
     baseline = (
         f"prompts of {PLACED_TOKENS} tokens, {donors} donors on {WORKERS} workers, {REQUESTS_PER_S} requests a second "
-        f"for {SECONDS} s in an event loop that takes {rate:.0f} events a second; best of {PLACED_ROUNDS} rounds"
+        f"for {SECONDS} s in an event loop that takes {best.rate:.0f} events a second; best of {PLACED_ROUNDS} rounds"
     )
     for percent, goal in ((50, 1), (99, 5)):
-        value = float(np.percentile(times, percent))
-        results.add(f"placement_added_ms_p{percent}", value, "ms", goal=goal, baseline=baseline)
+        results.add(f"placement_added_ms_p{percent}", best.percentile(percent), "ms", baseline, goal)
 
 
 PARTS = {"fleet_directory": run, "fleet_placement": place}

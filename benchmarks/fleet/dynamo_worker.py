@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import itertools
 import signal
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,10 +19,8 @@ from dynamo.llm.exceptions import InvalidArgument
 from dynamo.runtime import dynamo_worker
 
 from benchmarks.fleet.directory import BASE_NAMESPACE
-from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.events import Emitter
-from semblend_trt.fleet.publisher import EventCounters, EventPublisher
+from semblend_trt.config import load_settings
+from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.outcome import VLLM_RECEIPT
 
 SECONDS_BELOW, DROPPED = 16, 17
@@ -37,11 +34,11 @@ class RuleEngine:
 
     def __init__(self, worker_id: int, nats: str, longest: int, paused: float) -> None:
         self._worker_id, self._longest, self._paused, self._ids = worker_id, longest, paused, itertools.count()
-        options = ConnectionOptions(servers=(nats,), subject="semantic-kv-events")
-        emitter = Emitter(worker_id, 0, time.time_ns() // 1000)
-        counters = EventCounters(enabled=False)
-        publisher = EventPublisher(options, emitter, counters, heartbeat_seconds=_HEARTBEAT_SECONDS)
-        self._announcer = DonorAnnouncer(publisher, publisher.close)
+        announcer = announcer_for(
+            load_settings(nats_url=nats, worker_id=worker_id, metrics=False, heartbeat_seconds=_HEARTBEAT_SECONDS)
+        )
+        assert announcer is not None
+        self._announcer = announcer
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""

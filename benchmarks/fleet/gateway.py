@@ -4,13 +4,15 @@ It asks a gateway that runs already, as docs/fleet.md starts LiteLLM's: each tex
 four others, at several concurrencies, and reads from `x-litellm-model-id` who answered.
 """
 
-import json
+import asyncio
 import os
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from urllib.request import Request, urlopen
+from statistics import fmean
+from typing import TypeVar
+
+import aiohttp
 
 from benchmarks.program import Count, run_counted
 from validation.documents import stock_list
@@ -21,31 +23,59 @@ CONCURRENCIES = (1, 4, 16)
 # Until the last donors have been announced.
 SETTLED_SECONDS = 1.0
 
+Prompt = TypeVar("Prompt")
+Got = TypeVar("Got")
 
-def answerer(url: str, model: str, prompt: str) -> str:
-    """Return the id of the deployment that answers."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['LITELLM_MASTER_KEY']}"}
-    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
-    with urlopen(Request(f"{url}/v1/completions", body, headers), timeout=300) as answer:
-        return str(answer.headers["x-litellm-model-id"])
+
+def prompts_of(texts: int, seed: int) -> list[list[str]]:
+    """Return prompts about `texts` texts, each round after another instruction."""
+    generator = random.Random(seed)
+    lists = ["\n".join(stock_list(generator, rows=12).text for _ in range(4)) for _ in range(texts)]
+    return [[instruction + each for each in lists] for instruction in INSTRUCTIONS]
+
+
+async def gathered(ask: Callable[[Prompt], Awaitable[Got]], prompts: Sequence[Prompt], at_once: int) -> list[Got]:
+    """Return what `ask` gets for each prompt, `at_once` at a time."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def in_turn(prompt: Prompt) -> Got:
+        async with turns:
+            return await ask(prompt)
+
+    return await asyncio.gather(*map(in_turn, prompts))
+
+
+async def routed_to_holder(
+    ask: Callable[[Prompt], Awaitable[str]], rounds: Sequence[Sequence[Prompt]], at_once: int
+) -> float:
+    """Return the share of the later rounds' prompts that the first round's worker answers; `ask` says who answers."""
+    answered = list[list[str]]()
+    for prompts in rounds:
+        answered.append(await gathered(ask, prompts, at_once))
+        await asyncio.sleep(SETTLED_SECONDS)
+    first, *later = answered
+    return fmean(name == holder for names in later for name, holder in zip(names, first, strict=True))
+
+
+async def shares_of(texts: int, url: str, model: str) -> list[float]:
+    """Return the share at each of CONCURRENCIES, from a gateway that names who answers as LiteLLM does."""
+    headers = {"Authorization": f"Bearer {os.environ['LITELLM_MASTER_KEY']}"}
+    async with aiohttp.ClientSession(headers=headers, raise_for_status=True) as client:
+
+        async def ask(prompt: str) -> str:
+            body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            async with client.post(f"{url}/v1/completions", json=body) as answer:
+                return str(answer.headers["x-litellm-model-id"])
+
+        return [await routed_to_holder(ask, prompts_of(texts, at_once), at_once) for at_once in CONCURRENCIES]
 
 
 def run(texts: int, results: Results, url: str, model: str) -> None:
     """Add the row: the share of the repeats, of the worst concurrency."""
-    shares = {}
-    for concurrency in CONCURRENCIES:
-        generator = random.Random(concurrency)
-        lists = ["\n".join(stock_list(generator, rows=12).text for _ in range(4)) for _ in range(texts)]
-        with ThreadPoolExecutor(concurrency) as threads:
-            ask = partial(answerer, url, model)
-            first = list(threads.map(ask, [INSTRUCTIONS[0] + each for each in lists]))
-            time.sleep(SETTLED_SECONDS)
-            repeats = list(threads.map(ask, [start + each for start in INSTRUCTIONS[1:] for each in lists]))
-        same = sum(name == first[at % texts] for at, name in enumerate(repeats))
-        shares[concurrency] = same / len(repeats)
-    each_share = ", ".join(f"{share:.3f} at concurrency {concurrency}" for concurrency, share in shares.items())
+    shares = asyncio.run(shares_of(texts, url, model))
+    each_share = ", ".join(f"{share:.3f} at concurrency {at}" for at, share in zip(CONCURRENCIES, shares, strict=True))
     baseline = f"{texts} texts of four lists behind {len(INSTRUCTIONS)} instructions; {each_share}"
-    results.add("litellm_routed_to_holder_share", min(shares.values()), "share", baseline, 0.98, "higher")
+    results.add("litellm_routed_to_holder_share", min(shares), "share", baseline, 0.98, "higher")
 
 
 main = partial(

@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -24,8 +24,9 @@ ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)),
 # DeepSeek-V3 and Kimi K2: 61 layers of one latent row a token, 512 channels free of position and 64 that turn.
 DEEPSEEK_V3 = KvGeometry(num_layers=61, kv_heads=1, head_dim=576, block_size=64, kv_factor=1)
 LATENT_ROTATION = RopeRotation(tuple(1e4 ** (-2 * plane / 64) for plane in range(32)), 64, True, 512)
-# The axes of a layer's cache in vLLM, outermost first in memory; K and V are the halves of one axis.
-VLLM_BLOCK_SIZE = 16
+# The axes of a layer's cache in vLLM, outermost first in memory. K and V are the halves of `kinds`; a latent is one.
+IN_VLLM = replace(QWEN_7B, block_size=16)
+LATENT_LAYOUT = ("kinds", "blocks", "heads", "tokens", "channels")
 VLLM_LAYOUTS = {
     "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads", "channels"),
     "blocks_kinds_hnd": ("blocks", "kinds", "heads", "tokens", "channels"),
@@ -113,8 +114,7 @@ def host_gbps(to_device: bool) -> float:
 
 def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> ContiguousKv:
     """Return a donor of `tokens` random tokens on the card."""
-    shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-    return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
+    return ContiguousKv(torch.randn(sizes.shape(tokens), dtype=torch.bfloat16, device="cuda").to(dtype))
 
 
 def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
@@ -124,27 +124,14 @@ def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
     return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, QWEN_7B)
 
 
-def random_layers(layout: str, tokens: int) -> PagedKv:
-    """Do as `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
-    sizes = replace(QWEN_7B, block_size=VLLM_BLOCK_SIZE)
+def random_layers(tokens: int, axes: Sequence[str], sizes: KvGeometry = IN_VLLM) -> PagedKv:
+    """Do as `random_pool`, with a tensor a layer whose axes in memory are those of a layout of vLLM."""
     blocks = _shuffled_blocks(sizes, tokens)
-    axes = VLLM_LAYOUTS[layout]
-    names = ("kinds", "blocks", "heads", "tokens", "channels")
-    lengths = dict(zip(names, (2, len(blocks), sizes.kv_heads, sizes.block_size, sizes.head_dim), strict=True))
-    order = [axes.index(axis) for axis in names]
-    shape = [lengths[axis] for axis in axes]
-    caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
-    keys, values = zip(*(cache.permute(order) for cache in caches), strict=True)
-    return PagedKv(LayeredPool(keys, values), blocks, sizes)
-
-
-def random_latents(tokens: int) -> PagedKv:
-    """Do as `random_layers` with DEEPSEEK_V3, as vLLM lays its rows out."""
-    sizes = DEEPSEEK_V3
-    blocks = _shuffled_blocks(sizes, tokens)
-    shape = (len(blocks), 1, sizes.block_size, sizes.head_dim)
-    layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
-    return PagedKv(LayeredPool(tuple(layers)), blocks, sizes)
+    lengths = {"kinds": sizes.kv_factor, "blocks": len(blocks), "heads": sizes.kv_heads}
+    lengths |= {"tokens": sizes.block_size, "channels": sizes.head_dim}
+    shape, order = [lengths[axis] for axis in axes], [axes.index(axis) for axis in lengths]
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").permute(order) for _ in range(sizes.num_layers)]
+    return PagedKv(LayeredPool(*zip(*caches, strict=True)), blocks, sizes)
 
 
 def _shuffled_blocks(sizes: KvGeometry, tokens: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, matmul_tflops, run_on_card, time_ms
 from kernels.attention_mass import triton_mass
-from kernels.layout import PoolLayer, indexable, pool_view
+from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, by_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows
 from validation.results import Results
@@ -55,28 +55,24 @@ class Case:
         """Multiplications and additions of both products, of all heads."""
         return 4.0 * self.attended * self.q.shape[1] * QWEN_7B.head_dim
 
+    @property
+    def kv(self) -> PoolLayer:
+        return PoolLayer(self.pool, LAYER, QWEN_7B)
+
     def run(self) -> torch.Tensor:
         """Make one launch."""
-        return sparse_prefill(self.q, PoolLayer(self.pool, LAYER, QWEN_7B), (self.sequence,), SCALE, None, None)
+        return sparse_prefill(self.q, self.kv, (self.sequence,), SCALE, None, None)
 
     def check(self, output: torch.Tensor) -> float:
         """Return the relative error of some rows against float64 attention; end the program if it is large."""
-        count = self.sequence.count
-        rows = torch.linspace(0, count - 1, min(count, 16)).long()
-        # keys, values: [kv_heads, tokens, head_dim]
-        keys, values = self.dense_kv().double()
-        group = self.q.shape[1] // QWEN_7B.kv_heads
-        queries = self.q[rows.to(self.q.device)].double().unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        positions = self.sequence.host_positions[rows].to(self.q.device).repeat(group)
-        unseen = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
-        weights = (queries @ keys.transpose(1, 2) * SCALE).masked_fill(unseen, -torch.inf).softmax(-1)
-        expected = (weights @ values).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-        return check_close("sparse_prefill", output[rows.to(self.q.device)], expected, MAX_ERROR)
+        rows = torch.linspace(0, self.sequence.count - 1, min(self.sequence.count, 16)).long()
+        some = SequenceRows(0, self.sequence.host_positions[rows], self.sequence.host_block_ids)
+        expected = by_torch.sparse_prefill(self.q[rows].double(), self.kv, (some,), SCALE)
+        return check_close("sparse_prefill", output[rows], expected, MAX_ERROR)
 
     def dense_kv(self) -> torch.Tensor:
         """Return [2, kv_heads, tokens, head_dim] of the sequence, gathered."""
-        blocks = indexable(pool_view(self.pool, QWEN_7B))[self.sequence.block_ids, LAYER].view(self.pool.dtype)
-        return blocks.to(self.q.dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.sequence.last_position + 1]
+        return torch.stack([by_torch.gathered(self.kv, self.sequence, 0, self.q.dtype, kind) for kind in (0, 1)])
 
 
 def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -159,7 +155,7 @@ def measure_write(results: Results) -> None:
     case = make_case(torch.arange(SPARSE_TOKENS))
     shape = (2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim)
     k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16).unbind()
-    write = partial(write_rows, k, v, PoolLayer(case.pool, LAYER, QWEN_7B), (case.sequence,))
+    write = partial(write_rows, k, v, case.kv, (case.sequence,))
     write()
     if not torch.equal(case.dense_kv().transpose(1, 2), torch.stack((k, v))):
         sys.exit("write_rows is wrong: the pool does not hold the rows")
@@ -198,7 +194,7 @@ def layer_ms(case: Case) -> float:
 def measure_mass(results: Results) -> None:
     """Add all rows."""
     case = make_case(torch.arange(SPARSE_TOKENS - MASS_ROWS, SPARSE_TOKENS))
-    kv, own = PoolLayer(case.pool, LAYER, QWEN_7B), (case.sequence,)
+    kv, own = case.kv, (case.sequence,)
     lse, plain = torch.empty(2, MASS_ROWS, HEADS, device="cuda")
     into = torch.zeros(QWEN_7B.kv_heads, SPARSE_TOKENS, device="cuda")
     attend = partial(sparse_prefill, case.q, kv, own, SCALE, lse=lse)

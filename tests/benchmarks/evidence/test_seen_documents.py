@@ -16,10 +16,10 @@ def test_the_rows_compare_generations_with_exact_donors_and_with_cold(tmp_path):
 def test_documents_stand_where_the_prompt_says():
     queries = seen_documents.queries_of(3, 9, SHIPPED, list)
     for query in queries:
-        text = "".join(query.tokens)
+        text = query.case.prompt
         assert len(query.places) == seen_documents.EACH
         assert all(
             text[place.start : place.stop].startswith("<|doc|>Stock list of ") for place in query.places.values()
         )
-        assert any(query.answer in text[place.start : place.stop] for place in query.places.values())
+        assert any(query.case.reference in text[place.start : place.stop] for place in query.places.values())
     assert len({document for query in queries for document in query.places}) == 9

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from benchmarks.fleet import directory, events, gateway, routing
+from benchmarks.fleet import directory, events, gateway
 from tests.benchmarks.dry_runs import dry_rows
 from tests.http_server import answering
 
@@ -33,12 +33,6 @@ def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
     rows = dry_rows(events, tmp_path, "--seconds", "1", "--tokens", "256")
     assert {"event_cost_p99_us", "publisher_events_per_s", "publisher_events_per_s_msgpack"} < set(rows)
     assert min(row.value for row in rows.values()) > 0
-
-
-def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path):
-    rows = dry_rows(routing, tmp_path, "--requests", "300")
-    assert len(rows) == 3 * len(routing.POLICIES)
-    assert rows["routed_to_holder_share"].value > rows["routed_to_holder_share_round_robin"].value
 
 
 def test_a_gateway_that_forgets_one_text_of_two_holders_has_half_of_the_share(tmp_path, monkeypatch):

@@ -55,11 +55,11 @@ class RunningFleet(DynamoFleet):
 
     def mend(self):
         """Starts what an earlier test has ended, ends what it has added, and waits until both workers answer."""
-        for name in self.running() - {"frontend", "component", "worker-1", "worker-2"}:
+        for name in self.processes.keys() - {"frontend", "component", "worker-1", "worker-2"}:
             self.end(name)
-        if "component" not in self.running():
+        if "component" not in self.processes:
             self.component()
-        for number in {1, 2} - {int(name[-1]) for name in self.running() if name.startswith("worker-")}:
+        for number in {1, 2} - {int(name[-1]) for name in self.processes if name.startswith("worker-")}:
             self.begin(number)
         run(lambda client: self.ready(client, 2))
 
@@ -69,6 +69,12 @@ class RunningFleet(DynamoFleet):
     def close(self):
         super().close()
         self.nats.kill()
+
+    async def counted(self, client, series):
+        """A series of the first component, such as `semblend_dynamo_requests_total{result="answered"}`."""
+        async with client.get(f"http://127.0.0.1:{self.metrics_port}/metrics") as response:
+            found = [line for line in (await response.text()).splitlines() if line.startswith(series[:-1])]
+        return float(found[0].split(" ")[-1])
 
 
 @pytest.fixture

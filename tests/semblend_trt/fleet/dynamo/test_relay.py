@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, prompts_of, routed_to_holder, tokens_per_s
+from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, placed_share, tokens_per_s
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from tests.semblend_trt.fleet.conftest import PublishingWorker
@@ -193,8 +193,8 @@ async def test_a_client_that_leaves_ends_its_request(fleet, client, some):
 
 
 async def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet, client):
-    assert await routed_to_holder(fleet, prompts_of(3, 0)[:2], 2, client) == 1.0
-    assert await tokens_per_s(fleet, 4, client) > 0
+    assert await placed_share(fleet, client, 3, 2) == 1.0
+    assert await tokens_per_s(fleet, client, 4) > 0
 
 
 @pytest.mark.promise("fleet", "Through Dynamo an answer goes on...")

@@ -21,7 +21,7 @@ async def test_vllm_reuses_a_text_behind_another_beginning_and_is_continued_when
     name, most = f"worker-{receipt['worker'][0]}", 200
 
     def kill():
-        if name in vllm_fleet.running():
+        if name in vllm_fleet.processes:
             vllm_fleet.end(name)
 
     answer = await vllm_fleet.ask(client, some(30) + text, most, salt="mine", ignore_eos=True, on_event=kill)

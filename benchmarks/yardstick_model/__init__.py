@@ -1,1 +1,0 @@
-"""How the shipped model was made: tokenizer, tasks, training and evaluation."""
