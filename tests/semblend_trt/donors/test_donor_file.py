@@ -267,17 +267,3 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
         kv_in(path, seal)
     assert len(ended) == FORM.geometry.num_layers - 1
     over.set()
-
-
-def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeypatch):
-    path, _, seal = written
-    readers, read = [], disk_tier._moved
-
-    def note(*arguments):
-        readers.append(threading.current_thread())
-        return read(*arguments)
-
-    monkeypatch.setattr(disk_tier, "_moved", note)
-    kv_in(path, seal)
-    assert len(readers) == FORM.geometry.num_layers
-    assert all(reader.daemon for reader in readers)

@@ -13,7 +13,7 @@ from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
+from semblend_trt.donors.store import DonorStore, HostKv, HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
@@ -96,7 +96,7 @@ def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
 @pytest.mark.parametrize("reader", READERS)
 def test_a_donor_in_parts_is_placed_like_one_in_one_part(store, reader):
     token_bytes = 3 * 2 * 2 * 8 * 4
-    host = HostTier(20 * token_bytes, HostMemory(20 * token_bytes, lock=False))
+    host = HostTier(20 * token_bytes)
     for donor_id in "abcd":
         save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")

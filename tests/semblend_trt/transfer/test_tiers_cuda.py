@@ -13,7 +13,7 @@ from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostMemory, HostTier
+from semblend_trt.donors.store import DonorStore, HostTier
 from semblend_trt.plan import PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
@@ -34,7 +34,7 @@ AT_ONCE = 7
 
 
 def pinned_tier(size):
-    return HostTier(size, HostMemory(size, lock=True))
+    return HostTier(size, lock=True)
 
 
 def random_kv(seed, tokens=TOKENS):
