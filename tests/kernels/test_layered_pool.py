@@ -7,7 +7,7 @@ import torch
 
 from kernels import naive
 from kernels.deviation import deviation, relative, row_squares, squares
-from kernels.kv_move import LayerMoves, Move, kv_move
+from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import sparse_prefill, write_rows
@@ -118,39 +118,21 @@ def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device)
     assert torch.equal(taken, rows[:4])
 
 
-def uses_of_it(layout, device):
-    donor = donor_of(GEOMETRY, 6, seed=1)
-    held, near = filled(layout, device, donor), on(donor, device)
-    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(device)]
-    rows, space = builders.fresh_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
-    return [
-        lambda: kv_move([Move(near, 0, 8, 6)], held, ROTATION),
-        lambda: kv_move([Move(held, 0, 0, 6)], space, ROTATION),
-        lambda: kv_move([Move(held, 0, 14, 6)], held, ROTATION),
-        lambda: LayerMoves([Move(held, 0, 0, 6)], space, ROTATION).make(range(GEOMETRY.num_layers)),
-        lambda: deviation([Move(held, 0, 0, 6)], rows, 1, ROTATION),
-        lambda: squares([Move(near, 0, 0, 6)], held, 1, ROTATION),
-        lambda: write_rows(rows.k, rows.k, *written),
-        lambda: sparse_prefill(rows.k, *written, 0.3),
-    ]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeypatch):
-    served_by_torch = []
+    donor = donor_of(GEOMETRY, 6, seed=1)
+    held, near = filled(layout, triton_device, donor), on(donor, triton_device)
+    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(triton_device)]
+    rows, served_by_torch = builders.fresh_rows(near, 1, 0), []
     by_torch = ["kv_move.kv_move_by_torch", "deviation.squares_by_torch"]
     by_torch += ["sparse_prefill.by_torch.write_rows", "sparse_prefill.by_torch.sparse_prefill"]
     for name in by_torch:
-
-        def noted(*_, name=name):
-            served_by_torch.append(name)
-            return torch.empty(2, 2, 0)
-
-        monkeypatch.setattr(f"kernels.{name}", noted)
-    for use in uses_of_it(layout, triton_device):
-        use()
-    served = [by_torch[0]] * 4 + [by_torch[1]] * 2 + by_torch[2:]
-    assert served_by_torch == ([] if layout in builders.CACHES else served)
+        monkeypatch.setattr(f"kernels.{name}", lambda *_, name=name: served_by_torch.append(name))
+    kv_move([Move(near, 0, 8, 6)], held, ROTATION)
+    squares([Move(held, 0, 0, 6)], rows, 1, ROTATION)
+    write_rows(rows.k, rows.k, *written)
+    sparse_prefill(rows.k, *written, 0.3)
+    assert served_by_torch == ([] if layout in builders.CACHES else by_torch)
 
 
 @pytest.mark.parametrize(

@@ -137,14 +137,6 @@ def test_no_rows_return_at_once():
     assert sparse_prefill(torch.empty(0, 4, 8), PoolLayer(pool, 0, geometry), [], 1.0).shape == (0, 4, 8)
 
 
-def test_rows_moved_to_a_device_keep_their_bounds():
-    rows = rows_at(3, [1, 2, 7], [5, 2])
-    moved = rows.to("cpu")
-    assert (moved.first_row, moved.count, moved.first_position, moved.last_position) == (3, 3, 1, 7)
-    assert (moved.highest_block, moved.contiguous) == (5, False)
-    assert rows.to("meta").highest_block == 5
-
-
 @pytest.mark.parametrize(
     ("first_row", "positions", "block_ids", "message"),
     [
@@ -253,11 +245,6 @@ def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_si
     assert_same(lse, expected_lse, batch.q.dtype)
 
 
-def test_more_pieces_than_are_joined_at_a_time(triton_device):
-    batch = Batch([[37, 350]], heads=1, kv_heads=1)
-    assert_same(tiled(triton_device, batch, SMALL, 16), plain(batch))
-
-
 @pytest.mark.parametrize("piece", [None, 32])
 def test_large_scores_do_not_overflow(triton_device, piece):
     batch = Batch([[0, 40, 77]])
@@ -278,14 +265,6 @@ def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device)
     # Heads before rows in memory, as a model's attention hands its queries over.
     for queries in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
         assert_same(sparse_prefill(queries, PoolLayer(pool, 0, batch.geometry), sequences, SCALE), attended)
-
-
-def test_a_pool_with_gaps_between_its_blocks(triton_device):
-    batch = Batch([[4, 30]])
-    q, pool, sequences = batch.on(triton_device)
-    wide = torch.full((len(pool), 5, 2, batch.geometry.row_elements), math.nan, device=triton_device)
-    wide[:, 3:] = pool
-    assert_same(sparse_prefill(q, PoolLayer(wide[:, 3:], 1, batch.geometry), sequences, SCALE), plain(batch))
 
 
 @needs_cuda

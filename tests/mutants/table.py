@@ -396,7 +396,7 @@ MUTANTS = (
        ("rope-of-layer", "each layer turns by its own rotation", "rotation.of_layer(layer)",
         "rotation.of_layer(0)", "test_some_layers_at_a_time"),
        ("move-overlap", "no slot is written twice", "if start < end:", "if start < end - 1:",
-        "test_moves_that_share_one_target_position_are_refused")),
+        "test_a_bad_move_is_refused_before_anything_is_written")),
     *of("kernels/layout.py", "kernels/test_kv_move.py",
        ("move-shift", "a move turns towards its target", "self.target_start - self.source_start if",
         "self.source_start - self.target_start if", "test_keys_of_a_move_are_those_of_their_new_positions"),
