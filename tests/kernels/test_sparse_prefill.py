@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import naive
-from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
@@ -107,18 +107,15 @@ def test_chunks_with_sinks_join(device, scores, monkeypatch):
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("layout", ["one tensor", "layers apart"])
-def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtype, in_fp8, layout):
+def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtype, in_fp8):
     kv_dtype = FP8 if in_fp8 else dtype
     batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, kv_dtype=kv_dtype)
     k, v = 100 * seeded(2, 13, 3, 16, seed=6, dtype=dtype)
     if in_fp8:
         k[0], v[1], v[2] = 448.5, -3e4, math.inf
     expected = torch.full_like(batch.pool.float(), math.nan).to(kv_dtype)
-    pool = actual = expected.to(device, copy=True)
-    if layout == "layers apart":
-        pool = LayeredPool(*(pool_view(actual, batch.geometry)[:, :, kind].unbind(1) for kind in (0, 1)))
-    write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), batch.on(device)[2])
+    actual = expected.to(device, copy=True)
+    write_rows(k.to(device), v.to(device), PoolLayer(actual, 1, batch.geometry), batch.on(device)[2])
     naive.write_rows(k, v, PoolLayer(expected, 1, batch.geometry), batch.sequences)
     assert int((~actual.float().isnan()).sum()) == 2 * k.numel()
     if in_fp8:
@@ -203,20 +200,6 @@ def test_what_attention_cannot_run_with_is_refused(changes, message):
         sparse_prefill(
             queries, kv, [rows_at(0, [0], [0])], *(asked[each] for each in ("scale", "window", "sinks", "lse"))
         )
-
-
-def test_rows_are_checked_once_for_a_pool():
-    geometry = geometry_of()
-    pool = torch.zeros(3, 2, 2, geometry.row_elements)
-    sequences = (rows_at(0, [0, 1], [2]), rows_at(2, [4], [0, 1]))
-    for layer in range(2):
-        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool, layer, geometry), sequences, 1.0)
-    checked = [key for key in sequences[0].memo if isinstance(key, tuple) and key[0] == "checked"]
-    assert len(checked) == 1
-    with pytest.raises(ValueError, match=r"block_ids reach 2, outside 0\.\.1"):
-        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool[:2], 0, geometry), sequences, 1.0)
-    with pytest.raises(ValueError, match="first_row is 2; 0 is the next free row"):
-        sparse_prefill(torch.ones(1, 2, 8), PoolLayer(pool, 0, geometry), sequences[1:], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -210,27 +210,6 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     assert reused(index, tokens) == 200
 
 
-@pytest.mark.parametrize("end", ["cancel", "fail"])
-def test_until_an_exact_copy_is_held_the_approximate_donor_stays(end):
-    index, tokens = index_of(policy="verified"), text(1, 200)
-    keep_approximate(index, "approximate", tokens, 1)
-    if end == "cancel":
-        index.cancel(index.intend("exact", tracked(1, tokens), 0))
-    else:
-        begin(index, "exact", tokens)
-        index.saved(SavedDonor("exact", 0, "no memory"))
-    made = profile("verified", check=ProfileCheck(layer=1, threshold=0.1), generations=1)
-    planned, (lease,) = plan(index, tokens, profile=made)
-    assert [span.donor_id for span in planned.plan.spans] == ["approximate"]
-    # It is read, so it stays beside the exact one, which is taken from now on.
-    keep(index, "exact", tokens)
-    assert index.catalog.tier("approximate") is Tier.HOST
-    lease.release()
-    planned, _ = plan(index, tokens, profile=made)
-    assert [span.donor_id for span in planned.plan.spans] == ["exact"]
-    assert index.intend("again", tracked(1, tokens), 0) is None
-
-
 @pytest.mark.promise(
     "donors",
     "Requests with fewer than `SEMBLEND_MIN_DONOR_TOKENS` tokens are no donors, and `SEMBLEND_MAX_DONORS` bounds "

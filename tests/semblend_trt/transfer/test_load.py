@@ -186,32 +186,6 @@ def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
     return reader
 
 
-@pytest.mark.parametrize(
-    ("layers_of_bytes", "room", "ends"),
-    [
-        (1, 12, [1, 2, 3, 4, 5, 6, 7]),
-        (1, 36, [2, 3, 4, 5, 6, 7]),
-        (2, 48, [3, 5, 6, 7]),
-        *((9, room, [3, 6, 7]) for room in (36, 12 * 12)),
-    ],
-)
-def test_layers_come_in_groups_of_some_bytes_twice_as_many_below_and_the_last_alone(
-    monkeypatch, layers_of_bytes, room, ends
-):
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", layers_of_bytes * 12 * 128)
-    geometry, donor, placed = replace(GEOMETRY, num_layers=7), torch.randn(7, 2, 2, 15, 8), []
-    host = HostTier(1 << 20)
-    save(host, "far", donor)
-    reader = recorded_reader(monkeypatch, placed, room, geometry)
-    pool, expected = (torch.full((20, 7, 2, GEOMETRY.row_elements), math.nan) for _ in range(2))
-    twelve = plan(PlanSpan("far", 1, 9, 12))
-    whole = PlanLoader(DonorStore(host, None), pool, geometry, ROTATION, LayerReadiness(), reader)
-    assert whole.load([twelve]) == []
-    assert placed == [*zip([0, *ends[:-1]], ends, strict=True)]
-    place(twelve, {"far": donor}, expected, geometry)
-    torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
-
-
 @pytest.fixture
 def awaited(store, monkeypatch):
     """A load from the host whose layers a forward waits for: the pool, its readiness, and the groups placed so far."""
