@@ -78,18 +78,6 @@ def test_the_heaviest_items_come_first():
     assert work.items[1:, 2].tolist() == list(range(100, 0, -16))
 
 
-def test_one_plan_serves_all_layers_of_a_window():
-    sequences = batch_of([0, 3, 9], [5])
-    config = TileConfig(16, 16, 4, 2)
-    windowed = attention_work(sequences, 2, 2, config, 4, window=4)
-    assert attention_work(sequences, 2, 2, config, 4, window=4) is windowed
-    assert attention_work(sequences, 2, 2, config, 4) is not windowed
-    assert attention_work(sequences, 2, 2, config, 4) is attention_work(sequences, 2, 2, config, 4)
-    assert tiles.batch_index(sequences) is tiles.batch_index(sequences)
-    assert tiles.row_tiles(sequences, 16) is tiles.row_tiles(sequences, 16)
-    assert attention_work(sequences[:1], 2, 2, config, 4) is not attention_work(sequences, 2, 2, config, 4)
-
-
 @pytest.mark.promise("engines", "With windows and sinks attention is...")
 def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])

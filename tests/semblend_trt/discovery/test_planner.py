@@ -180,16 +180,6 @@ def test_runs_of_a_generation_are_checked_without_a_sample():
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
-@pytest.mark.promise("reuse", "An exact copy of the same...")
-def test_of_donors_of_one_text_the_lowest_generation_is_taken():
-    longer = np.concatenate([DOCUMENT, OTHER[:40]])
-    prompt = np.concatenate([text(7, 50), longer, text(8, 50)])
-    donors = {"a": SHIFTED[109:509], "b": np.concatenate([text(6, 9), longer]), "c": PROMPT[100:]}
-    for generations, taken in (({"b": 1, "c": 2}, "a"), ({"a": 2, "b": 1, "c": 2}, "b"), ({"a": 2, "c": 1}, "b")):
-        asked = planner(donors, "verified", generations, min_reuse_ratio=0)
-        assert plan_of(asked.plan(request(prompt, profile=GENERATIONS))).spans[0].donor_id == taken
-
-
 @pytest.mark.promise("policies", "The log says once what differs;...")
 def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped():
     assert_refused(planner({}, "verified").plan(request()), "no_donor_match")
@@ -621,8 +611,6 @@ def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_ow
     assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
 
 
-# -- chunked attention: runs are cut where a chunk ends, in the donor or in the prompt
-CHUNK, SPAN = 256, 64
 RANDOM = np.random.default_rng(3)
 
 
@@ -630,32 +618,29 @@ def some(count):
     return RANDOM.integers(0, 50_000, count).astype(np.int32)
 
 
-TEXT = some(700)
-
-
-def spans_of(before_donor, before_prompt, **options):
-    """Of a plan for the text elsewhere: where each span begins in donor and prompt, and its length."""
-    donor = np.concatenate([some(before_donor), TEXT, some(9)])
-    prompt = np.concatenate([some(before_prompt), TEXT, some(20)])
-    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, **options)
-    plan = plan_of(made.plan(request(prompt)))
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-    return [(span.donor_start, span.target_start, span.length) for span in plan.spans]
-
-
-def test_no_span_holds_the_end_of_a_chunk():
-    """Its first 36 tokens and those between two ends are too few for a span."""
-    assert spans_of(20, 40) == [(20, 40, 216), (256, 276, 236), (512, 532, 208)]
-    assert spans_of(40, 20) == [(40, 20, 216), (276, 256, 236), (532, 512, 208)]
-    assert [span[1] + span[2] for span in spans_of(20, 40)[:2]] == [256, 512]
+@pytest.mark.parametrize(
+    ("before_donor", "before_prompt", "spans"),
+    [
+        # The first 36 tokens, and those between two ends, are too few for a span.
+        (20, 40, [(20, 40, 216), (256, 276, 236), (512, 532, 208)]),
+        (40, 20, [(40, 20, 216), (276, 256, 236), (532, 512, 208)]),
+        (20, 276, [(20, 276, 700)]),
+    ],
+)
+def test_no_span_holds_the_end_of_a_chunk_of_donor_or_prompt(before_donor, before_prompt, spans):
+    moved = some(700)
+    donor, prompt = np.concatenate([some(before_donor), moved]), np.concatenate([some(before_prompt), moved, some(20)])
+    plan = plan_of(planner({"a": donor}, chunk=256, min_span_tokens=64).plan(request(prompt)))
+    assert [(span.donor_start, span.target_start, span.length) for span in plan.spans] == spans
 
 
 @pytest.mark.promise("engines", "No run is reused across the...")
-@pytest.mark.parametrize(("shift", "reason"), [(SPAN, "chunk_edge"), (CHUNK, None), (13, None)])
+@pytest.mark.parametrize(("shift", "reason"), [(64, "chunk_edge"), (256, None), (13, None)])
 def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
     """Where chunks of 128 tokens end 64 apart, no piece has 80 tokens."""
-    made = planner({"a": np.concatenate([some(7), TEXT])}, chunk=2 * SPAN, min_span_tokens=80)
-    planned = made.plan(request(np.concatenate([some(7 + shift), TEXT, some(5)])))
+    moved = some(700)
+    made = planner({"a": np.concatenate([some(7), moved])}, chunk=128, min_span_tokens=80)
+    planned = made.plan(request(np.concatenate([some(7 + shift), moved, some(5)])))
     assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import ContiguousKv, KvGeometry, pool_view
+from kernels.layout import KvGeometry, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
@@ -340,15 +340,3 @@ def test_locked_memory_goes_back_with_its_tier(monkeypatch):
     assert list(locked.values()) == [3 * ROW]
     del memory
     assert locked == {}
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_parts_and_the_whole_hold_the_same_tokens(sizes, data):
-    expected = torch.randn(2, 2, 1, sum(sizes), 4, generator=torch.Generator().manual_seed(1))
-    held = HostKv(tuple(map(ContiguousKv, expected.split(sizes, dim=3))))
-    assert held.capacity == expected.shape[3]
-    assert torch.equal(whole(held), expected)
-    start = data.draw(st.integers(0, held.capacity - 1))
-    length = data.draw(st.integers(1, held.capacity - start))
-    parts = [part.tensor[:, :, :, first : first + count] for part, first, count in held.parts_of(start, length)]
-    assert torch.equal(torch.cat(parts, dim=3), expected[:, :, :, start : start + length])
