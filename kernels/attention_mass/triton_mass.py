@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.device import launch
-from kernels.layout import to_device
+from kernels.layout import once, to_device
 from kernels.sparse_prefill.tiles import TileConfig, batch_index
 from kernels.sparse_prefill.triton_attention import LOG2_E, LOG2_E_IN_KERNELS, memory_of
 
@@ -64,17 +64,17 @@ def attention_mass(
 def _records(sequences: tuple[SequenceRows, ...]) -> torch.Tensor:
     """Return what a program knows of its sequence, once for all layers: first row, rows, first block, first column,
     first and last position, int32 [sequences, 6]."""
-    first, key = sequences[0], ("mass", sequences[1:])
-    if key not in first.memo:
+
+    def records() -> torch.Tensor:
         found, first_block, column = [], 0, 0
         for each in sequences:
             bounds = each.first_position, each.last_position
             found.append([each.first_row, each.count, first_block, column, *bounds])
             first_block += len(each.block_ids)
             column += each.last_position + 1
-        first.memo[key] = to_device(torch.tensor(found, dtype=torch.int32), first.positions.device)
-    records: torch.Tensor = first.memo[key]
-    return records
+        return to_device(torch.tensor(found, dtype=torch.int32), sequences[0].positions.device)
+
+    return once(sequences, ("mass",), records)
 
 
 @triton.jit
