@@ -128,22 +128,6 @@ def test_some_layers_at_a_time(layout, are_alike, device):
         assert bool(staged[len(layers) :].isnan().all())
 
 
-@pytest.mark.parametrize("layout", ["in_one_tensor", builders.LAYOUTS[0], builders.LAYOUTS[-1]])
-def test_sources_of_every_kind_in_one_call(layout, device):
-    sizes, donors = geometry_of(layers=3), [donor_of(geometry_of(layers=3), 9, seed) for seed in range(4)]
-    sources = [
-        on(donors[0], device),
-        builders.filled(layout, device, donors[1], block_size=3),
-        on(builders.paged(donors[2], block_size=2), device),
-        builders.filled("blocks_heads_channels", device, donors[3]),
-    ]
-    spans = [(0, 1, 0, 4), (1, 2, 6, 7), (2, 3, 4, 2), (3, 0, 14, 5)]
-    actual, expected = pool_of(layout, sizes, device), pool_of(layout, sizes)
-    kv_move([Move(sources[index], *rest) for index, *rest in spans], actual, ROTATION)
-    naive.kv_move([Move(donors[index], *rest) for index, *rest in spans], expected, ROTATION)
-    assert_same(content(actual), content(expected))
-
-
 @pytest.mark.parametrize("layout", ["in_one_tensor", *builders.LAYOUTS])
 def test_moves_within_a_pool_may_not_overlap_but_may_share_blocks(layout, device):
     donor = donor_of(geometry_of(layers=3), 6, seed=3)
@@ -251,8 +235,13 @@ def test_any_disjoint_moves_match_naive(data, device):
         source_start = data.draw(st.integers(0, 5))
         moves.append(Move(donor_of(geometry, source_start + length, seed), source_start, target_start, length))
         position = target_start + length
-    actual, expected = pool_of(layout, geometry, device), pool_of(layout, geometry)
-    kv_move([replace(move, source=on(move.source, device)) for move in moves], actual, ROTATION)
+    actual, expected, sources = pool_of(layout, geometry, device), pool_of(layout, geometry), []
+    for move in moves:
+        kind = data.draw(st.sampled_from(["contiguous", "in_one_tensor", *builders.LAYOUTS]))
+        is_paged = kind != "contiguous"
+        sources.append(builders.filled(kind, device, move.source) if is_paged else on(move.source, device))
+    placed = [replace(move, source=source) for move, source in zip(moves, sources, strict=True)]
+    kv_move(placed, actual, ROTATION)
     naive.kv_move(moves, expected, ROTATION)
     if any(move.length for move in moves):
         assert_same(content(actual), content(expected))
