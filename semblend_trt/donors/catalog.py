@@ -94,20 +94,29 @@ class TierMoves:
 
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """Counts at one moment, reserved room included; those from `evicted` on are totals since the start."""
+    """Donors, leases and each tier's bytes at one moment, with those that running saves reserve.
 
-    ready: int
-    saving: int
-    leases: int
-    used_bytes: int
-    device_blocks_used: int = 0
+    `resting` donors are on disk, `approximate` ones built, or being built, from approximate KV. Those from `evicted` on
+    are totals since the start."""
+
+    ready: int = 0
+    saving: int = 0
+    leases: int = 0
     resting: int = 0
-    disk_bytes_used: int = 0
+    approximate: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
     evicted: int = 0
     offloaded: int = 0
     released: int = 0
     promoted: int = 0
     fetched: int = 0
+
+    @property
+    def donors(self) -> int:
+        """Donors that can be found."""
+        return self.ready + self.resting
 
 
 @dataclass(slots=True, kw_only=True)
@@ -343,16 +352,18 @@ class DonorCatalog:
             return frozenset(donor_id for donor_id, entry in self._entries.items() if entry.is_resting)
 
     def stats(self) -> CatalogStats:
+        """Return what is held now; any thread may call."""
         with self._lock:
-            entries = self._entries.values()
+            entries, used, a_token = self._entries.values(), self._used, self.capacities.bytes_per_token
             return CatalogStats(
                 ready=sum(entry.is_readable for entry in entries),
                 saving=sum(entry.state == "saving" for entry in entries),
                 leases=sum(entry.leases for entry in entries),
-                used_bytes=self._used[Tier.HOST] * self.capacities.bytes_per_token,
-                device_blocks_used=self._used[Tier.DEVICE],
                 resting=sum(entry.is_resting for entry in entries),
-                disk_bytes_used=self._used[Tier.DISK],
+                approximate=len(self.generations),
+                host_bytes=used[Tier.HOST] * a_token,
+                device_bytes=used[Tier.DEVICE] * self.capacities.block_size * a_token,
+                disk_bytes=used[Tier.DISK],
                 **self._counts,
             )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from semblend_trt.background import OnceAMinute
 from semblend_trt.discovery.fingerprint import equal_tokens
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText, Tier
+from semblend_trt.donors.catalog import Capacities, CatalogStats, DonorCatalog, DonorText, Tier
 from semblend_trt.donors.offload import (
     DiskLink,
     DonorObserver,
@@ -162,19 +162,6 @@ class _Saving:
     is_sound: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class HeldDonors:
-    """Donors that can be found, and each tier's bytes, with those that running saves reserve.
-
-    `approximate` donors are built, or being built, from approximate KV."""
-
-    donors: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-    disk_bytes: int = 0
-    approximate: int = 0
-
-
 class DonorIndex:
     """Keep texts, catalog and offload queue in step: a donor is found only while its bytes are held, if only by the
     blocks that the engine holds until they are saved.
@@ -211,16 +198,9 @@ class DonorIndex:
         self._saving: dict[str, _Saving] = {}
         self._doomed: set[str] = set()
 
-    def held(self) -> HeldDonors:
+    def held(self) -> CatalogStats:
         """Return what the catalog holds now; any thread may call."""
-        stats, limits = self.catalog.stats(), self.catalog.capacities
-        return HeldDonors(
-            donors=stats.ready + stats.resting,
-            host_bytes=stats.used_bytes,
-            device_bytes=stats.device_blocks_used * limits.block_size * limits.bytes_per_token,
-            disk_bytes=stats.disk_bytes_used,
-            approximate=len(self.catalog.generations),
-        )
+        return self.catalog.stats()
 
     def begin_save(
         self,

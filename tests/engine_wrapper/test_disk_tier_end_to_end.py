@@ -176,7 +176,7 @@ def test_files_stay_within_their_budget(engine, tmp_path):
     for seed in range(5):
         serve(restarted, render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is there?"))
         assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
-        assert restarted.connector_scheduler.donor_index.catalog.stats().disk_bytes_used <= budget
+        assert restarted.connector_scheduler.donor_index.catalog.stats().disk_bytes <= budget
     assert donor_files(tmp_path)
 
 

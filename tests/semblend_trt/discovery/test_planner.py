@@ -578,6 +578,7 @@ def test_ties_go_to_a_near_donor_then_to_a_needed_one_then_to_whole_blocks_then_
     assert taken([Run("a", 0, 0, 100), Run("z", 0, 0, 100), Run("z", 100, 100, 90)], block_size=1) == {"z"}
 
 
+@pytest.mark.promise("reuse", "An exact copy of the same...")
 @pytest.mark.parametrize(("length", "taken"), [(100, "exact"), (199, "exact"), (200, "exact"), (202, "later")])
 def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length, taken):
     runs = [Run("exact", 7, 0, 100), Run("later", 0, 0, length)]

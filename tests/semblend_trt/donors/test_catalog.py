@@ -19,7 +19,7 @@ def test_many_times_the_capacity_leaves_the_capacity():
     catalog = catalog_of(max_donors=7)
     for number in range(500):
         keep(catalog, f"donor-{number}", 20)
-    assert catalog.stats() == CatalogStats(ready=5, saving=0, leases=0, used_bytes=1000, evicted=495)
+    assert catalog.stats() == CatalogStats(ready=5, saving=0, leases=0, host_bytes=1000, evicted=495)
     for number in range(500, 510):
         keep(catalog, f"donor-{number}", 1)
     assert len(catalog) == 7
@@ -264,9 +264,9 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def budgets_hold(self):
         stats = self.catalog.stats()
-        assert stats.used_bytes <= 60 * BYTES_PER_TOKEN
-        assert stats.device_blocks_used <= 4
-        assert stats.disk_bytes_used <= 20 * 4096
+        assert stats.host_bytes <= 60 * BYTES_PER_TOKEN
+        assert stats.device_bytes <= 40 * BYTES_PER_TOKEN
+        assert stats.disk_bytes <= 20 * 4096
         assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
 
     @invariant()
@@ -288,7 +288,7 @@ class PolicyMachine(RuleBasedStateMachine):
         for donor_id in sorted(self.ready):
             assert self.catalog.drop(donor_id)
         stats = self.catalog.stats()
-        assert (stats.used_bytes, stats.device_blocks_used, stats.disk_bytes_used, stats.leases) == (0, 0, 0, 0)
+        assert (stats.host_bytes, stats.device_bytes, stats.disk_bytes, stats.leases) == (0, 0, 0, 0)
 
 
 def machine_of(policy):

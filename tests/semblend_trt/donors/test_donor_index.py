@@ -17,9 +17,9 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors import offload
-from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
+from semblend_trt.donors.catalog import FULL_SECONDS, CatalogStats, DonorText, Tier
 from semblend_trt.donors.disk_tier import file_bytes
-from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts, HeldDonors
+from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts
 from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
@@ -136,7 +136,7 @@ def test_what_was_saved_is_found_and_what_is_too_short_goes_from_the_workers_too
     index, tokens = index_of(), text(1, 200)
     begin(index, "donor", tokens)
     index.saved(SavedDonor("donor", saved, None if saved else "disk on fire"))
-    assert index.catalog.stats().used_bytes == held * TOKEN_BYTES
+    assert index.catalog.stats().host_bytes == held * TOKEN_BYTES
     assert reused(index, tokens) == held
     assert moves(index).drops == ([] if held else ["donor"])
     assert (index.intend("again", tracked(2, tokens), 0) is None) == bool(held)
@@ -220,7 +220,7 @@ def test_short_requests_do_not_become_donors():
     assert index.intend("donor", tracked(1, text(1, 63)), 0) is None
     intent = index.intend("donor", tracked(1, text(1, 63)), 30)
     assert index.begin_save(intent, "namespace", text(1, 63)) is False
-    assert index.catalog.stats().used_bytes == 0
+    assert index.catalog.stats().host_bytes == 0
 
 
 def test_room_is_taken_when_the_request_ends_and_evicts_the_oldest():
@@ -260,7 +260,7 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     for turn in range(1, 13):
         keep(index, f"turn-{turn}", said[: turn * 100])
     stats = index.catalog.stats()
-    assert (stats.ready, stats.used_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
+    assert (stats.ready, stats.host_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
     assert [reused(index, each) for each in (said, text(0, 120), text(3, 120))] == [1200, 120, 120]
 
 
@@ -307,7 +307,7 @@ def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as
     lease.release()
     index.saved(SavedDonor("saving", TEXT))
     index.take_events(deque())
-    assert index.held() == HeldDonors()
+    assert index.held() == CatalogStats()
     assert sorted(index.offload.take_commands().drops) == ["free", "leased", "saving"]
     keep(index, "new", text(3))
     assert reused(index, text(3)) == TEXT
@@ -397,7 +397,7 @@ def test_what_has_a_file_is_released_and_what_has_none_is_gone(event, files, mov
     tiers = Tiers(host=1)
     tiers.keep("first")
     tiers.hear(event, "first")
-    assert tiers.index.catalog.stats().disk_bytes_used == files * FILE_BYTES
+    assert tiers.index.catalog.stats().disk_bytes == files * FILE_BYTES
     assert tiers.keep("second") == moves
     assert tiers.told == [heard]
     assert tiers.index.catalog.resting() == ({"first"} if files else set())
@@ -416,7 +416,7 @@ def test_on_a_full_disk_the_least_valuable_files_make_room_and_few_go_where_that
     now[0] += 1
     assert tiers.keep("second") == OffloadCommands(drops=["a"])
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "second")
-    assert tiers.index.catalog.stats().disk_bytes_used == 3 * FILE_BYTES
+    assert tiers.index.catalog.stats().disk_bytes == 3 * FILE_BYTES
     assert tiers.keep("third") == OffloadCommands(drops=["b"])
     tiers.find_no_room("third")  # something else fills it
     now[0] += 1
@@ -434,7 +434,7 @@ def test_a_file_goes_only_once_that_of_the_donor_that_continues_it_is_written():
     assert moves(tiers.index) == OffloadCommands()
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "turn-2")
     assert moves(tiers.index) == OffloadCommands(drops=["turn-1"])
-    assert tiers.index.catalog.stats().disk_bytes_used == file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, 2 * TEXT)
+    assert tiers.index.catalog.stats().disk_bytes == file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, 2 * TEXT)
 
 
 def test_where_room_is_short_a_continued_donor_leaves_memory_and_keeps_its_file():
@@ -535,7 +535,7 @@ def test_a_used_donor_of_the_host_is_promoted_once_unless_that_fails():
     assert tiers.told[-1] == ("moved", "second", "host")
     tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
     assert (tiers.tiers("first"), tiers.told) == ([Tier.HOST], [("moved", "first", "host")])
-    assert tiers.index.catalog.stats().device_blocks_used == 0
+    assert tiers.index.catalog.stats().device_bytes == 0
     assert tiers.look_up("first")[1].promotions == ["first"]
     assert tiers.look_up("first") == (TEXT, OffloadCommands())
     tiers.hear(OffloadEventKind.PROMOTED, "first")
@@ -643,7 +643,7 @@ class DonorIndexMachine(RuleBasedStateMachine):
     def room_is_that_of_what_is_kept_and_saved(self):
         stats = self.index.catalog.stats()
         texts = [*self.kept.values(), *(tokens for _, tokens in self.open)]
-        assert stats.used_bytes == sum(map(len, texts)) * TOKEN_BYTES <= self.ROOM * TOKEN_BYTES
+        assert stats.host_bytes == sum(map(len, texts)) * TOKEN_BYTES <= self.ROOM * TOKEN_BYTES
         assert (stats.leases, stats.saving) == (len(self.leases), len(self.open))
         assert set(self.index.texts) == set(self.kept) | {donor_id for donor_id, _ in self.open}
         assert set(self.index.texts.spans._donors) == set(self.kept)
