@@ -43,14 +43,13 @@ def attention_mass(
     sequences, geometry = tuple(sequences), kv.geometry
     memory, layer, (block, apart, _), constants = memory_of(kv)
     tile = EXACT if q.dtype == torch.float32 else TILE if geometry.head_dim <= 128 else WIDE
-    index = batch_index(sequences)
     q = q if q.stride(2) == 1 else q.contiguous()
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     tokens = max(sequence.last_position for sequence in sequences) + 1
     launch(
         mass_kernel, (triton.cdiv(tokens, tile.block_n), geometry.kv_heads, len(sequences)), q, q, memory, lse, into,
-        _records(sequences), index.positions, index.block_ids, layer, into.stride(0), window or 0, scale * LOG2_E,
+        _records(sequences), *batch_index(sequences), layer, into.stride(0), window or 0, scale * LOG2_E,
         *q.stride()[:2], block, apart, **constants, KV_HEADS=geometry.kv_heads, GROUP=q.shape[1] // geometry.kv_heads,
         HEAD_DIM=geometry.head_dim, BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
         BLOCK_SIZE=geometry.block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOWED=window is not None,

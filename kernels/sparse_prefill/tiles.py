@@ -42,14 +42,6 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchIndex:
-    """Positions and block ids of all sequences on the device: int64 [rows] and int64 [blocks], in order."""
-
-    positions: torch.Tensor
-    block_ids: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionWork:
     """One launch of attention.
 
@@ -63,12 +55,14 @@ class AttentionWork:
     slots: int
 
 
-def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
-    """Join the index tensors of a batch, once for all layers; those of a single sequence are used as they are."""
+def batch_index(sequences: tuple[SequenceRows, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all sequences' positions, int64 [rows], and block ids, int64 [blocks], on the device, in order.
+
+    They are joined once for all layers; those of a single sequence are used as they are."""
     if len(sequences) == 1:
-        return BatchIndex(sequences[0].positions, sequences[0].block_ids)
-    joined = ((each.positions for each in sequences), (each.block_ids for each in sequences))
-    return once(sequences, ("index",), lambda: BatchIndex(*(torch.cat(tuple(each)) for each in joined)))
+        return sequences[0].positions, sequences[0].block_ids
+    positions, block_ids = [each.positions for each in sequences], [each.block_ids for each in sequences]
+    return once(sequences, ("index",), lambda: (torch.cat(positions), torch.cat(block_ids)))
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ def sparse_prefill(
         config = choose_config(longest_part(sequences, window) * group, head_dim, q.dtype)
     processors = processors_of(q.device)
     work = attention_work(sequences, group, kv_heads, config, processors, piece, window)
-    index, num_items = batch_index(sequences), work.items.shape[0]
+    num_items = work.items.shape[0]
     q = q if q.stride(2) == 1 else q.contiguous()
     memory, layer, strides, constants = memory_of(kv)
     shared = {
@@ -74,7 +74,7 @@ def sparse_prefill(
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
-        index.positions, index.block_ids, sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
+        *batch_index(sequences), sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
         *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
         WINDOWED=window is not None, HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
@@ -95,11 +95,11 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
     """Serve `kernels.sparse_prefill.write_rows` in one launch; the arguments were checked."""
     geometry, sequences = kv.geometry, tuple(sequences)
     memory, layer, strides, constants = memory_of(kv)
-    tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
+    tiles = row_tiles(sequences, ROWS_PER_TILE)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, k if v is None else v))
     launch(
-        write_kernel, (tiles.shape[0], geometry.kv_heads), memory, k, v, memory, tiles, index.positions,
-        index.block_ids, layer, *k.stride()[:2], *v.stride()[:2], *strides, **constants, HEAD_DIM=geometry.head_dim,
+        write_kernel, (tiles.shape[0], geometry.kv_heads), memory, k, v, memory, tiles, *batch_index(sequences),
+        layer, *k.stride()[:2], *v.stride()[:2], *strides, **constants, HEAD_DIM=geometry.head_dim,
         BLOCK_D=triton.next_power_of_2(geometry.head_dim), BLOCK_SIZE=geometry.block_size, KINDS=geometry.kv_factor,
         ROWS=ROWS_PER_TILE, num_warps=4,
     )  # fmt: skip

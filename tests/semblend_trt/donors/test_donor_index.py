@@ -319,9 +319,10 @@ def test_any_number_of_donors_that_cannot_be_leased_is_planned_around():
         keep(index, f"gone-{gone}", np.concatenate([text(gone, 3), tokens[: 190 - gone]]))
         index.catalog.drop(f"gone-{gone}")
     keep(index, "held", np.concatenate([text(7, 3), tokens[:150]]))
-    planned, leases = plan(index, tokens)
-    assert [lease.donor_id for lease in leases] == ["held"]
-    assert (planned.plan.reused_tokens, index.catalog.stats().leases) == (150, 1)
+    keep(index, "beside", text(8, 100))
+    planned, leases = plan(index, np.concatenate([tokens, text(8, 100)]))
+    assert {lease.donor_id for lease in leases} == {"held", "beside"}
+    assert (planned.plan.reused_tokens, index.catalog.stats().leases) == (250, 2)
 
 
 class Tiers:

@@ -1,7 +1,6 @@
 """For every size of slots, staged copies place and fetch what one plain move would; nothing else is written."""
 
 import math
-from itertools import chain
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.transfer.staging import HostReader, HostWriter, Staging, batches
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import whole
 
 GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
@@ -77,22 +76,6 @@ def test_promoted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_wri
     kv_move([Move(ContiguousKv(whole(held).to(device)), 0, 0, held.capacity)], expected, ROTATION)
     HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device)).copy_up(held, target)
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
-
-
-@given(st.integers(1, 12))
-def test_batches_keep_order_turn_and_every_token(capacity):
-    donor = host_donor(14, 1)
-    moves = [Move(donor, 3, 9, 11), Move(donor, 0, 21, 5), Move(donor, 13, 40, 1)]
-    divided = list(batches(moves, capacity))
-    assert all(sum(move.length for move in batch) == capacity for batch in divided[:-1])
-    assert 1 <= sum(move.length for move in divided[-1]) <= capacity
-
-    def tokens(some):
-        return [
-            (each.source_start + at, each.target_start + at, each.shift) for each in some for at in range(each.length)
-        ]
-
-    assert tokens(chain(*divided)) == tokens(moves)
 
 
 def test_staging_without_room_for_a_token_is_refused():
