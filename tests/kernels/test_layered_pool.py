@@ -61,33 +61,43 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
 
 
 @pytest.mark.promise("engines", "In vLLM a check's sample finds...")
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "dtype"),
+    ("heads", "kv_heads", "dim", "block", "dtype", "kv_dtype"),
     [
-        (4, 2, 8, BLOCK, torch.float32),
-        (7, 1, 128, 16, torch.bfloat16),
-        (6, 3, 24, 5, torch.float16),
-        (4, 4, 64, 32, torch.bfloat16),
+        (4, 2, 8, BLOCK, torch.float32, torch.float32),
+        (7, 1, 128, 16, torch.bfloat16, torch.bfloat16),
+        (6, 3, 24, 5, torch.float16, torch.float16),
+        (4, 4, 64, 32, torch.bfloat16, torch.bfloat16),
+        (3, 3, 16, BLOCK, torch.float32, FP8),
+        (3, 3, 16, BLOCK, torch.bfloat16, FP8),
+        (3, 3, 16, BLOCK, torch.float16, FP8),
     ],
 )
-def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, device):
+def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, kv_dtype, device):
+    """In fp8 they are rounded and saturate."""
     positions = [[0, block - 1, block, 3 * block, 4 * block - 2], list(range(2, block + 1))]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
-    batch = builders.Batch(positions, dtype=dtype, **sizes)
-    pool, (q, in_one, sequences) = pool_of(layout, batch.geometry, device, dtype).pool, batch.on(device)
+    batch = builders.Batch(positions, dtype=dtype, kv_dtype=kv_dtype, **sizes)
+    pool, (q, in_one, sequences) = pool_of(layout, batch.geometry, device, kv_dtype).pool, batch.on(device)
     expected = PoolLayer(batch.pool, 1, batch.geometry)
     planes = [(layer, kind) for layer in (0, 1) for kind in (0, 1)]
     for plane in planes:
         layer_view(pool, batch.geometry, *plane).copy_(layer_view(in_one, batch.geometry, *plane))
     attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, 0.3)
     assert_same(attended, naive.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
-    k, v = builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    k, v = 100 * builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    if kv_dtype is FP8:
+        k[0], v[1], v[2] = 448.5, -3e4, math.inf
     write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), sequences)
     naive.write_rows(k, v, expected, batch.sequences)
     for plane in planes:
         actual, wanted = (layer_view(each, batch.geometry, *plane).cpu() for each in (pool, batch.pool))
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+        if kv_dtype is FP8:
+            builders.assert_stored(actual, wanted)
+        else:
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.promise("engines", "In the embedded engine KV in...")

@@ -104,27 +104,6 @@ def test_chunks_with_sinks_join(device, scores, monkeypatch):
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
-@pytest.mark.promise("engines", "In the embedded engine KV in...")
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtype, in_fp8):
-    kv_dtype = FP8 if in_fp8 else dtype
-    batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, kv_dtype=kv_dtype)
-    k, v = 100 * seeded(2, 13, 3, 16, seed=6, dtype=dtype)
-    if in_fp8:
-        k[0], v[1], v[2] = 448.5, -3e4, math.inf
-    expected = torch.full_like(batch.pool.float(), math.nan).to(kv_dtype)
-    actual = expected.to(device, copy=True)
-    write_rows(k.to(device), v.to(device), PoolLayer(actual, 1, batch.geometry), batch.on(device)[2])
-    naive.write_rows(k, v, PoolLayer(expected, 1, batch.geometry), batch.sequences)
-    assert int((~actual.float().isnan()).sum()) == 2 * k.numel()
-    if in_fp8:
-        builders.assert_stored(actual, expected)
-        assert actual.float().nan_to_num().abs().max() == 448
-    else:
-        torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_no_rows_return_at_once():
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
