@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
+T = TypeVar("T")
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A rotation keeps fp8's one scale, so kv_move and deviation need not know it. Attention takes it to be 1.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
@@ -335,8 +336,7 @@ class SequenceRows:
 
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
     tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
-    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels
-    derive from a batch whose first rows are these; the layers of a stage share it."""
+    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo`: see `once`."""
 
     first_row: int
     positions: torch.Tensor
@@ -395,6 +395,15 @@ class SequenceRows:
         return moved
 
 
+def once(sequences: Sequence[SequenceRows], what: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+    """Return what `make` derives from a batch, under the name `what`; the layers of a stage share it."""
+    memo, key = sequences[0].memo, (what, tuple(sequences[1:]))
+    if key not in memo:
+        memo[key] = make()
+    made: T = memo[key]
+    return made
+
+
 def in_chunks(sequences: Sequence[SequenceRows], chunk: int, block_size: int) -> tuple[SequenceRows, ...]:
     """Return the same rows as one sequence for each chunk of `chunk` positions, in which alone their queries see KV.
 
@@ -441,7 +450,8 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
     check_pool(pool, geometry)
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
-    rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)
+    checked, blocks = ("checked", pool.shape[0], geometry), pool.shape[0]
+    rows = once(sequences, checked, lambda: _covered_rows(sequences, blocks, geometry)) if sequences else 0
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != (rows, heads, geometry.head_dim):
             raise ValueError(
@@ -461,12 +471,9 @@ def check_written(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequen
     check_rows(given, kv.geometry.kv_heads, kv, sequences)
 
 
-def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
+def _covered_rows(sequences: Sequence[SequenceRows], num_blocks: int, geometry: KvGeometry) -> int:
     """Check the sequences; return the rows that they cover."""
-    memo, key = sequences[0].memo if sequences else {}, ("checked", sequences[1:], num_blocks, geometry)
-    rows: int = memo.get(key, 0)
-    if rows:
-        return rows
+    rows = 0
     for index, sequence in enumerate(sequences):
         if sequence.first_row != rows:
             raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
@@ -481,5 +488,4 @@ def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry
             raise ValueError(
                 f"sequences[{index}].positions reach {sequence.last_position}; its blocks hold 0..{capacity - 1}"
             )
-    memo[key] = rows
     return rows

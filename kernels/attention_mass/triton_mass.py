@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.device import launch
-from kernels.layout import to_device
+from kernels.layout import once, to_device
 from kernels.sparse_prefill.tiles import TileConfig, batch_index
 from kernels.sparse_prefill.triton_attention import LOG2_E, LOG2_E_IN_KERNELS, memory_of
 
@@ -43,14 +43,13 @@ def attention_mass(
     sequences, geometry = tuple(sequences), kv.geometry
     memory, layer, (block, apart, _), constants = memory_of(kv)
     tile = EXACT if q.dtype == torch.float32 else TILE if geometry.head_dim <= 128 else WIDE
-    index = batch_index(sequences)
     q = q if q.stride(2) == 1 else q.contiguous()
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     tokens = max(sequence.last_position for sequence in sequences) + 1
     launch(
         mass_kernel, (triton.cdiv(tokens, tile.block_n), geometry.kv_heads, len(sequences)), q, q, memory, lse, into,
-        _records(sequences), index.positions, index.block_ids, layer, into.stride(0), window or 0, scale * LOG2_E,
+        _records(sequences), *batch_index(sequences), layer, into.stride(0), window or 0, scale * LOG2_E,
         *q.stride()[:2], block, apart, **constants, KV_HEADS=geometry.kv_heads, GROUP=q.shape[1] // geometry.kv_heads,
         HEAD_DIM=geometry.head_dim, BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
         BLOCK_SIZE=geometry.block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOWED=window is not None,
@@ -64,17 +63,17 @@ def attention_mass(
 def _records(sequences: tuple[SequenceRows, ...]) -> torch.Tensor:
     """Return what a program knows of its sequence, once for all layers: first row, rows, first block, first column,
     first and last position, int32 [sequences, 6]."""
-    first, key = sequences[0], ("mass", sequences[1:])
-    if key not in first.memo:
+
+    def records() -> torch.Tensor:
         found, first_block, column = [], 0, 0
         for each in sequences:
             bounds = each.first_position, each.last_position
             found.append([each.first_row, each.count, first_block, column, *bounds])
             first_block += len(each.block_ids)
             column += each.last_position + 1
-        first.memo[key] = to_device(torch.tensor(found, dtype=torch.int32), first.positions.device)
-    records: torch.Tensor = first.memo[key]
-    return records
+        return to_device(torch.tensor(found, dtype=torch.int32), sequences[0].positions.device)
+
+    return once(sequences, ("mass",), records)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.layout import to_device
+from kernels.layout import once, to_device
 
 if TYPE_CHECKING:
     from kernels.layout import SequenceRows
@@ -42,14 +42,6 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchIndex:
-    """Positions and block ids of all sequences on the device: int64 [rows] and int64 [blocks], in order."""
-
-    positions: torch.Tensor
-    block_ids: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionWork:
     """One launch of attention.
 
@@ -63,27 +55,24 @@ class AttentionWork:
     slots: int
 
 
-def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
-    """Join the index tensors of a batch, once for all layers; those of a single sequence are used as they are."""
-    first, key = sequences[0], ("index", sequences[1:])
-    if key not in first.memo:
-        alone = len(sequences) == 1
-        first.memo[key] = BatchIndex(
-            first.positions if alone else torch.cat([sequence.positions for sequence in sequences]),
-            first.block_ids if alone else torch.cat([sequence.block_ids for sequence in sequences]),
-        )
-    index: BatchIndex = first.memo[key]
-    return index
+def batch_index(sequences: tuple[SequenceRows, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all sequences' positions, int64 [rows], and block ids, int64 [blocks], on the device, in order.
+
+    They are joined once for all layers; those of a single sequence are used as they are."""
+    if len(sequences) == 1:
+        return sequences[0].positions, sequences[0].block_ids
+    positions, block_ids = [each.positions for each in sequences], [each.block_ids for each in sequences]
+    return once(sequences, ("index",), lambda: (torch.cat(positions), torch.cat(block_ids)))
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:
     """Return tiles of single rows, int32 [tiles, 4]: the sequence's first row, first and end row in it, first block."""
-    first, key = sequences[0], ("rows", sequences[1:], rows_per_tile)
-    if key not in first.memo:
+
+    def cut() -> torch.Tensor:
         table, _, _ = cut_rows(sequences, 1, rows_per_tile)
-        first.memo[key] = to_device(torch.from_numpy(table), first.positions.device)
-    tiles: torch.Tensor = first.memo[key]
-    return tiles
+        return to_device(torch.from_numpy(table), sequences[0].positions.device)
+
+    return once(sequences, ("rows", rows_per_tile), cut)
 
 
 def attention_work(
@@ -99,8 +88,8 @@ def attention_work(
 
     `group`: query heads a KV head; `processors`: multiprocessors of the card; `piece`: tokens of KV an item may cover,
     a multiple of block_n (else ValueError), or None to cut the KV so that all programs end together."""
-    first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece, window)
-    if key not in first.memo:
+
+    def plan() -> AttentionWork:
         if piece is not None and (piece < 1 or piece % config.block_n):
             raise ValueError(f"piece is {piece}; it must be a multiple of block_n, {config.block_n}")
         table, begins, ends = cut_rows(sequences, group, config.block_m, window)
@@ -109,9 +98,9 @@ def attention_work(
         reach, programs = ends - begins, max(1, processors * config.resident // kv_heads)
         pieces = balanced_pieces(reach, programs, config.block_n) if piece is None else equal_pieces(reach, piece)
         pieces[:, 1:] += begins[pieces[:, :1]]
-        first.memo[key] = _plan(table, pieces, first.positions.device)
-    work: AttentionWork = first.memo[key]
-    return work
+        return _plan(table, pieces, sequences[0].positions.device)
+
+    return once(sequences, ("work", group, kv_heads, config, processors, piece, window), plan)
 
 
 def cut_rows(
@@ -143,12 +132,8 @@ def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int
     """Return the most rows of one sequence that may share a tile."""
     if window is None:
         return max(sequence.count for sequence in sequences)
-    first, key = sequences[0], ("longest", sequences[1:], window)
-    if key not in first.memo:
-        parts = (_parts(sequence.host_positions.numpy(), window) for sequence in sequences)
-        first.memo[key] = max(int(np.diff(own).max()) for own in parts)
-    longest: int = first.memo[key]
-    return longest
+    parts = (_parts(sequence.host_positions.numpy(), window) for sequence in sequences)
+    return once(sequences, ("longest", window), lambda: max(int(np.diff(own).max()) for own in parts))
 
 
 def _parts(positions: np.ndarray, window: int | None) -> list[int]:

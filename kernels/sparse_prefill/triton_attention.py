@@ -19,15 +19,7 @@ import triton.language as tl
 
 from kernels.device import launch
 from kernels.span_table import as_element
-from kernels.sparse_prefill.tiles import (
-    AttentionWork,
-    BatchIndex,
-    TileConfig,
-    attention_work,
-    batch_index,
-    longest_part,
-    row_tiles,
-)
+from kernels.sparse_prefill.tiles import TileConfig, attention_work, batch_index, longest_part, row_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,43 +48,19 @@ def sparse_prefill(
     """Serve `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
 
     `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes."""
-    sequences = tuple(sequences)
-    geometry = kv.geometry
-    group = q.shape[1] // geometry.kv_heads
+    sequences, geometry = tuple(sequences), kv.geometry
+    kv_heads, head_dim, group = geometry.kv_heads, geometry.head_dim, q.shape[1] // geometry.kv_heads
     if config is None:
-        config = choose_config(longest_part(sequences, window) * group, geometry.head_dim, q.dtype)
+        config = choose_config(longest_part(sequences, window) * group, head_dim, q.dtype)
     processors = processors_of(q.device)
-    work = attention_work(sequences, group, geometry.kv_heads, config, processors, piece, window)
+    work = attention_work(sequences, group, kv_heads, config, processors, piece, window)
+    num_items = work.items.shape[0]
     q = q if q.stride(2) == 1 else q.contiguous()
-    head_major = work.items.shape[0] >= HEAD_MAJOR_ROUNDS * processors * config.resident
-    index = batch_index(sequences)
-    return attend(q, kv, work, index, scale, config, window=window, sinks=sinks, lse=lse, head_major=head_major)
-
-
-def attend(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    work: AttentionWork,
-    index: BatchIndex,
-    scale: float,
-    config: TileConfig,
-    *,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    head_major: bool = False,
-) -> torch.Tensor:
-    """Launch the attention of `work`, and the join of its partial outputs where it has any; return q's shape.
-
-    `work` is that of the same window. With `head_major`, neighbouring programs take one KV head's neighbouring
-    items."""
-    geometry = kv.geometry
-    kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
     memory, layer, strides, constants = memory_of(kv)
     shared = {
         "SINKS": sinks is not None,
         "KV_HEADS": kv_heads,
-        "GROUP": q.shape[1] // kv_heads,
+        "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_M": config.block_m,
@@ -106,9 +74,9 @@ def attend(
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
-        index.positions, index.block_ids, sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
+        *batch_index(sequences), sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
         *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
-        WINDOWED=window is not None, HEAD_MAJOR=head_major,
+        WINDOWED=window is not None, HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
         PRECISION="ieee" if exact else None, num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=config.max_registers,
@@ -127,11 +95,11 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
     """Serve `kernels.sparse_prefill.write_rows` in one launch; the arguments were checked."""
     geometry, sequences = kv.geometry, tuple(sequences)
     memory, layer, strides, constants = memory_of(kv)
-    tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
+    tiles = row_tiles(sequences, ROWS_PER_TILE)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, k if v is None else v))
     launch(
-        write_kernel, (tiles.shape[0], geometry.kv_heads), memory, k, v, memory, tiles, index.positions,
-        index.block_ids, layer, *k.stride()[:2], *v.stride()[:2], *strides, **constants, HEAD_DIM=geometry.head_dim,
+        write_kernel, (tiles.shape[0], geometry.kv_heads), memory, k, v, memory, tiles, *batch_index(sequences),
+        layer, *k.stride()[:2], *v.stride()[:2], *strides, **constants, HEAD_DIM=geometry.head_dim,
         BLOCK_D=triton.next_power_of_2(geometry.head_dim), BLOCK_SIZE=geometry.block_size, KINDS=geometry.kv_factor,
         ROWS=ROWS_PER_TILE, num_warps=4,
     )  # fmt: skip

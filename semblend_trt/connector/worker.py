@@ -321,11 +321,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self.saver.refuse(intent, "its blocks are none of the pool's")
         return True
 
-    def _in_blocks(self) -> dict[str, PagedKv]:
-        """Return donors by id that are whole in the engine's blocks, which it holds until `get_finished` at least."""
+    def _in_blocks(self, donor_ids: set[str]) -> dict[str, PagedKv]:
+        """Return those donors that are whole in the engine's blocks, which it holds until `get_finished` at least."""
         assert self.saver is not None
-        found = dict(self.saver.in_blocks)
-        for intent in self._to_save.values():
+        found = {each: kv for each, kv in self.saver.in_blocks.items() if each in donor_ids}
+        for intent in (each for each in self._to_save.values() if each.donor_id in donor_ids):
             followed = self._followed.get(intent.request_id)
             block_ids, tokens = self._written(intent, followed) if self._is_whole(followed) else ([], 0)
             if tokens and tokens == intent.max_tokens:

@@ -11,7 +11,7 @@ from kernels.kv_move import warm_up
 from semblend_trt import __version__
 from semblend_trt.connector.eligibility import cuts_kv
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
-from semblend_trt.donors.store import DonorStore, HostMemory, HostTier, arena_blocks
+from semblend_trt.donors.store import DonorStore, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import ranks_of
 from semblend_trt.transfer.load import PlanLoader
@@ -89,8 +89,7 @@ def open_tiers(
         from semblend_trt.donors.device_tier import DeviceTier
     if settings.device_bytes:
         arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
-    memory = HostMemory(settings.host_bytes, lock=True) if pool.is_cuda else None
-    store = DonorStore(HostTier(settings.host_bytes, memory), arena)
+    store = DonorStore(HostTier(settings.host_bytes, lock=pool.is_cuda), arena)
     reader, writer = None, HostWriter(rotation, None)
     if pool.is_cuda and settings.host_bytes:
         slot = settings.staging_bytes // (_LOAD_SLOTS + 1)

@@ -209,10 +209,10 @@ class Planner:
     def _may_pay(self, request: LookupRequest, terms: ReuseTerms | None) -> bool:
         """Return whether a search is worth its time: all tokens moved as one run would pay, or a donor begins alike."""
         begin, end = request.num_computed_tokens, request.last_usable
-        best, costs, share = [PlanSpan("", begin, begin, end - begin)], request.costs, self._settings.min_saving
-        if not costs or not share or terms is None or self._withhold(request, best)[0] is not PlanKind.REQUEST_LOCAL:
+        if request.costs is None or terms is None:
             return True
-        if costs.may_save(begin, end, share) and costs.saves(self._build(request, [], best, terms), share):
+        whole = PlanSpan("", begin, begin, end - begin)
+        if self._pays(request, self._build(request, [], [whole], terms)):
             return True
         return self._begins_alike(request.namespace_key, request.tokens) >= begin + self._settings.min_span_tokens
 

@@ -94,33 +94,42 @@ class TierMoves:
 
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """Counts at one moment, reserved room included; those from `evicted` on are totals since the start."""
+    """Donors, leases and each tier's bytes at one moment, with those that running saves reserve.
 
-    ready: int
-    saving: int
-    leases: int
-    used_bytes: int
-    device_blocks_used: int = 0
+    `resting` donors are on disk, `approximate` ones built, or being built, from approximate KV. Those from `evicted` on
+    are totals since the start."""
+
+    ready: int = 0
+    saving: int = 0
+    leases: int = 0
     resting: int = 0
-    disk_bytes_used: int = 0
+    approximate: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
     evicted: int = 0
     offloaded: int = 0
     released: int = 0
     promoted: int = 0
     fetched: int = 0
 
+    @property
+    def donors(self) -> int:
+        """Donors that can be found."""
+        return self.ready + self.resting
+
 
 @dataclass(slots=True, kw_only=True)
 class _Entry(DonorHistory):
-    """A donor as policies see it; a promotion takes device room too. `is_retried`: others were dropped for its file.
-    `is_held`: while it is saved, the engine's blocks hold its KV."""
+    """A donor as policies see it; a promotion takes device room too. `is_held`: while it is saved, the engine's blocks
+    hold its KV."""
 
     tier: Tier
     state: Literal["saving", "ready", "fetching"] = "saving"
     file: Literal["none", "writing", "held"] = "none"  # from "writing" on it takes disk room
     leases: int = 0
+    writing_since: float = 0.0
     is_promoting: bool = False
-    is_retried: bool = False
     is_held: bool = False
 
     @property
@@ -168,7 +177,7 @@ class DonorCatalog:
         self._writes_files = False
         self._eviction = {tier: policy_of(eviction) for tier in Tier}
         self._ticks = count(1)
-        self._full_at, self._full_until = 0, 0.0
+        self._full_at, self._full_since = 0, -FULL_SECONDS
         self._lock = threading.Lock()
 
     def reserve(
@@ -250,29 +259,21 @@ class DonorCatalog:
                 self._make_ready(donor_id, entry)
             return dropped
 
-    def written(self, donor_id: str, succeeded: bool, free: int | None = None) -> tuple[str, ...] | None:
-        """Note that the donor's file was written or failed. If the disk had only `free` bytes, retry it once.
+    def written(self, donor_id: str, succeeded: bool, *, is_full: bool = False) -> None:
+        """Note that the donor's file was written, or failed; `is_full` where the disk had no room for it.
 
-        Returns the donors on disk alone that were dropped for the retry, else None. For FULL_SECONDS files take no more
-        than now plus `free`. If the retry fails, something else fills the disk: no file is written meanwhile."""
+        For FULL_SECONDS files then take no more room than now. If a file that makes its own room fails as well,
+        something else fills the disk: no file is written meanwhile."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or entry.file != "writing":
-                return None
+                return
             with self._recounting(entry):
                 entry.file = "held" if succeeded else "none"
-            if free is None:
-                return None
-            # With a quota or the inodes used up, the disk reports free bytes that no file can take.
-            free = free if free < self.capacities.room(Tier.DISK, entry.tokens) else 0
-            self._full_at = 0 if entry.is_retried else self._used[Tier.DISK] + free
-            self._full_until = time.monotonic() + FULL_SECONDS
-            victims = self._make_file_room(entry.tokens)
-            entry.is_retried = victims is not None
-            if entry.is_retried:
-                with self._recounting(entry):
-                    entry.file = "writing"
-            return victims
+            if is_full:
+                made_room = self._is_full() and entry.writing_since > self._full_since
+                self._full_at = 0 if made_room else self._used[Tier.DISK]
+                self._full_since = time.monotonic()
 
     def fetch(self, donor_id: str, *, may_drop: bool = True) -> TierMoves | None:
         """Make room on the host for a donor on disk alone; None when it is elsewhere or room is missing.
@@ -351,16 +352,18 @@ class DonorCatalog:
             return frozenset(donor_id for donor_id, entry in self._entries.items() if entry.is_resting)
 
     def stats(self) -> CatalogStats:
+        """Return what is held now; any thread may call."""
         with self._lock:
-            entries = self._entries.values()
+            entries, used, a_token = self._entries.values(), self._used, self.capacities.bytes_per_token
             return CatalogStats(
                 ready=sum(entry.is_readable for entry in entries),
                 saving=sum(entry.state == "saving" for entry in entries),
                 leases=sum(entry.leases for entry in entries),
-                used_bytes=self._used[Tier.HOST] * self.capacities.bytes_per_token,
-                device_blocks_used=self._used[Tier.DEVICE],
                 resting=sum(entry.is_resting for entry in entries),
-                disk_bytes_used=self._used[Tier.DISK],
+                approximate=len(self.generations),
+                host_bytes=used[Tier.HOST] * a_token,
+                device_bytes=used[Tier.DEVICE] * self.capacities.block_size * a_token,
+                disk_bytes=used[Tier.DISK],
                 **self._counts,
             )
 
@@ -425,8 +428,11 @@ class DonorCatalog:
             if is_taken:
                 self._used[tier] += sign * self.capacities.room(tier, entry.tokens)
 
+    def _is_full(self) -> bool:
+        return time.monotonic() < self._full_since + FULL_SECONDS
+
     def _free(self, tier: Tier) -> int:
-        is_full = tier is Tier.DISK and time.monotonic() < self._full_until
+        is_full = tier is Tier.DISK and self._is_full()
         return (self._full_at if is_full else self.capacities.limit(tier)) - self._used[tier]
 
     def _movable(self, tier: Tier, but: str = "") -> Iterator[str]:
@@ -457,7 +463,7 @@ class DonorCatalog:
             entry = self._entries[donor_id]
             if entry.file == "none" and (victims := self._make_file_room(entry.tokens)) is not None:
                 with self._recounting(entry):
-                    entry.file = "writing"
+                    entry.file, entry.writing_since = "writing", time.monotonic()
                 written, dropped = (*written, donor_id), dropped + victims
         released = tuple(donor_id for donor_id in moves.released if donor_id not in dropped)
         return replace(moves, written=written, dropped=dropped, released=released)

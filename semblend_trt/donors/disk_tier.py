@@ -202,10 +202,6 @@ class DiskTier:
             with suppress(OSError):  # a folder that has become read-only still serves
                 os.utime(file)
 
-    def free_bytes(self) -> int:
-        disk = os.fstatvfs(self._descriptor)
-        return disk.f_bavail * disk.f_frsize
-
     def forget(self, donor_id: str) -> None:
         """Remove the donor's file, if any. Raises OSError."""
         self._known.pop(donor_id, None)
@@ -318,10 +314,8 @@ class DiskTransfers:
             self._report(OffloadEventKind.FILE_WRITTEN, donor_id)
         except Exception as error:
             logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
-            free = None
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                free = self._disk.free_bytes() if self._waiting == 1 else 0  # other waiting writes take some of it
-            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), text, free))
+            is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), is_full=is_full))
         finally:
             with self._lock:
                 self._waiting -= 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from semblend_trt.background import OnceAMinute
 from semblend_trt.discovery.fingerprint import equal_tokens
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText, Tier
+from semblend_trt.donors.catalog import Capacities, CatalogStats, DonorCatalog, DonorText, Tier
 from semblend_trt.donors.offload import (
     DiskLink,
     DonorObserver,
@@ -73,17 +73,18 @@ class DonorTexts(DonorObserver):
     def __init__(self, settings: Settings) -> None:
         self.spans = SpanIndex()
         self._settings = settings
-        self._orders: dict[str, dict[int, list[_Text]]] = {}
-        self._places: dict[str, tuple[str, int, _Text]] = {}
+        self._orders: dict[tuple[str, int], list[_Text]] = {}
+        self._places: dict[str, tuple[tuple[str, int], _Text]] = {}
+        self._highest = 0  # generation
         # Donors that others continue: they go once they can.
         self._continued: dict[str, str] = {}
 
     def put(self, namespace_key: str, generation: int, donor_id: str, tokens: TokenArray) -> None:
         """Hold a donor's text (int32 [n], never changed) in place of its former one."""
         self._remove(donor_id)
-        text = _Text(donor_id, tokens)
-        self._places[donor_id] = namespace_key, generation, text
-        insort(self._orders.setdefault(namespace_key, {}).setdefault(generation, []), text)
+        place, text = (namespace_key, generation), _Text(donor_id, tokens)
+        self._places[donor_id], self._highest = (place, text), max(self._highest, generation)
+        insort(self._orders.setdefault(place, []), text)
 
     def gone(self, donor_id: str) -> None:
         """Forget the donor; its text may be kept again."""
@@ -94,7 +95,8 @@ class DonorTexts(DonorObserver):
     def near(self, namespace_key: str, tokens: TokenArray) -> Iterator[Near]:
         """Yield some texts of each generation, among them the one that begins most like `tokens`."""
         asked = _Text("", tokens)
-        for generation, order in self._orders.get(namespace_key, {}).items():
+        for generation in range(self._highest + 1):
+            order = self._orders.get((namespace_key, generation), [])
             at = bisect_left(order, asked)
             for each in order[max(0, at - _REACH) : at + _REACH]:
                 common = equal_tokens(each.tokens, tokens, _FEWEST_COMPARED)
@@ -140,14 +142,11 @@ class DonorTexts(DonorObserver):
     def _remove(self, donor_id: str) -> None:
         if donor_id not in self._places:
             return
-        namespace_key, generation, text = self._places.pop(donor_id)
-        orders = self._orders[namespace_key]
-        order = orders[generation]
+        place, text = self._places.pop(donor_id)
+        order = self._orders[place]
         del order[order.index(text, bisect_left(order, text))]
         if not order:
-            del orders[generation]
-        if not orders:
-            del self._orders[namespace_key]
+            del self._orders[place]
 
 
 @dataclass(slots=True)
@@ -160,19 +159,6 @@ class _Saving:
     text: DonorText
     block_ids: frozenset[int]
     is_sound: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class HeldDonors:
-    """Donors that can be found, and each tier's bytes, with those that running saves reserve.
-
-    `approximate` donors are built, or being built, from approximate KV."""
-
-    donors: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-    disk_bytes: int = 0
-    approximate: int = 0
 
 
 class DonorIndex:
@@ -211,16 +197,9 @@ class DonorIndex:
         self._saving: dict[str, _Saving] = {}
         self._doomed: set[str] = set()
 
-    def held(self) -> HeldDonors:
+    def held(self) -> CatalogStats:
         """Return what the catalog holds now; any thread may call."""
-        stats, limits = self.catalog.stats(), self.catalog.capacities
-        return HeldDonors(
-            donors=stats.ready + stats.resting,
-            host_bytes=stats.used_bytes,
-            device_bytes=stats.device_blocks_used * limits.block_size * limits.bytes_per_token,
-            disk_bytes=stats.disk_bytes_used,
-            approximate=len(self.catalog.generations),
-        )
+        return self.catalog.stats()
 
     def begin_save(
         self,

@@ -1,4 +1,4 @@
-"""Which donor goes first when room is needed: one interface, three policies."""
+"""Which donor goes first when room is needed: an order by rank, and the ranks of three policies."""
 
 from __future__ import annotations
 
@@ -27,86 +27,58 @@ Rank = tuple[float, ...]
 HistoryT_contra = TypeVar("HistoryT_contra", bound=DonorHistory, contravariant=True)
 
 
-class Ranking:
-    """Keep names in rank order: a sorted list, in which a change moves some kilobytes for 10,000 names."""
-
-    def __init__(self) -> None:
-        self._order: list[tuple[Rank, str]] = []
-        self._ranks: dict[str, Rank] = {}
-
-    def put(self, name: str, rank: Rank) -> None:
-        """Give `name` this rank, new or not."""
-        self.discard(name)
-        self._ranks[name] = rank
-        insort(self._order, (rank, name))
-
-    def discard(self, name: str) -> Rank | None:
-        """Take `name` out and return its former rank."""
-        rank = self._ranks.pop(name, None)
-        if rank is not None:
-            del self._order[bisect_left(self._order, (rank, name))]
-        return rank
-
-    def items(self) -> Iterator[tuple[Rank, str]]:
-        """Iterate over (rank, name), the lowest rank first; the ranking must not change meanwhile."""
-        return iter(self._order)
-
-
 class EvictionPolicy(Generic[HistoryT_contra]):
     """Order the donors of one tier, the first to go first: the lowest rank.
 
     Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`. A donor's
-    history is up to date when the policy hears of it."""
+    history is up to date when the policy hears of it. `floor`: the highest first number of an evicted donor's rank."""
 
     def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
         """Order donors by `rank`, which is taken when a donor is added or used."""
-        self._rank = rank
+        self._rank, self.floor = rank, 0.0
         self._histories: dict[str, HistoryT_contra] = {}
-        self._ranking = Ranking()
+        # A sorted list, in which a change moves some kilobytes for 10,000 names.
+        self._order: list[tuple[Rank, str]] = []
+        self._ranks: dict[str, Rank] = {}
 
     def added(self, donor_id: str, history: HistoryT_contra) -> None:
         """Add a donor that is ready in this tier; it may come from another one."""
         self._histories[donor_id] = history
-        self._put(donor_id)
+        self.used(donor_id)
 
     def used(self, donor_id: str) -> None:
         """Note that the donor was leased, or its text was asked for again."""
-        self._put(donor_id)
+        self._discard(donor_id)
+        rank = self._ranks[donor_id] = self._rank(self._histories[donor_id])
+        insort(self._order, (rank, donor_id))
 
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:  # noqa: ARG002 - other policies read it
+    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         """Remove a donor that left this tier; `evicted` when it had to make room."""
         self._histories.pop(donor_id, None)
-        self._ranking.discard(donor_id)
+        rank = self._discard(donor_id)
+        if evicted and rank is not None:
+            self.floor = max(self.floor, rank[0])
 
     def candidates(self) -> Iterator[str]:
         """Iterate over donors, the first to go first."""
-        return (name for _, name in self._ranking.items())
+        return (name for _, name in self._order)
 
-    def _put(self, donor_id: str) -> None:
-        self._ranking.put(donor_id, self._rank(self._histories[donor_id]))
-
-
-class SizeAwareEviction(EvictionPolicy[DonorHistory]):
-    """Large and long unused first: GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997).
-
-    A donor's rank is one over its tokens, plus the rank of the last evicted donor. Among donors of one size the least
-    recently used goes first; a donor of half the tokens may stay unused for twice the evictions."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda history: (self._floor + 1.0 / history.tokens, history.last_use))
-        self._floor = 0.0
-
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
-        self._histories.pop(donor_id, None)
-        rank = self._ranking.discard(donor_id)
-        if evicted and rank is not None:
-            self._floor = max(self._floor, rank[0])
+    def _discard(self, donor_id: str) -> Rank | None:
+        rank = self._ranks.pop(donor_id, None)
+        if rank is not None:
+            del self._order[bisect_left(self._order, (rank, donor_id))]
+        return rank
 
 
 def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
-    """Return the policy of one tier."""
-    if name is Eviction.SIZE_AWARE:
-        return SizeAwareEviction()
+    """Return the policy of one tier.
+
+    `size_aware` is GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997): a donor's rank is one
+    over its tokens, plus the rank of the last evicted donor. Among donors of one size the least recently used goes
+    first; a donor of half the tokens may stay unused for twice the evictions."""
     if name is Eviction.LFU:
         return EvictionPolicy(lambda history: (history.uses, history.last_use))
-    return EvictionPolicy(lambda history: (history.last_use,))
+    if name is Eviction.LRU:
+        return EvictionPolicy(lambda history: (history.last_use,))
+    policy = EvictionPolicy[DonorHistory](lambda history: (policy.floor + 1.0 / history.tokens, history.last_use))
+    return policy

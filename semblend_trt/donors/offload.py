@@ -60,13 +60,13 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """`donor_id` may be empty. FILE_FOUND and WRITE_FAILED have a `text`; a full disk has `free` bytes."""
+    """`donor_id` may be empty. FILE_FOUND has a `text`; `is_full`: the disk had no room for the file."""
 
     kind: OffloadEventKind
     donor_id: str = ""
     error: str | None = None
     text: DonorText | None = None
-    free: int | None = None
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +233,7 @@ class OffloadQueue:
             # Before this event, the disk may hold files that the catalog has not counted.
             self._catalog.begin_writing()
         elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
-            dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.free)
-            if dropped is not None and event.text is not None and self._link is not None:
-                self.drop(dropped)
-                self._link.texts[donor_id] = event.text
-                self._commands.writes.append(donor_id)
+            self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, is_full=event.is_full)
         elif kind in (OffloadEventKind.PROMOTED, OffloadEventKind.PROMOTE_FAILED):
             self._promoting.discard(donor_id)
             self._catalog.promoted(donor_id, kind is OffloadEventKind.PROMOTED)

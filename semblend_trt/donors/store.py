@@ -65,7 +65,7 @@ class Range(NamedTuple):
 
 
 class HostMemory:
-    """`size` bytes, page-locked for the GPU with `lock`; not thread safe.
+    """`size` bytes, page-locked for the GPU with `lock`; not thread safe. Elsewhere pages are taken when first written.
 
     While all takes have rows of one size, every free row is usable: scattered room becomes several ranges. Raises
     ConfigurationError when the memory is not available."""
@@ -144,13 +144,14 @@ class HostTier:
     """Donor KV in host memory, at most `byte_budget` bytes. Thread safe; copies run outside the lock.
 
     A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so any run of tokens of one layer is one
-    copy to a device. It lies in one or several parts of `memory`; without that, in memory of its own. A GPU reads
-    page-locked `memory` asynchronously: callers of `read_until` say when such reads end, and no other donor is written
-    before. `used_bytes` counts donors held or being copied, a dropped one until its copy ends."""
+    copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU. A GPU reads it
+    asynchronously: callers of `read_until` say when such reads end, and no other donor is written before. `used_bytes`
+    counts donors held or being copied, a dropped one until its copy ends."""
 
-    def __init__(self, byte_budget: int, memory: HostMemory | None = None) -> None:
+    def __init__(self, byte_budget: int, *, lock: bool = False) -> None:
+        """Take the memory. Raises ConfigurationError when it is not available."""
         self.byte_budget = byte_budget
-        self._memory = memory
+        self._memory = HostMemory(byte_budget, lock=lock)
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
         self.used_bytes = 0
@@ -176,8 +177,7 @@ class HostTier:
                     f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
                     f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
                 )
-            ranges = [] if self._memory is None else self._memory.take(tokens, size // tokens)
-            slot = self._slots[donor_id] = _Slot(size, ranges)
+            slot = self._slots[donor_id] = _Slot(size, self._memory.take(tokens, size // tokens))
             self.used_bytes += size
         try:
             held = self._allocate(slot, shape, dtype)
@@ -240,19 +240,14 @@ class HostTier:
     def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
         layers, kv_factor, kv_heads, tokens, head_dim = shape
         parts = []
-        for part in slot.ranges or [Range(0, slot.size)]:
+        for part in slot.ranges:
             in_memory = (layers, part.size * tokens // slot.size, kv_factor, kv_heads, head_dim)
-            if self._memory is None:
-                held = torch.empty(in_memory, dtype=dtype, device="cpu")
-            else:
-                held = self._memory.view(part, in_memory, dtype)
-            parts.append(ContiguousKv(held.permute(0, 2, 3, 1, 4)))
+            parts.append(ContiguousKv(self._memory.view(part, in_memory, dtype).permute(0, 2, 3, 1, 4)))
         return HostKv(tuple(parts))
 
     def _free(self, slot: _Slot) -> None:
         self.used_bytes -= slot.size
-        if self._memory is not None:
-            self._memory.give_back(slot.ranges)
+        self._memory.give_back(slot.ranges)
 
     def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
         """Make the copied donor readable. Without `kv`, or when it was dropped, free its room and return False."""

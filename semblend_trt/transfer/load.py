@@ -100,8 +100,8 @@ class PlanLoader:
 
     `reader` copies from the host on its own streams; without one, as on the CPU, one call a plan moves donors of both
     tiers. `readiness` learns when the layers arrive. The current stream waits for all of them, unless a forward waits
-    layer by layer. `in_blocks` gives donors that are not saved yet, in blocks that only later work on that stream may
-    write."""
+    layer by layer. `in_blocks` gives those of some donors that are not saved yet, in blocks that only later work on
+    that stream may write."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PlanLoader:
     ) -> None:
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._readiness, self._reader = readiness, reader
-        self.in_blocks: Callable[[], Mapping[str, PagedKv]] = dict
+        self.in_blocks: Callable[[set[str]], Mapping[str, PagedKv]] = lambda _: {}
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queue the plans' loads after the current stream's work; later work on it sees all of them.
@@ -127,12 +127,11 @@ class PlanLoader:
         if not plans:
             return []
         failed: list[tuple[SemanticKvPlan, Exception]] = []
-        in_blocks = self.in_blocks()
         prepared: list[tuple[SemanticKvPlan, _Load]] = []
         with ExitStack() as reads:
             for plan in plans:
                 try:
-                    prepared.append((plan, self._prepare(plan, reads, in_blocks)))
+                    prepared.append((plan, self._prepare(plan, reads)))
                 except Exception as error:
                     failed.append((plan, error))
             try:
@@ -142,8 +141,9 @@ class PlanLoader:
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         return failed
 
-    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack, in_blocks: Mapping[str, PagedKv]) -> _Load:
-        ids = dict.fromkeys(span.donor_id for span in plan.spans)
+    def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
+        ids = {span.donor_id for span in plan.spans}
+        in_blocks = self.in_blocks(ids)
         donors = {each: in_blocks.get(each) or reads.enter_context(self._store.reading(each)) for each in ids}
         target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
         check_moves(moves, target, self._rotation)

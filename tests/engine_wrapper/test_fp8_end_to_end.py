@@ -257,7 +257,7 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(sh
         llm, output = shifted(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
         outputs.append(output)
         assert outputs[-1].reused_tokens == len(DOCUMENT)
-        used = llm.connector_scheduler.donor_index.catalog.stats().device_blocks_used
+        used = llm.connector_scheduler.donor_index.catalog.stats().device_bytes
         assert bool(used) == bool(options.get("DEVICE_BYTES"))
         assert (llm.connector_worker.saver._snapshots is None) == ("contract" not in options)
     assert_same(*outputs, tolerance=0.0)
@@ -270,7 +270,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine):
     llm = engine(POLICY="position_fix", HOST_BYTES=budget, DEVICE_BYTES=0)
     teach(llm, DONOR)
     stats = llm.connector_scheduler.donor_index.catalog.stats()
-    assert (stats.ready, stats.used_bytes) == (1, token * len(DONOR))
+    assert (stats.ready, stats.host_bytes) == (1, token * len(DONOR))
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
     llm = engine(DEVICE_BYTES=budget)
     blocks = len(llm.connector_worker.store.device._arena)

@@ -101,9 +101,6 @@ def test_no_rows_give_nothing():
     ("change", "message"),
     [
         ({"q": torch.zeros(2, 3, 16)}, r"q has shape \[2, 3, 16\]"),
-        ({"q": torch.zeros(3, 4, 16)}, "q has shape"),
-        ({"scale": 0.0}, "scale is 0.0"),
-        ({"window": 0}, "window is 0"),
         ({"lse": torch.zeros(2, 3)}, r"lse is .* \[2, 3\]"),
         ({"lse": torch.zeros(2, 4, dtype=torch.float64)}, "lse is torch.float64"),
         ({"lse": torch.zeros(4, 2).T}, "lse is .*; contiguous"),

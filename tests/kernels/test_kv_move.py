@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels import naive
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
-from kernels.rope import rotary_factors, rotate, rotate_keys
+from kernels.rope import rotary_factors, rotate
 from tests.kernels import builders
 from tests.kernels.builders import assert_same, content, donor_of, geometry_of, on, pool_of, rotation_of, target_of
 
@@ -50,18 +50,28 @@ LATENT_WIDTHS = [
     (24, 6, True, 5, builders.FP8),
     (7, 2, True, 3, builders.FP8),
 ]
-# Every width in one tensor, and each other layout with some of them.
+
+
+def turned(row, *rotation):
+    return builders.rotations_of(3, *rotation) if row % 2 else rotation_of(*rotation)
+
+
+# Every width in one tensor, and each other layout with some of them; layers turn alike in every other row.
 GRID = [
-    (layout, geometry_of(heads, dim, block, layers=3), rotation_of(rotary, pairs), dtype, skipped)
+    (layout, geometry_of(heads, dim, block, layers=3), turned(row, rotary, pairs), dtype, skipped)
     for at, layout in enumerate(("in_one_tensor", *builders.LAYOUTS))
-    for heads, dim, rotary, pairs, block, dtype, skipped in (WIDTHS[at % 4 :: 4] if at else WIDTHS)
+    for row, (heads, dim, rotary, pairs, block, dtype, skipped) in enumerate(WIDTHS[at % 4 :: 4] if at else WIDTHS)
 ] + [
-    (layout, geometry_of(1, latent + rotary, block, 1, layers=3), rotation_of(rotary, pairs, latent), dtype, 0)
+    (layout, geometry_of(1, latent + rotary, block, 1, layers=3), turned(row, rotary, pairs, latent), dtype, 0)
     for at, layout in enumerate(("in_one_tensor", *builders.LATENT_LAYOUTS))
-    for latent, rotary, pairs, block, dtype in (LATENT_WIDTHS[at % 3 :: 3] if at else LATENT_WIDTHS)
+    for row, (latent, rotary, pairs, block, dtype) in enumerate(LATENT_WIDTHS[at % 3 :: 3] if at else LATENT_WIDTHS)
 ]
 
 
+@pytest.mark.promise(
+    "engines",
+    "Each layer's keys move by its own rotation, in one call; a layer without RoPE is copied bit for bit",
+)
 @pytest.mark.known_defect(26)
 @pytest.mark.known_defect(27)
 @pytest.mark.parametrize(
@@ -86,7 +96,7 @@ def test_moves_into_every_pool_and_out_of_it(layout, sizes, rotation, dtype, ski
     assert torch.equal(copied.tensor[:, :, :, 1:10].float(), held.float())
     assert bool(copied.tensor[:, :, :, [0, 10, 11]].float().isnan().all())
     # What is free of position comes through two moves bit for bit: V, and latent channels.
-    free = (slice(None), -1, ..., slice(rotation.first_channel if sizes.kv_factor == 1 else None))
+    free = (slice(None), -1, ..., slice(rotation.kinds[0].first_channel if sizes.kv_factor == 1 else None))
     assert torch.equal(read.tensor[..., 1:10, :][free].float().cpu(), donor.tensor[..., 2:11, :][free].float())
 
 
@@ -116,22 +126,6 @@ def test_some_layers_at_a_time(layout, are_alike, device):
         gather.make(layers)
         assert torch.equal(staged[: len(layers)], held[layers.start : layers.stop])
         assert bool(staged[len(layers) :].isnan().all())
-
-
-@pytest.mark.parametrize("layout", ["in_one_tensor", builders.LAYOUTS[0], builders.LAYOUTS[-1]])
-def test_sources_of_every_kind_in_one_call(layout, device):
-    sizes, donors = geometry_of(layers=3), [donor_of(geometry_of(layers=3), 9, seed) for seed in range(4)]
-    sources = [
-        on(donors[0], device),
-        builders.filled(layout, device, donors[1], block_size=3),
-        on(builders.paged(donors[2], block_size=2), device),
-        builders.filled("blocks_heads_channels", device, donors[3]),
-    ]
-    spans = [(0, 1, 0, 4), (1, 2, 6, 7), (2, 3, 4, 2), (3, 0, 14, 5)]
-    actual, expected = pool_of(layout, sizes, device), pool_of(layout, sizes)
-    kv_move([Move(sources[index], *rest) for index, *rest in spans], actual, ROTATION)
-    naive.kv_move([Move(donors[index], *rest) for index, *rest in spans], expected, ROTATION)
-    assert_same(content(actual), content(expected))
 
 
 @pytest.mark.parametrize("layout", ["in_one_tensor", *builders.LAYOUTS])
@@ -227,17 +221,6 @@ def test_a_donor_in_pinned_host_memory_is_read_in_place():
     assert_same(actual.pool, expected.pool)
 
 
-@pytest.mark.parametrize("turn", [0, 5, -3])
-def test_a_turn_replaces_the_difference_of_the_indices(turn, device):
-    """A staged copy begins anywhere: what its keys rotate by is said, not read off the indices."""
-    source = builders.seeded(3, 2, 2, 9, 8, seed=2).to(device)
-    target = torch.full_like(source, math.nan)
-    kv_move([Move(ContiguousKv(source), 4, 1, 5, turn=turn)], ContiguousKv(target), ROTATION)
-    expected = rotate_keys(source[:, 0, :, 4:9], turn, ROTATION)
-    torch.testing.assert_close(target[:, 0, :, 1:6], expected, atol=1e-5, rtol=0 if turn == 0 else 1e-5)
-    assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
-
-
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_disjoint_moves_match_naive(data, device):
@@ -252,8 +235,13 @@ def test_any_disjoint_moves_match_naive(data, device):
         source_start = data.draw(st.integers(0, 5))
         moves.append(Move(donor_of(geometry, source_start + length, seed), source_start, target_start, length))
         position = target_start + length
-    actual, expected = pool_of(layout, geometry, device), pool_of(layout, geometry)
-    kv_move([replace(move, source=on(move.source, device)) for move in moves], actual, ROTATION)
+    actual, expected, sources = pool_of(layout, geometry, device), pool_of(layout, geometry), []
+    for move in moves:
+        kind = data.draw(st.sampled_from(["contiguous", "in_one_tensor", *builders.LAYOUTS]))
+        is_paged = kind != "contiguous"
+        sources.append(builders.filled(kind, device, move.source) if is_paged else on(move.source, device))
+    placed = [replace(move, source=source) for move, source in zip(moves, sources, strict=True)]
+    kv_move(placed, actual, ROTATION)
     naive.kv_move(moves, expected, ROTATION)
     if any(move.length for move in moves):
         assert_same(content(actual), content(expected))
@@ -272,7 +260,7 @@ GOOD = {"source": donor_of(geometry_of(), 9, seed=2), "source_start": 2, "target
         ({"target_start": 18}, r"target of moves\[1\] from target_start 18 with length 3 leaves 0\.\.20"),
         ({"target_start": -1}, "target_start -1"),
         ({"length": -1}, "length -1"),
-        ({"target_start": 4}, "two moves write target position 4"),
+        ({"target_start": 5}, "two moves write target position 5"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 3, 9, 8))}, r"moves\[1\].source has .* \(2, 2, 3, 8\)"),
         ({"source": ContiguousKv(torch.zeros(2, 3, 2, 9, 8))}, r"moves\[1\].source.tensor has shape"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9))}, r"moves\[1\].source.tensor has shape"),
@@ -310,44 +298,6 @@ def test_a_bad_move_is_refused_before_anything_is_written(change, message):
 def test_a_bad_target_is_refused(target, rotary_dim, message):
     with pytest.raises(ValueError, match=message):
         kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))
-
-
-@pytest.mark.promise(
-    "engines",
-    "Each layer's keys move by its own rotation, in one call; a layer without RoPE is copied bit for bit",
-)
-@pytest.mark.parametrize(
-    ("layers", "kv_heads", "head_dim", "rotary_dim", "block", "dtype", "interleaved"),
-    [
-        (5, 4, 128, 128, 16, torch.bfloat16, False),
-        (1, 2, 64, 64, 32, torch.float16, False),
-        (7, 3, 80, 32, 3, torch.float32, True),
-        (4, 1, 24, 6, 5, torch.float32, False),
-        (2, 2, 40, 8, builders.BLOCK, builders.FP8, False),
-    ],
-)
-def test_each_layer_turns_by_its_own_rotation(
-    layers, kv_heads, head_dim, rotary_dim, block, dtype, interleaved,
-    device,
-):  # fmt: skip
-    geometry = geometry_of(kv_heads, head_dim, block, layers=layers)
-    rotation = builders.rotations_of(layers, rotary_dim, interleaved)
-    donor, other = (donor_of(geometry, 9, seed, dtype) for seed in (1, 2))
-    first = min(5, block)
-    moves = [
-        Move(donor, 1, 3 * block, min(5, block)),
-        Move(builders.paged(other, block), 0, 0, 1),
-        Move(other, 3, first + 1, min(3, block)),
-    ]
-    target, expected = target_of(geometry, dtype), target_of(geometry, dtype)
-    move_on(device, moves, target, rotation)
-    naive.kv_move(moves, expected, rotation)
-    assert_same(target.pool, expected.pool)
-    for layer in range(layers):
-        own = target_of(replace(geometry, num_layers=1), dtype)
-        alone = [replace(move, source=move.source.layers(layer, layer + 1)) for move in moves]
-        naive.kv_move(alone, own, rotation.of_layer(layer))
-        assert_same(target.pool[:, layer : layer + 1], own.pool)
 
 
 @pytest.mark.promise("engines", "Each layer's keys move by its...")
@@ -390,12 +340,6 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers
         kv_move([], target, ROTATION)
         LayerMoves(moves, target, ROTATION).make(range(0))
     assert target.tensor.isnan().all()
-
-
-def test_moves_that_share_one_target_position_are_refused():
-    moves = [Move(donor_of(geometry_of(), 9, seed=1), 0, start, 6) for start in (0, 5)]
-    with pytest.raises(ValueError, match="two moves write target position 5"):
-        kv_move(moves, target_of(geometry_of()), ROTATION)
 
 
 def test_keys_of_a_move_are_those_of_their_new_positions():

@@ -7,7 +7,7 @@ import torch
 
 from kernels import naive
 from kernels.deviation import deviation, relative, row_squares, squares
-from kernels.kv_move import LayerMoves, Move, kv_move
+from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import sparse_prefill, write_rows
@@ -61,33 +61,43 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
 
 
 @pytest.mark.promise("engines", "In vLLM a check's sample finds...")
+@pytest.mark.promise("engines", "In the embedded engine KV in...")
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "dtype"),
+    ("heads", "kv_heads", "dim", "block", "dtype", "kv_dtype"),
     [
-        (4, 2, 8, BLOCK, torch.float32),
-        (7, 1, 128, 16, torch.bfloat16),
-        (6, 3, 24, 5, torch.float16),
-        (4, 4, 64, 32, torch.bfloat16),
+        (4, 2, 8, BLOCK, torch.float32, torch.float32),
+        (7, 1, 128, 16, torch.bfloat16, torch.bfloat16),
+        (6, 3, 24, 5, torch.float16, torch.float16),
+        (4, 4, 64, 32, torch.bfloat16, torch.bfloat16),
+        (3, 3, 16, BLOCK, torch.float32, FP8),
+        (3, 3, 16, BLOCK, torch.bfloat16, FP8),
+        (3, 3, 16, BLOCK, torch.float16, FP8),
     ],
 )
-def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, device):
+def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, kv_dtype, device):
+    """In fp8 they are rounded and saturate."""
     positions = [[0, block - 1, block, 3 * block, 4 * block - 2], list(range(2, block + 1))]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
-    batch = builders.Batch(positions, dtype=dtype, **sizes)
-    pool, (q, in_one, sequences) = pool_of(layout, batch.geometry, device, dtype).pool, batch.on(device)
+    batch = builders.Batch(positions, dtype=dtype, kv_dtype=kv_dtype, **sizes)
+    pool, (q, in_one, sequences) = pool_of(layout, batch.geometry, device, kv_dtype).pool, batch.on(device)
     expected = PoolLayer(batch.pool, 1, batch.geometry)
     planes = [(layer, kind) for layer in (0, 1) for kind in (0, 1)]
     for plane in planes:
         layer_view(pool, batch.geometry, *plane).copy_(layer_view(in_one, batch.geometry, *plane))
     attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, 0.3)
     assert_same(attended, naive.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
-    k, v = builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    k, v = 100 * builders.seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    if kv_dtype is FP8:
+        k[0], v[1], v[2] = 448.5, -3e4, math.inf
     write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), sequences)
     naive.write_rows(k, v, expected, batch.sequences)
     for plane in planes:
         actual, wanted = (layer_view(each, batch.geometry, *plane).cpu() for each in (pool, batch.pool))
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+        if kv_dtype is FP8:
+            builders.assert_stored(actual, wanted)
+        else:
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
@@ -118,39 +128,21 @@ def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device)
     assert torch.equal(taken, rows[:4])
 
 
-def uses_of_it(layout, device):
-    donor = donor_of(GEOMETRY, 6, seed=1)
-    held, near = filled(layout, device, donor), on(donor, device)
-    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(device)]
-    rows, space = builders.fresh_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
-    return [
-        lambda: kv_move([Move(near, 0, 8, 6)], held, ROTATION),
-        lambda: kv_move([Move(held, 0, 0, 6)], space, ROTATION),
-        lambda: kv_move([Move(held, 0, 14, 6)], held, ROTATION),
-        lambda: LayerMoves([Move(held, 0, 0, 6)], space, ROTATION).make(range(GEOMETRY.num_layers)),
-        lambda: deviation([Move(held, 0, 0, 6)], rows, 1, ROTATION),
-        lambda: squares([Move(near, 0, 0, 6)], held, 1, ROTATION),
-        lambda: write_rows(rows.k, rows.k, *written),
-        lambda: sparse_prefill(rows.k, *written, 0.3),
-    ]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeypatch):
-    served_by_torch = []
+    donor = donor_of(GEOMETRY, 6, seed=1)
+    held, near = filled(layout, triton_device, donor), on(donor, triton_device)
+    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(triton_device)]
+    rows, served_by_torch = builders.fresh_rows(near, 1, 0), []
     by_torch = ["kv_move.kv_move_by_torch", "deviation.squares_by_torch"]
     by_torch += ["sparse_prefill.by_torch.write_rows", "sparse_prefill.by_torch.sparse_prefill"]
     for name in by_torch:
-
-        def noted(*_, name=name):
-            served_by_torch.append(name)
-            return torch.empty(2, 2, 0)
-
-        monkeypatch.setattr(f"kernels.{name}", noted)
-    for use in uses_of_it(layout, triton_device):
-        use()
-    served = [by_torch[0]] * 4 + [by_torch[1]] * 2 + by_torch[2:]
-    assert served_by_torch == ([] if layout in builders.CACHES else served)
+        monkeypatch.setattr(f"kernels.{name}", lambda *_, name=name: served_by_torch.append(name))
+    kv_move([Move(near, 0, 8, 6)], held, ROTATION)
+    squares([Move(held, 0, 0, 6)], rows, 1, ROTATION)
+    write_rows(rows.k, rows.k, *written)
+    sparse_prefill(rows.k, *written, 0.3)
+    assert served_by_torch == ([] if layout in builders.CACHES else by_torch)
 
 
 @pytest.mark.parametrize(

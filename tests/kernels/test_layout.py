@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import naive
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv, PoolLayer, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from tests.kernels.builders import BLOCK, Batch, assert_same, rows_at, seeded
 
@@ -20,18 +20,6 @@ def test_pool_view_follows_the_offset_formula_of_tensorrt_llm():
         offset = (head * geometry.block_size + slot) * geometry.head_dim + channel
         assert view[block, layer, kind, head, slot, channel] == pool[block, layer, kind, offset]
     assert view.data_ptr() == pool.data_ptr()
-
-
-def test_sizes():
-    geometry = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
-    assert geometry.row_elements == 64
-    assert geometry.bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 8 * 2
-    latent = KvGeometry(num_layers=3, kv_heads=1, head_dim=8, block_size=4, kv_factor=1)
-    assert latent.bytes_per_token(torch.float8_e4m3fn) == 3 * 8
-    assert pool_view(torch.empty(5, 3, 1, 32), latent).shape == (5, 3, 1, 1, 4, 8)
-    assert [geometry.blocks_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert PagedKv(torch.empty(9, 3, 2, 64), torch.tensor([1, 2]), geometry).capacity == 8
-    assert ContiguousKv(torch.empty(3, 2, 2, 11, 8)).capacity == 11
 
 
 @pytest.mark.parametrize("name", ["num_layers", "kv_heads", "head_dim", "block_size"])
@@ -102,13 +90,6 @@ def test_rows_are_written_to_the_same_slots(device, positions):
         write_rows(k, v, PoolLayer(own, 1, batch.geometry), each)
     assert torch.equal(pools[0].cpu().nan_to_num(), pools[1].cpu().nan_to_num())
     assert torch.equal(pools[0].cpu().isnan(), pools[1].cpu().isnan())
-
-
-def test_sequences_within_the_first_chunk_are_left_as_they_are():
-    first = rows_at(0, [0, 7], [3, 4])
-    assert in_chunks([first], 8, BLOCK) == (first,)
-    assert in_chunks([first], 9, BLOCK) == (first,)  # no end of a chunk is reached
-    assert in_chunks([], 8, BLOCK) == ()
 
 
 def test_blocks_that_do_not_divide_a_chunk_are_refused():

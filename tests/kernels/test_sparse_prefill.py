@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import naive
-from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels import builders
@@ -104,30 +104,6 @@ def test_chunks_with_sinks_join(device, scores, monkeypatch):
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
-@pytest.mark.promise("engines", "In the embedded engine KV in...")
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("layout", ["one tensor", "layers apart"])
-def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtype, in_fp8, layout):
-    kv_dtype = FP8 if in_fp8 else dtype
-    batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, kv_dtype=kv_dtype)
-    k, v = 100 * seeded(2, 13, 3, 16, seed=6, dtype=dtype)
-    if in_fp8:
-        k[0], v[1], v[2] = 448.5, -3e4, math.inf
-    expected = torch.full_like(batch.pool.float(), math.nan).to(kv_dtype)
-    pool = actual = expected.to(device, copy=True)
-    if layout == "layers apart":
-        pool = LayeredPool(*(pool_view(actual, batch.geometry)[:, :, kind].unbind(1) for kind in (0, 1)))
-    write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), batch.on(device)[2])
-    naive.write_rows(k, v, PoolLayer(expected, 1, batch.geometry), batch.sequences)
-    assert int((~actual.float().isnan()).sum()) == 2 * k.numel()
-    if in_fp8:
-        builders.assert_stored(actual, expected)
-        assert actual.float().nan_to_num().abs().max() == 448
-    else:
-        torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_no_rows_return_at_once():
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
@@ -135,14 +111,6 @@ def test_no_rows_return_at_once():
     write_rows(nothing, nothing, PoolLayer(pool, 0, geometry), [])
     assert bool(pool.isnan().all())
     assert sparse_prefill(torch.empty(0, 4, 8), PoolLayer(pool, 0, geometry), [], 1.0).shape == (0, 4, 8)
-
-
-def test_rows_moved_to_a_device_keep_their_bounds():
-    rows = rows_at(3, [1, 2, 7], [5, 2])
-    moved = rows.to("cpu")
-    assert (moved.first_row, moved.count, moved.first_position, moved.last_position) == (3, 3, 1, 7)
-    assert (moved.highest_block, moved.contiguous) == (5, False)
-    assert rows.to("meta").highest_block == 5
 
 
 @pytest.mark.parametrize(
@@ -213,20 +181,6 @@ def test_what_attention_cannot_run_with_is_refused(changes, message):
         )
 
 
-def test_rows_are_checked_once_for_a_pool():
-    geometry = geometry_of()
-    pool = torch.zeros(3, 2, 2, geometry.row_elements)
-    sequences = (rows_at(0, [0, 1], [2]), rows_at(2, [4], [0, 1]))
-    for layer in range(2):
-        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool, layer, geometry), sequences, 1.0)
-    checked = [key for key in sequences[0].memo if isinstance(key, tuple) and key[0] == "checked"]
-    assert len(checked) == 1
-    with pytest.raises(ValueError, match=r"block_ids reach 2, outside 0\.\.1"):
-        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool[:2], 0, geometry), sequences, 1.0)
-    with pytest.raises(ValueError, match="first_row is 2; 0 is the next free row"):
-        sparse_prefill(torch.ones(1, 2, 8), PoolLayer(pool, 0, geometry), sequences[1:], 1.0)
-
-
 @pytest.mark.parametrize(
     ("block_size", "block_m", "block_n"),
     [
@@ -253,11 +207,6 @@ def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_si
     assert_same(lse, expected_lse, batch.q.dtype)
 
 
-def test_more_pieces_than_are_joined_at_a_time(triton_device):
-    batch = Batch([[37, 350]], heads=1, kv_heads=1)
-    assert_same(tiled(triton_device, batch, SMALL, 16), plain(batch))
-
-
 @pytest.mark.parametrize("piece", [None, 32])
 def test_large_scores_do_not_overflow(triton_device, piece):
     batch = Batch([[0, 40, 77]])
@@ -278,14 +227,6 @@ def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device)
     # Heads before rows in memory, as a model's attention hands its queries over.
     for queries in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
         assert_same(sparse_prefill(queries, PoolLayer(pool, 0, batch.geometry), sequences, SCALE), attended)
-
-
-def test_a_pool_with_gaps_between_its_blocks(triton_device):
-    batch = Batch([[4, 30]])
-    q, pool, sequences = batch.on(triton_device)
-    wide = torch.full((len(pool), 5, 2, batch.geometry.row_elements), math.nan, device=triton_device)
-    wide[:, 3:] = pool
-    assert_same(sparse_prefill(q, PoolLayer(wide[:, 3:], 1, batch.geometry), sequences, SCALE), plain(batch))
 
 
 @needs_cuda

@@ -78,38 +78,6 @@ def test_the_heaviest_items_come_first():
     assert work.items[1:, 2].tolist() == list(range(100, 0, -16))
 
 
-def test_one_plan_serves_all_layers_of_a_window():
-    sequences = batch_of([0, 3, 9], [5])
-    config = TileConfig(16, 16, 4, 2)
-    windowed = attention_work(sequences, 2, 2, config, 4, window=4)
-    assert attention_work(sequences, 2, 2, config, 4, window=4) is windowed
-    assert attention_work(sequences, 2, 2, config, 4) is not windowed
-    assert attention_work(sequences, 2, 2, config, 4) is attention_work(sequences, 2, 2, config, 4)
-    assert tiles.batch_index(sequences) is tiles.batch_index(sequences)
-    assert tiles.row_tiles(sequences, 16) is tiles.row_tiles(sequences, 16)
-    assert attention_work(sequences[:1], 2, 2, config, 4) is not attention_work(sequences, 2, 2, config, 4)
-
-
-@pytest.mark.parametrize(
-    ("positions", "in_front"),
-    [
-        ([*range(32), *range(4000, 4096)], 32),
-        ([*range(32), *range(287, 383)], 0),  # a gap of fewer tokens than a piece
-        ([*range(32), *range(600, 632), *range(1500, 1564)], 32),
-        ([*range(900), *range(2000, 2100)], 0),  # so many tokens in front that a tile more would cost as much
-        (list(range(3000, 3100)), 0),
-    ],
-)
-def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions, in_front):
-    table, begins, reach = cut_rows(batch_of(positions), 7, 128)
-    assert not begins.any()
-    cut = 7 * in_front
-    assert all(end <= cut or begin >= cut for _, begin, end, _ in table.tolist())
-    assert reach.tolist() == [positions[(end - 1) // 7] + 1 for end in table[:, 2].tolist()]
-    tiles = -(-cut // 128) + -(-(7 * len(positions) - cut) // 128)
-    assert len(table) == tiles
-
-
 @pytest.mark.promise("engines", "With windows and sinks attention is...")
 def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])
@@ -122,14 +90,6 @@ def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     # A window of one token: neighbours still share a tile.
     assert table[:, 1:3].tolist() == [[0, 3], [3, 4], [4, 6], [6, 7], [7, 8], [0, 1]]
     assert begins.tolist() == [0, 10, 14, 90, 94, 7]
-
-
-@pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64), (None, 64)])
-def test_dense_prefill_and_short_kv_are_not_split(tokens, tile):
-    reach = np.full(3, 200)
-    if tokens is not None:
-        reach = np.minimum((np.arange(0, tokens * 7, tile) + tile) // 7 + 1, tokens)
-    assert balanced_pieces(reach, PROGRAMS, 64).tolist() == [[index, 0, end] for index, end in enumerate(reach)]
 
 
 def end_of(pieces, programs):

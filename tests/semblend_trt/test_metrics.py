@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
-from semblend_trt.donors.donor_index import HeldDonors
+from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import FAULTS, OTHER_REASON, TOKEN_KINDS, Outcome, ReuseReport
 
@@ -65,8 +65,8 @@ print(json.dumps([counted, len(warnings)]))
 class Index:
     """An engine's index with these donors."""
 
-    def __init__(self, *held):
-        self.held = lambda: HeldDonors(*held)
+    def __init__(self, donors, host_bytes, device_bytes):
+        self.held = lambda: CatalogStats(ready=donors, host_bytes=host_bytes, device_bytes=device_bytes)
 
 
 @pytest.fixture

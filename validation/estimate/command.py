@@ -232,7 +232,7 @@ def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, 
     held, a_token = serving.stats(), pool.geometry.bytes_per_token(pool.dtype)
     return {
         "donors": held.ready,
-        "donor_bytes": held.used_bytes,
+        "donor_bytes": held.host_bytes,
         "evicted_donors": held.evicted,
         "kv_bytes_a_token": a_token,
         "host_bytes": settings.host_bytes,

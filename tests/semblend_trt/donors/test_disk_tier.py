@@ -5,8 +5,6 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -56,24 +54,6 @@ def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
     for _ in range(2):
         with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
             at_once(lambda: DiskTier(tmp_path, FORM))
-
-
-def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
-    holds = (
-        "import sys, pathlib, torch\n"
-        "from kernels.layout import KvGeometry\n"
-        "from semblend_trt.donors.disk_tier import DiskTier, KvForm\n"
-        "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(KvGeometry(3, 2, 8, 1), torch.float32))\n"
-        "print('held', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    arguments = [sys.executable, "-c", holds, str(tmp_path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
-            at_once(lambda: DiskTier(tmp_path, FORM))
-        other.kill()
-    DiskTier(tmp_path, FORM).close()
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync of the file", "fsync of the folder"])
@@ -140,18 +120,20 @@ def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(tier, t
 
 
 @pytest.mark.promise("donors", "The folder is one engine's and...")
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
-def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER).chmod(mode)
-    with pytest.raises(PermissionError, match=f"{FOLDER} has mode {mode:o}, open to others"):
-        DiskTier(tmp_path, FORM)
-    assert (os.listdir(tmp_path / FOLDER), stat.S_IMODE((tmp_path / FOLDER).stat().st_mode)) == ([], mode)
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [*((FOLDER, mode) for mode in (0o777, 0o720, 0o702)), *(("key", mode) for mode in (0o640, 0o620, 0o604, 0o602))],
+)
+def test_a_folder_that_others_can_write_or_a_key_that_they_can_read_is_refused(tmp_path, what, mode):
+    DiskTier(tmp_path, FORM, tmp_path / "key").close()
+    (tmp_path / what).chmod(mode)
+    with pytest.raises(PermissionError, match=f"{what} has mode {mode:o}, open to others"):
+        DiskTier(tmp_path, FORM, tmp_path / "key")
+    assert stat.S_IMODE((tmp_path / what).stat().st_mode) == mode
 
 
 def test_a_folder_that_others_can_read_is_closed_to_them(tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER).chmod(0o755)
+    (tmp_path / FOLDER).mkdir(mode=0o755)
     DiskTier(tmp_path, FORM).close()
     assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
 
@@ -258,11 +240,14 @@ def test_a_donor_is_never_written_through_what_is_no_file(tmp_path, tier, thing,
 
 
 @THINGS
-def test_what_is_no_file_is_no_lock(tmp_path, thing):
+@pytest.mark.parametrize("what", [f"{FOLDER}/lock", f"{FOLDER}/../keys/key"])
+def test_what_is_no_file_is_no_lock_and_no_key(tmp_path, thing, what):
+    path = tmp_path / what
     (tmp_path / FOLDER).mkdir()
-    thing(tmp_path / FOLDER / "lock")
+    (tmp_path / "keys").mkdir()
+    thing(path)
     with pytest.raises(OSError):  # noqa: PT011
-        at_once(lambda: DiskTier(tmp_path, FORM))
+        at_once(lambda: DiskTier(tmp_path, FORM, tmp_path / "keys" / "key"))
     assert_target_is_as_it_was(tmp_path)
 
 
@@ -314,48 +299,17 @@ def test_no_folder_is_made_without_a_key(tmp_path, size):
     assert not (tmp_path / "donors").exists()
 
 
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "state" / "donor-key"
-
-
 @pytest.mark.promise("donors", "The key is made once, is its owner's alone and lies outside of the files' folder")
-def test_it_is_made_once_and_its_owners_alone(file):
-    umask = os.umask(0)
+def test_a_key_is_made_once_and_its_owners_alone(tmp_path):
+    file, begin, umask = tmp_path / "state" / "donor-key", threading.Barrier(8), os.umask(0)
     try:
-        key = make_key(file)
+        with ThreadPoolExecutor(8) as pool:
+            keys = list(pool.map(lambda _: (begin.wait(), make_key(file))[1], range(8)))
     finally:
         os.umask(umask)
-    assert (len(key), stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (32, 0o600, 0o700)
-    assert (make_key(file), read_key(file), list(file.parent.iterdir())) == (key, key, [file])
-    assert make_key(file.with_name("another")) != key
-
-
-def test_all_who_make_it_at_once_have_the_same_one(file):
-    begin = threading.Barrier(8)
-    with ThreadPoolExecutor(8) as pool:
-        keys = list(pool.map(lambda _: (begin.wait(), make_key(file))[1], range(8)))
-    assert keys == [read_key(file)] * 8
-    assert list(file.parent.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602, 0o610, 0o777])
-def test_one_that_others_may_come_at_is_refused(file, mode):
-    make_key(file)
-    file.chmod(mode)
-    with pytest.raises(PermissionError, match=f"donor-key has mode {mode:o}, open to others"):
-        make_key(file)
-    assert stat.S_IMODE(file.stat().st_mode) == mode
-
-
-@THINGS
-def test_what_is_no_file_is_no_key_and_left_as_it_is(tmp_path, file, thing):
-    file.parent.mkdir()
-    thing(file)
-    with pytest.raises(OSError):  # noqa: PT011
-        at_once(lambda: make_key(file))
-    assert list(file.parent.iterdir()) == [file]
-    assert_target_is_as_it_was(tmp_path)
+    assert (len(keys[0]), keys, list(file.parent.iterdir())) == (32, [read_key(file)] * 8, [file])
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)] == [0o600, 0o700]
+    assert make_key(file.with_name("another")) != keys[0]
 
 
 def test_it_lies_in_the_users_state_folder_unless_it_is_named(monkeypatch, tmp_path):

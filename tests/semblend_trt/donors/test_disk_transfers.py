@@ -6,8 +6,6 @@ from collections import deque
 import pytest
 import torch
 
-from semblend_trt.background import Background
-from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER, MAX_WAITING, DiskTier, DiskTransfers
 from semblend_trt.donors.offload import DiskLink
 from semblend_trt.donors.offload import OffloadEventKind as Kind
@@ -43,10 +41,10 @@ class Kept:
         return self.told()
 
     def told(self):
-        """The events since the last call, once all that was begun has ended. Those of a full disk are in `again`."""
+        """The events since the last call, once all that was begun has ended."""
         self.transfers.drain()
         told = [(each.kind, each.donor_id) for each in self.events]
-        self.again = {each.donor_id: each.text for each in self.events if each.free is not None}
+        self.full = [each.donor_id for each in self.events if each.is_full]
         self.events.clear()
         return told
 
@@ -79,13 +77,6 @@ def test_a_donor_that_is_dropped_while_it_is_written_has_no_file(kept):
     assert (kept.told(), kept.files()) == ([(Kind.FILE_WRITTEN, "donor")], [])
 
 
-def test_as_much_text_is_kept_as_there_is_kv(kept):
-    kept.hold("donor", TOKENS)
-    kept.link.texts["donor"] = text_of(50)
-    kept.write("donor")
-    assert kept.disk.tokens_of("donor") == TOKENS
-
-
 def fill_disk(kept, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -112,8 +103,7 @@ def test_a_donor_that_cannot_be_written_gets_no_file(kept, monkeypatch, change, 
     with monkeypatch.context() as patch:
         change(kept, patch)
         assert (kept.write("donor"), kept.files()) == ([(event, "donor")], [])
-    # What the disk had no room for is written later: its text is kept.
-    assert list(kept.again) == ["donor"] * (change is fill_disk)
+    assert kept.full == ["donor"] * (change is fill_disk)
     if change is not replace_folder:
         kept.hold("another")
         assert kept.write("another") == [(Kind.FILE_WRITTEN, "another")]
@@ -122,14 +112,14 @@ def test_a_donor_that_cannot_be_written_gets_no_file(kept, monkeypatch, change, 
 def test_on_a_full_disk_a_file_is_written_once_another_one_has_gone(small_disk, caplog):
     size = FORM.header_bytes + (TOKENS * (FORM.token_bytes + 4) + 4095) // 4096 * 4096
     kept = Kept(small_disk(size * 5 // 2), host_tokens=1000)
-    for name in "abcd":
+    for name in "abcde":
         kept.hold(name)
+    for name in "abcd":
         kept.write(name)
     assert kept.files() == ["a.donor.safetensors", "b.donor.safetensors"]
-    assert (caplog.text.count("No space left on device"), list(kept.again)) == (1, ["d"])
+    assert (caplog.text.count("No space left on device"), kept.full) == (1, ["d"])
     kept.transfers.drop("a")
-    kept.link.texts |= kept.again
-    assert kept.write("d") == [(Kind.FILE_WRITTEN, "d")]
+    assert kept.write("e") == [(Kind.FILE_WRITTEN, "e")]
     kept.transfers.close()
 
 
@@ -202,18 +192,3 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch):
     kept = Kept(tmp_path)
     assert (kept.told(), list(kept.link.found)) == ([(Kind.DISK_UNAVAILABLE, "")], [])
     kept.transfers.close()
-
-
-def test_a_disk_that_never_answers_holds_the_end_up_for_a_minute_in_all(kept, monkeypatch):
-    now, given = [0.0], []
-
-    def hangs(thread, seconds):
-        given.append(seconds)
-        now[0] += 45.0
-        return False
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_tier.time, "monotonic", lambda: now[0])
-        patch.setattr(Background, "close", hangs)
-        kept.transfers.close()
-    assert given == [60.0, 15.0]

@@ -13,7 +13,7 @@ from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
+from semblend_trt.donors.store import DonorStore, HostKv, HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
@@ -96,7 +96,7 @@ def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
 @pytest.mark.parametrize("reader", READERS)
 def test_a_donor_in_parts_is_placed_like_one_in_one_part(store, reader):
     token_bytes = 3 * 2 * 2 * 8 * 4
-    host = HostTier(20 * token_bytes, HostMemory(20 * token_bytes, lock=False))
+    host = HostTier(20 * token_bytes)
     for donor_id in "abcd":
         save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")
@@ -184,32 +184,6 @@ def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
 
     monkeypatch.setattr(reader, "placing", recorded)
     return reader
-
-
-@pytest.mark.parametrize(
-    ("layers_of_bytes", "room", "ends"),
-    [
-        (1, 12, [1, 2, 3, 4, 5, 6, 7]),
-        (1, 36, [2, 3, 4, 5, 6, 7]),
-        (2, 48, [3, 5, 6, 7]),
-        *((9, room, [3, 6, 7]) for room in (36, 12 * 12)),
-    ],
-)
-def test_layers_come_in_groups_of_some_bytes_twice_as_many_below_and_the_last_alone(
-    monkeypatch, layers_of_bytes, room, ends
-):
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", layers_of_bytes * 12 * 128)
-    geometry, donor, placed = replace(GEOMETRY, num_layers=7), torch.randn(7, 2, 2, 15, 8), []
-    host = HostTier(1 << 20)
-    save(host, "far", donor)
-    reader = recorded_reader(monkeypatch, placed, room, geometry)
-    pool, expected = (torch.full((20, 7, 2, GEOMETRY.row_elements), math.nan) for _ in range(2))
-    twelve = plan(PlanSpan("far", 1, 9, 12))
-    whole = PlanLoader(DonorStore(host, None), pool, geometry, ROTATION, LayerReadiness(), reader)
-    assert whole.load([twelve]) == []
-    assert placed == [*zip([0, *ends[:-1]], ends, strict=True)]
-    place(twelve, {"far": donor}, expected, geometry)
-    torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.fixture

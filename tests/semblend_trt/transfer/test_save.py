@@ -69,20 +69,14 @@ def test_a_save_has_ended_when_the_slowest_rank_is_done(saver, other):
     assert saver.finished() == []
 
 
-def test_what_another_rank_could_not_save_is_kept_by_none(saver, other):
+@pytest.mark.parametrize(("theirs", "error"), [(4, None), (0, "another rank does not hold it")])
+def test_a_donor_is_as_long_as_its_shortest_part(saver, other, theirs, error):
     save(saver)
     assert "donor" in held_in(saver._store)
-    other.tokens = [0]
+    other.tokens = [theirs]
     saved = finished(saver)
-    assert (saved.tokens, saved.error) == (0, "another rank does not hold it")
-    assert "donor" not in held_in(saver._store)
-
-
-def test_a_donor_is_as_long_as_its_shortest_part(saver, other):
-    save(saver)
-    other.tokens = [4]
-    saved = finished(saver)
-    assert (saved.tokens, saved.error) == (4, None)
+    assert (saved.tokens, saved.error) == (theirs, error)
+    assert ("donor" in held_in(saver._store)) == bool(theirs)
 
 
 def test_an_own_failure_is_told_with_its_reason(saver, other):

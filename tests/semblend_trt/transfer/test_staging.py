@@ -1,21 +1,18 @@
 """For every size of slots, staged copies place and fetch what one plain move would; nothing else is written."""
 
 import math
-from contextlib import contextmanager
-from itertools import chain, count
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_move import LayerMoves, Move, kv_move
+from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.transfer import staging as staging_module
-from semblend_trt.transfer.staging import HostReader, HostWriter, Staging, batches
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import whole
 
 GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
@@ -57,57 +54,6 @@ def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
 
 
-class Queues:
-    """Notes what a reader queues on a card's streams, "copies" and "moves"; events are numbers in their order."""
-
-    def __init__(self, monkeypatch):
-        self.copies = []
-        self.moves = []
-        self._current, self._events = "", count()
-        make = LayerMoves.make
-        for name in ("on", "record", "wait"):
-            monkeypatch.setattr(staging_module, name, getattr(self, f"_{name}"))
-        monkeypatch.setattr(staging_module, "_copy_layers", lambda *_: self._note("copy"))
-        monkeypatch.setattr(staging_module, "LayerMoves", lambda *each: self._note("table") or LayerMoves(*each))
-        monkeypatch.setattr(LayerMoves, "make", lambda *each: self._note("move") or make(*each))
-
-    def reader(self):
-        """A reader with two slots for 12 tokens of one layer."""
-        reader = HostReader(CPU, ROTATION, staging(12))
-        reader._copies, reader._moves = "copies", "moves"
-        return reader
-
-    @contextmanager
-    def _on(self, stream):
-        self._current = stream
-        yield
-        self._current = ""
-
-    def _note(self, what, stream=None):
-        getattr(self, stream or self._current).append(what)
-
-    def _record(self, stream):
-        event = next(self._events)
-        self._note(f"event {event}", stream)
-        return event
-
-    def _wait(self, stream, events):
-        for event in (each for each in events if each is not None):
-            self._note(f"behind {event}", stream)
-
-
-def test_a_table_goes_up_behind_the_first_copies(monkeypatch):
-    """In a stream of its own the card would take it behind the copies that are queued next."""
-    queues = Queues(monkeypatch)
-    reader = queues.reader()
-    reader.begin("loaded")
-    place = reader.placing([Move(host_donor(14, 1), 3, 9, 11)], empty_target(), 1)
-    place(0, 1)
-    place(1, 2)
-    assert queues.copies == ["copy", "table", "event 0", "copy", "event 2"]
-    assert queues.moves == ["behind loaded", "behind 0", "move", "event 1", "behind 2", "move", "event 3"]
-
-
 @settings(max_examples=30)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), tokens=st.integers(1, 23), first=st.integers(1, 23))
 def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, first):
@@ -130,30 +76,6 @@ def test_promoted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_wri
     kv_move([Move(ContiguousKv(whole(held).to(device)), 0, 0, held.capacity)], expected, ROTATION)
     HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device)).copy_up(held, target)
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
-
-
-@given(st.integers(1, 12))
-def test_batches_keep_order_turn_and_every_token(capacity):
-    donor = host_donor(14, 1)
-    moves = [Move(donor, 3, 9, 11), Move(donor, 0, 21, 5), Move(donor, 13, 40, 1)]
-    divided = list(batches(moves, capacity))
-    assert all(sum(move.length for move in batch) == capacity for batch in divided[:-1])
-    assert 1 <= sum(move.length for move in divided[-1]) <= capacity
-
-    def tokens(some):
-        return [
-            (each.source_start + at, each.target_start + at, each.shift) for each in some for at in range(each.length)
-        ]
-
-    assert tokens(chain(*divided)) == tokens(moves)
-
-
-def test_slots_share_the_budget_and_take_turns():
-    ring = Staging(10 * ROW_BYTES, 3, GEOMETRY, torch.float32, CPU)
-    assert ring.capacity == 3
-    slots = [ring.next() for _ in range(4)]
-    assert slots[0] is slots[3]
-    assert len({slot.memory.data_ptr() for slot in slots}) == 3
 
 
 def test_staging_without_room_for_a_token_is_refused():

@@ -13,7 +13,7 @@ from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostMemory, HostTier
+from semblend_trt.donors.store import DonorStore, HostTier
 from semblend_trt.plan import PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
@@ -34,7 +34,7 @@ AT_ONCE = 7
 
 
 def pinned_tier(size):
-    return HostTier(size, HostMemory(size, lock=True))
+    return HostTier(size, lock=True)
 
 
 def random_kv(seed, tokens=TOKENS):
@@ -116,6 +116,13 @@ def card():
     built = Card()
     yield built
     built.saver.close()
+
+
+def busy():
+    """An event that the current stream reaches in a while."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    return torch.cuda.current_stream().record_event()
 
 
 SPANS = (PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77))
@@ -211,36 +218,17 @@ def test_a_forward_that_waits_layer_by_layer_sees_each_layer(monkeypatch):
 
 def test_loading_does_not_wait_for_the_card(card):
     card.loader.load([PLAN])
-    torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
-    behind = torch.cuda.Event()
-    behind.record()
+    behind = busy()
     card.loader.load([PLAN])
     assert not behind.query()
     torch.cuda.synchronize()
 
 
-def test_beginning_a_save_does_not_wait_for_the_card(card):
-    put(card.pool, range(60, 92), random_kv(3))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
-    behind = torch.cuda.Event()
-    behind.record()
-    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.HOST), list(range(60, 92)), TOKENS)
-    assert not behind.query()
-    card.saver.drain()
-    assert behind.query()  # it reads what the stream has written by then
-    assert torch.equal(card.read("next"), random_kv(3))
-
-
-def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
+def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads_and_its_beginning_waits_for_nothing():
     card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     put(card.pool, range(60, 92), random_kv(3))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
-    behind = torch.cuda.Event()
-    behind.record()
+    behind = busy()
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     assert card.store.host.drop("far")
