@@ -12,7 +12,7 @@ from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
-from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
+from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm
 
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
@@ -79,7 +79,3 @@ def test_what_the_engine_raises_is_one_sentence():
         TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
     with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
         open_llm(str(shipped_model()), None, {}, unknown_option=1)
-
-
-def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path):
-    wait_for_quiet(tmp_path / "none.jsonl")

@@ -4,18 +4,17 @@ The prefix cache is the embedded engine's block manager; the look-up, the donors
 model of the time to the first token, by computed and reused tokens, says what that saves.
 """
 
-import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
@@ -144,9 +143,9 @@ _COSTS = ("intercept_ms", "computed_ms", "reused_ms", "pair_ms")
 class Observation:
     """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens, which were checked or not."""
 
-    ttft_ms: float
-    computed: int
-    reused: int
+    ttft_ms: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+    computed: Annotated[int, Field(ge=1)]
+    reused: Annotated[int, Field(ge=0)]
     is_checked: bool = False
 
 
@@ -156,14 +155,10 @@ _OBSERVATIONS = TypeAdapter(list[Observation])
 def recorded_observations(path: Path) -> list[Observation]:
     """Return the observations that a file lists as JSON. Raises ConfigurationError when it holds none."""
     try:
-        observations = _OBSERVATIONS.validate_json(read_input(path))
+        return _OBSERVATIONS.validate_json(read_input(path))
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise ConfigurationError(f"{path} does not hold observations: {reason}.") from None
-    for each in observations:
-        if not (0.0 < each.ttft_ms < math.inf and each.computed >= 1 and each.reused >= 0):
-            raise ConfigurationError(f"{path} holds {each}, which cannot have been observed; mend the file.")
-    return observations
 
 
 @dataclass(frozen=True, slots=True)
