@@ -29,7 +29,7 @@ from validation.models import shipped_model
 from validation.output import beside, complain, progress, write_json, write_text
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page
+from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page, show
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
@@ -210,13 +210,7 @@ def _exactness(engines: Engines, name: str, prompt: list[int], settings: Serving
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
-    for line in report.screen():
-        results.say(line)
-    for note in report.notes:
-        results.say(f"note: {note}")
-    if page_path is not None:
-        results.say(f"page: {page_path}")
-    results.say(f"{report.seconds:.0f} s; every sample is in {options.output}")
+    show(report, report.seconds, options.output, page_path)
     for gate in report.failed:
         complain(f"gate failed: {gate.sentence()}")
     refused = report.audit[report.policy].rejection_reasons

@@ -19,8 +19,8 @@ from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
 from validation.output import beside, complain, progress, write_json, write_text
-from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid, page
-from validation.results import Measured, Results, Row, say, write_rows
+from validation.report import ARM_NAMES, HEADER_TRAP, Grid, page, show, wrapped
+from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
 FILE_STEM, _EM = "quality", "exact match"
@@ -96,11 +96,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
 
 
 def _show(report: "QualityReport", output: Path, page_path: Path | None = None) -> bool:
-    for line in report.screen():
-        say(line)
-    if page_path is not None:
-        say(f"page: {page_path}")
-    say(f"{sum(report.seconds.values()):.0f} s; every sample is in {output}")
+    show(report, sum(report.seconds.values()), output, page_path)
     verified, unknown = [line for line in report.lines if line.arm == VERIFIED], report.unknown()
     inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
@@ -202,10 +198,7 @@ class QualityReport:
         """Return headline, a table of what the reusing arms do, and figures, as lines of 80 columns."""
         [(_, headings, rows)] = self.grids()
         table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
-        lines = [*textwrap.wrap(self.headline(), COLUMNS), *table]
-        for name, sentence in self.figures():
-            lines += textwrap.wrap(f"{name:<14}{sentence}", COLUMNS, subsequent_indent=" " * 14)
-        return lines
+        return wrapped(self, table)
 
     def grids(self) -> list[Grid]:
         """Return a table of what the reusing arms do, with a row for each line."""
