@@ -68,7 +68,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     traps = {case.workload for case in own if case.donor_answer is not None}
     of_own = {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in own}
     kinds = of_own or {case.workload: family(case.workload).kind.value for case in cases}
-    server = BatchServer(engines, cases, settings, judged=True)
+    server = BatchServer(engines, cases, settings)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
     with progress("Serving", len(cases) * len(arms)) as on_step:
