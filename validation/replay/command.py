@@ -137,8 +137,6 @@ def _facts(trace: Trace, prefixes: Trace) -> list[str]:
     ]
     if trace.form == MOONCAKE:
         facts.append("What an exact prefix cache reuses is known; what reuse of moved text would add is not.")
-    if trace.empty:
-        facts.append(f"Requests without tokens, which are not replayed: {trace.empty:,}.")
     return [*facts, *filter(None, [trace.skipped.sentence()])]
 
 

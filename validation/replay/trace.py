@@ -77,14 +77,14 @@ class Trace:
     """Requests in the order of their times, without texts and metadata, and the blocks that they share, by number.
 
     Each of `requests` is the prompt's tokens and its blocks; a block that is not shared is NONE. Blocks differ by
-    tenant, model, content and length. `parents`: the block before each one; NONE but in `prefixes`. `empty` counts
-    requests without tokens, which are not replayed; `skipped` lines that are no requests."""
+    tenant, model, content and length. `parents`: the block before each one; NONE but in `prefixes`. `skipped`: lines
+    that are no requests."""
 
     def __init__(self) -> None:
         self.form = SEMANTIC_KV
         self.requests: list[tuple[int, array[int]]] = []
         self.tokens, self.parents, self.kinds = array("q"), array("q"), list[str]()
-        self.empty, self.skipped = 0, Skipped()
+        self.skipped = Skipped()
         self._numbers: dict[Hashable, int] = {}
 
     @property
@@ -117,7 +117,7 @@ class Trace:
 
 
 def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
-    """Return the trace of all lines. Raises ConfigurationError if there are too many, or none of them has a token."""
+    """Return the trace of all lines, each with tokens. Raises ConfigurationError for none, and for too many blocks."""
     trace, uses = trace or Trace(), 0
     found: list[tuple[float, int, array[int]]] = []
     for line in lines:
@@ -133,10 +133,7 @@ def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
                 content = _digest(block.text).hex()
             name = _digest(repr((line.tenant_id, line.model_name, content, block.token_count)))
             numbers.append(NONE if content is None else trace.number(name, block.token_count, block.semantic_type))
-        if blocks:
-            found.append((line.timestamp_ms, sum(block.token_count for block in blocks), numbers))
-        else:
-            trace.empty += 1
+        found.append((line.timestamp_ms, sum(block.token_count for block in blocks), numbers))
     trace.requests = [(tokens, numbers) for _, tokens, numbers in sorted(found, key=itemgetter(0))]
     if not found:
         why = f"the trace holds no request with tokens; there is nothing to replay. {trace.skipped.sentence()}"
@@ -172,6 +169,8 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
             if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
                 continue
             request, found = _read(text, form)
+            if not any(block.token_count for block in request.blocks):
+                raise UnreadError("without tokens")
         except UnreadError as error:
             trace.skipped.add(number, str(error))
         except ValidationError as error:

@@ -38,8 +38,8 @@ def test_a_block_without_content_is_not_shared_and_ends_the_prefix_and_text_stan
 
 
 def test_what_has_no_tokens_is_left_out():
-    trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
-    assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
+    trace = trace_of([line(0, "ab", [0, 2]), line(3, "cb", [0, 2])])
+    assert uses(trace) == ([[0], [0]], [[0], [0]])
 
 
 def test_requests_are_replayed_in_the_order_of_their_times():
@@ -111,7 +111,7 @@ def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
     ("content", "told"),
     [
         ("\n\n", ""),
-        ('{"request_id": "a", "timestamp_ms": 1, "blocks": []}\n', ""),
+        ('{"timestamp_ms": 1, "blocks": [{"token_count": 0}]}\n', "Passed over: 1 without tokens"),
         ("a\nb\n", "Passed over: 2 not JSON"),
     ],
 )
