@@ -76,7 +76,7 @@ class Skipped:
 class Trace:
     """Requests in the order of their times, without texts and metadata, and the blocks that they share, by number.
 
-    Each of `requests` is the prompt's tokens and its blocks; a block that is not shared is NONE. Blocks differ by
+    Each of `requests` is the prompt's tokens and its blocks, with NONE for a block that is not shared. Blocks differ by
     tenant, model, content and length. `parents`: the block before each one; NONE but in `prefixes`. `skipped`: lines
     that are no requests."""
 
