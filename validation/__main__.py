@@ -9,7 +9,7 @@ if __name__ == "__main__":
     try:
         from validation.cli import main
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "rich", "rouge_score", "scipy"):
+        if error.name not in ("rouge_score", "scipy"):
             raise
         print(f"validation: {error.name} is not installed; pip install 'semblend-trt[validation]'.", file=sys.stderr)
         sys.exit(2)

@@ -27,14 +27,14 @@ from validation.families.catalog import write_timed
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import beside, complain, progress, write_json, write_text
-from validation.quality import parse_quality, parse_quality_plot, run_quality, run_quality_plot
+from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page
+from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page, show
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
-`quality-plot` draws its rows, `calibrate` finds what a model may safely reuse, `confirm` whether that holds in another
+`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another
 engine, `replay` predicts what eviction policies do with request telemetry, `scoreboard` prints the recorded results;
 each has a --help of its own.
 Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
@@ -94,7 +94,6 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
 
 _COMMANDS = {
     "quality": (parse_quality, run_quality),
-    "quality-plot": (parse_quality_plot, run_quality_plot),
     "calibrate": (parse_calibrate, run_calibrate),
     "confirm": (parse_confirm, run_confirm),
     "replay": (parse_replay, run_replay),
@@ -211,13 +210,7 @@ def _exactness(engines: Engines, name: str, prompt: list[int], settings: Serving
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
-    for line in report.screen():
-        results.say(line)
-    for note in report.notes:
-        results.say(f"note: {note}")
-    if page_path is not None:
-        results.say(f"page: {page_path}")
-    results.say(f"{report.seconds:.0f} s; every sample is in {options.output}")
+    show(report, report.seconds, options.output, page_path)
     for gate in report.failed:
         complain(f"gate failed: {gate.sentence()}")
     refused = report.audit[report.policy].rejection_reasons

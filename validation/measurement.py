@@ -112,14 +112,12 @@ class _CaseServer:
 
 class BatchServer(_CaseServer):
     """Serve cases in batches under any arm: donors of many groups first, then their prompts together.
-    With `judged`, every arm is forced along cold's own greedy answer, and its tokens are the likeliest there.
-    A prompt with a reference is then served again for the reference's loss, and for the text of a changed answer."""
+    Every arm is forced along cold's own greedy answer, and its tokens are the likeliest there; the first arm that
+    answers a case is its cold. A prompt with a reference is then served again for the reference's loss, and for the
+    text of a changed answer."""
 
-    def __init__(
-        self, engines: Engines, cases: Sequence[Case], settings: ServingSettings, *, judged: bool = False
-    ) -> None:
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
         super().__init__(engines, cases, settings)
-        self._judged = judged
         self._colds: dict[str, _ColdAnswer] = {}
         self._cold: dict[str, Answer] = {}
 
@@ -147,7 +145,7 @@ class BatchServer(_CaseServer):
         with self._served(arm, self._engine_settings(order)) as server:
             for first in range(0, len(order), self._settings.batch):
                 for case_id, answer in self._chunk(server, order[first : first + self._settings.batch]):
-                    found[case_id] = answer.with_first_row()
+                    found[case_id] = answer
                     on_step(case_id)
         reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
         # The times of batched prompts are not those of one prompt.
@@ -165,12 +163,7 @@ class BatchServer(_CaseServer):
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
-            if self._judged:
-                yield from zip((case.id for case in cases), self._judge(server, cases), strict=True)
-                continue
-            # Without one right answer, the reference is scored.
-            forced = [None if case.known_answer else self._tokens[case.id].forced for case in cases]
-            yield from zip((case.id for case in cases), self._asked(server, cases, forced), strict=True)
+            yield from zip((case.id for case in cases), self._judge(server, cases), strict=True)
 
     def _asked(
         self, server: ArmServer, cases: Sequence[Case], forced: Sequence[tuple[int, ...] | None]

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import rich.progress as bars
-from rich.console import Console
+from tqdm import tqdm
 
 from semblend_trt.command_line import printable
 from semblend_trt.files import check_writable, write_bytes
@@ -49,14 +48,10 @@ def complain(sentence: str) -> None:
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
     """Show a transient progress bar of `steps` steps on stderr; give the function that says what was done last."""
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.fields[last]}", markup=False),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=steps, last="")
-        yield lambda last: bar.update(task, advance=1, last=printable(last))
+    with tqdm(total=steps, desc=title, leave=False, file=sys.stderr, disable=None) as bar:
+
+        def on_step(last: str) -> None:
+            bar.set_postfix_str(printable(last), refresh=False)
+            bar.update()
+
+        yield on_step

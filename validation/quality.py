@@ -1,8 +1,6 @@
-"""`python -m validation quality` serves every family in batches, without times; `quality-plot` draws its rows."""
+"""`python -m validation quality` serves every family in batches, without times."""
 
 import argparse
-import io
-import math
 import textwrap
 import time
 from collections import Counter
@@ -10,22 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from matplotlib.artist import Artist
-from matplotlib.figure import Figure
 
-from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable, write_bytes
+from semblend_trt.files import check_writable
 from validation import arguments, models
-from validation.arms import BOUNDARY, COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
+from validation.arms import COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
 from validation.output import beside, complain, progress, write_json, write_text
-from validation.report import ARM_NAMES, COLUMNS, HEADER_TRAP, Grid, page
-from validation.results import Measured, Results, Row, rows_of, say, write_rows
+from validation.report import ARM_NAMES, HEADER_TRAP, Grid, page, show, wrapped
+from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
 FILE_STEM, _EM = "quality", "exact match"
@@ -73,7 +68,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     traps = {case.workload for case in own if case.donor_answer is not None}
     of_own = {case.workload: (Kind.TRAP if case.workload in traps else Kind.HARMLESS).value for case in own}
     kinds = of_own or {case.workload: family(case.workload).kind.value for case in cases}
-    server = BatchServer(engines, cases, settings, judged=True)
+    server = BatchServer(engines, cases, settings)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
     with progress("Serving", len(cases) * len(arms)) as on_step:
@@ -101,11 +96,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
 
 
 def _show(report: "QualityReport", output: Path, page_path: Path | None = None) -> bool:
-    for line in report.screen():
-        say(line)
-    if page_path is not None:
-        say(f"page: {page_path}")
-    say(f"{sum(report.seconds.values()):.0f} s; every sample is in {output}")
+    show(report, sum(report.seconds.values()), output, page_path)
     verified, unknown = [line for line in report.lines if line.arm == VERIFIED], report.unknown()
     inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
@@ -207,10 +198,7 @@ class QualityReport:
         """Return headline, a table of what the reusing arms do, and figures, as lines of 80 columns."""
         [(_, headings, rows)] = self.grids()
         table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
-        lines = [*textwrap.wrap(self.headline(), COLUMNS), *table]
-        for name, sentence in self.figures():
-            lines += textwrap.wrap(f"{name:<14}{sentence}", COLUMNS, subsequent_indent=" " * 14)
-        return lines
+        return wrapped(self, table)
 
     def grids(self) -> list[Grid]:
         """Return a table of what the reusing arms do, with a row for each line."""
@@ -305,7 +293,7 @@ def _add_verified(results: Results, line: Line, score: float, suffix: str) -> No
 
 
 def _add_kind(results: Results, line: Line, suffix: str) -> None:
-    """Add one arm's point of the plot over a kind's families; an arm that reuses nothing computes all."""
+    """Add one arm's figures over a kind's families; an arm that reuses nothing computes all."""
     bound, name = line.exact_match_bound, f"{suffix}_{line.arm}"
     if bound is not None and line.exact_match is not None:
         where = (
@@ -324,102 +312,3 @@ def _add_kind(results: Results, line: Line, suffix: str) -> None:
     if (loss := line.loss_bound) is not None and line.ppl_ratio is not None:
         where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {loss.largest_ratio:.5f}"
         results.add(f"verified_ppl_ratio{suffix}", line.ppl_ratio, "ratio", where, 1.005)
-
-
-_PLOT_DESCRIPTION = """
-Draws exact match on traps against the share of tokens times layers that is computed: a panel for each run, one point
-an arm, and the noise floor as a band. Reads the result rows that `quality --record` wrote, and serves nothing.
-"""
-_REFERENCES = "cold and exact prefix"
-# Marker and colour by an arm's name without its number.
-_STYLES = {
-    _REFERENCES: ("o", "0.35"),
-    POSITION_FIX: ("v", "tab:red"),
-    "epic": ("P", "tab:orange"),
-    "cacheblend": ("D", "tab:purple"),
-    BOUNDARY: ("s", "tab:blue"),
-    VERIFIED: ("*", "tab:green"),
-}
-
-
-class Point(NamedTuple):
-    """One arm: `exact_match`, 0 to 1, and `computed_share` of tokens times layers after the exact prefix."""
-
-    arm: str
-    exact_match: float
-    computed_share: float
-
-
-def parse_quality_plot(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of `quality-plot`; exits with status 2 for any that argparse refuses."""
-    parser = arguments.Parser("quality-plot", _PLOT_DESCRIPTION)
-    rows = "result rows as `quality --record` names them; panels have this order"
-    parser.add_argument("rows", type=Path, nargs="+", metavar="quality_NAME.json", help=rows)
-    parser.add_argument("--plot", type=Path, default=Path("docs/quality.png"), help="PNG plot")
-    return parser.parse_args(given)
-
-
-def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
-    """Draw and write the plot. Raises SemBlendError and OSError."""
-    check_writable(options.plot)
-    panels = {path.stem.removeprefix(FILE_STEM).lstrip("_") or path.stem: points_of(path) for path in options.rows}
-    write_bytes(options.plot, draw(panels, "Exact match on traps"))
-    say(options.plot)
-    return True
-
-
-def points_of(path: Path) -> list[Point]:
-    """Return the arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
-    suffix = path.stem.removeprefix(FILE_STEM)
-    values = {row.name: row.value for row in rows_of(path)}
-    start = f"trap_em{suffix}_"
-    scores = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
-    if not scores:
-        raise ConfigurationError(f"{path} has no row {start}ARM; make the file with `quality --record`.")
-    # An arm that reuses nothing has no row of what it computes: all.
-    return [Point(arm, score, values.get(f"trap_computed_share{suffix}_{arm}", 1.0)) for arm, score in scores.items()]
-
-
-def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
-    """Return the range of exact match around cold's: as wide as the other cold runs' difference, or the margin."""
-    scores = {point.arm: point.exact_match for point in points}
-    if (cold := scores.get(COLD)) is None:
-        return None
-    spread = max(MARGIN, *(abs(cold - scores.get(arm, cold)) for arm in FLOOR_ARMS))
-    return cold - spread, cold + spread
-
-
-def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
-    """Draw exact match against computed share as PNG: panels with the same axes, numbered arms, the noise floor."""
-    # Up to three panels share one row.
-    columns = max(1, len(panels) if len(panels) < 4 else math.ceil(math.sqrt(len(panels))))
-    rows = max(1, math.ceil(len(panels) / columns))
-    figure = Figure(figsize=(4.6 * columns, 3.6 * rows + 0.6), dpi=130, layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    handles: dict[str, Artist] = {}
-    for axes, (name, points) in zip(grid.flat, panels.items(), strict=False):
-        if (floor := noise_floor(points)) is not None:
-            axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
-        for point in points:
-            policy, _, number = point.arm.rpartition("_")
-            policy, number = (policy, number) if number.isdecimal() else (point.arm, "")
-            policy = policy if is_reusing(point.arm) else _REFERENCES
-            (marker, colour), place = _STYLES[policy], (100 * point.computed_share, point.exact_match)
-            axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
-            axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
-        axes.set_title(name, fontsize=9)
-        axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelbottom=True)
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    for axes in grid.flat[len(panels) :]:
-        axes.axis("off")
-    figure.supxlabel("computed, % of tokens x layers", fontsize=9)
-    figure.supylabel("exact match", fontsize=9)
-    if handles:
-        width = min(len(handles), 3 * columns)
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=width, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()

@@ -4,9 +4,10 @@ page of any run: headline, figures, answers side by side, gates and settings, in
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -18,7 +19,7 @@ from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
-from validation.results import Better, Measured, Results, Row, figure
+from validation.results import Better, Measured, Results, Row, figure, say
 from validation.samples import Sample
 
 EXACTNESS = "wrapper_exactness"
@@ -326,13 +327,10 @@ class Report:
 
     def screen(self) -> list[str]:
         """Return headline, figures and what the gates read, as lines of a terminal of 80 columns."""
-        lines = textwrap.wrap(self.headline(), COLUMNS)
-        for name, sentence in self.figures():
-            lines += textwrap.wrap(f"{name:<13}{sentence}", COLUMNS, subsequent_indent=" " * 13)
         known = [gate for gate in self.gates if gate.value is not None]
         values = ", ".join(f"{gate.name} {gate.value:.4g}{'' if gate.holds else ' FAILED'}" for gate in known)
         gates = f"gates: {sum(gate.holds for gate in known)} of {len(known)} hold: {values}"
-        return [*lines, *textwrap.wrap(gates, COLUMNS)]
+        return [*wrapped(self), *textwrap.wrap(gates, COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON; the SemBlend package's validation uses the names `num_samples` to `audit` too."""
@@ -365,6 +363,22 @@ class Report:
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
+
+
+def wrapped(report: Any, table: Iterable[str] = ()) -> list[str]:
+    """Return headline, `table` and figures of a Report or a QualityReport, as lines of a terminal of 80 columns."""
+    lines = [*textwrap.wrap(report.headline(), COLUMNS), *table]
+    for name, sentence in report.figures():
+        lines += textwrap.wrap(f"{name:<14}{sentence}", COLUMNS, subsequent_indent=" " * 14)
+    return lines
+
+
+def show(report: Any, seconds: float, output: Path, page_path: Path | None) -> None:
+    """Print a Report or a QualityReport, and where its files are."""
+    notes = (f"note: {note}" for note in getattr(report, "notes", ()))
+    place = () if page_path is None else (f"page: {page_path}",)
+    for line in (*report.screen(), *notes, *place, f"{seconds:.0f} s; every sample is in {output}"):
+        say(line)
 
 
 def _grid(title: str, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Grid:

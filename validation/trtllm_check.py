@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +41,7 @@ Events = tuple[dict[str, Any], ...]
 
 _SHORT = "Answer with a number only."
 MAX_TOKENS = 16
+_EXACT = {"SEMBLEND_POLICY": "exact"}
 
 
 class Finding(NamedTuple):
@@ -111,12 +113,22 @@ def serve(
     model: str, dtype: str, prompts: Sequence[str], connector: str | None, variables: Mapping[str, str]
 ) -> Served:
     """Serve one prompt after the other, then read the audit log. Raises SemBlendError."""
+    with _opened(model, connector, variables, dtype=dtype) as (llm, audit):
+        outputs = [llm.generate([prompt], greedy())[0].outputs[0] for prompt in prompts]
+        tokens, texts = [tuple(each.token_ids) for each in outputs], [each.text for each in outputs]
+    return Served(tuple(tokens), tuple(texts), tuple(audit.events))
+
+
+@contextmanager
+def _opened(
+    model: str, connector: str | None, variables: Mapping[str, str], **options: Any
+) -> Iterator[tuple[Any, AuditFile]]:
+    """Open an engine and its audit file, which is read when the engine has ended. Raises SemBlendError."""
     with tempfile.TemporaryDirectory() as folder:
-        audit = Path(folder) / "audit.jsonl"
-        with open_llm(model, connector, {**variables, "SEMBLEND_AUDIT_PATH": str(audit)}, dtype=dtype) as llm:
-            outputs = [llm.generate([prompt], greedy())[0].outputs[0] for prompt in prompts]
-            tokens, texts = [tuple(each.token_ids) for each in outputs], [each.text for each in outputs]
-        return Served(tuple(tokens), tuple(texts), tuple(AuditFile(audit).read()))
+        audit = AuditFile(Path(folder) / "audit.jsonl")
+        with open_llm(model, connector, {**variables, "SEMBLEND_AUDIT_PATH": str(audit.path)}, **options) as llm:
+            yield llm, audit
+        audit.read()
 
 
 def greedy(max_tokens: int = MAX_TOKENS, **options: Any) -> Any:
@@ -148,23 +160,13 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
         at_once = tuple(answer for each in rounds for answer in _answers([_ask(llm, prompt) for prompt in each]))
     # 128 more for tokens that the engine adds, and for the cancelled request.
     room = longest + MAX_TOKENS + 128
-    with tempfile.TemporaryDirectory() as folder:
-        audit = Path(folder) / "audit.jsonl"
-        variables = {"SEMBLEND_POLICY": "exact", "SEMBLEND_AUDIT_PATH": str(audit)}
-        with open_llm(
-            model,
-            WRAPPER,
-            variables,
-            dtype=dtype,
-            cache={"max_tokens": 4 * room},  # a quarter of what a round needs
-            max_seq_len=room,
-            max_batch_size=max(map(len, rounds)),
-            enable_iter_perf_stats=True,
-        ) as llm:
-            before = _free_blocks(llm)
-            answers, cancelled, failed = _crowd(llm, rounds, [1] * (room + 1), audit)
-            after = _free_blocks(llm)
-        return Crowded(cold, at_once, answers, cancelled, failed, before, after, tuple(AuditFile(audit).read()))
+    options: dict[str, Any] = {"dtype": dtype, "max_seq_len": room, "max_batch_size": max(map(len, rounds))}
+    options |= {"cache": {"max_tokens": 4 * room}}  # a quarter of what a round needs
+    with _opened(model, WRAPPER, _EXACT, **options, enable_iter_perf_stats=True) as (llm, audit):
+        before = _free_blocks(llm)
+        answers, cancelled, failed = _crowd(llm, rounds, [1] * (room + 1), audit.path)
+        after = _free_blocks(llm)
+    return Crowded(cold, at_once, answers, cancelled, failed, before, after, tuple(audit.events))
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
@@ -362,15 +364,12 @@ def judge_crowded(facts: dict[str, Any], events: Events) -> list[Finding]:
 
 def judge_commits(facts: dict[str, Any], model: str, dtype: str) -> Finding:
     """Check that V2 keeps no generated tokens for reuse, as pull request 18711 has it do. Raises SemBlendError."""
-    with tempfile.TemporaryDirectory() as folder:
-        audit = Path(folder) / "audit.jsonl"
-        variables = {"SEMBLEND_POLICY": "exact", "SEMBLEND_AUDIT_PATH": str(audit)}
-        with open_llm(model, STOCK_CONNECTOR, variables, dtype=dtype) as llm:
-            params = trtllm_api().SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
-            [first] = llm.generate(["Count from one to one hundred, in words."], params)
-            asked: Sequence[int] = first.prompt_token_ids
-            llm.generate([[*asked, *first.outputs[0].token_ids, 1]], params)
-        own = [int(event["exact_prefix_tokens"]) for event in ended_requests(tuple(AuditFile(audit).read()))][-1]
+    with _opened(model, STOCK_CONNECTOR, _EXACT, dtype=dtype) as (llm, audit):
+        params = greedy(_ANSWER, ignore_eos=True)
+        [first] = llm.generate(["Count from one to one hundred, in words."], params)
+        asked: Sequence[int] = first.prompt_token_ids
+        llm.generate([[*asked, *first.outputs[0].token_ids, 1]], params)
+    own = int(ended_requests(audit.events)[-1]["exact_prefix_tokens"])
     found = f"{own} tokens of the engine's own prefix after a prompt of {len(asked)} and {_ANSWER} generated tokens"
     return Finding("commits", facts.get("manager") == _V1 or own <= len(asked), found)
 
@@ -427,7 +426,7 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
         yield judge_engine(first.events)
         served = {
             STOCK: serve(model, dtype, asked.prompts, None, {}),
-            EXACT: serve(model, dtype, asked.prompts, STOCK_CONNECTOR, {"SEMBLEND_POLICY": "exact"}),
+            EXACT: serve(model, dtype, asked.prompts, STOCK_CONNECTOR, _EXACT),
             RECOMPUTED: first,
             REUSED: serve(model, dtype, asked.prompts, WRAPPER, {"SEMBLEND_POLICY": "position_fix"}),
         }

@@ -223,7 +223,7 @@ def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(command,
     assert "gpt2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("subcommand", ["", "quality", "quality-plot", "calibrate", "confirm", "replay", "scoreboard"])
+@pytest.mark.parametrize("subcommand", ["", "quality", "calibrate", "confirm", "replay", "scoreboard"])
 def test_each_command_has_its_own_help(subcommand, capsys):
     assert main([*subcommand.split(), "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -25,14 +25,13 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
     assert any(expected) == (unit == 1)
 
 
-def test_judged_arms_are_forced_along_colds_own_answer(shipped):
+def test_arms_are_forced_along_colds_own_answer(shipped):
     cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=1, questions=1, tokens=640))
-    server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6), judged=True)
+    server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6))
     cold, again, moved = (
         {sample.case_id: sample for sample in server.samples(arm)}
         for arm in arms_of([COLD, COLD_AGAIN, POSITION_FIX], ArmChoices(8, boundary=1))
     )
-    plain = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6)).samples(MOVED)
     for name, sample in moved.items():
         assert cold[name].answer_kl < 1e-6
         assert again[name].answer_kl < 1e-6
@@ -43,9 +42,6 @@ def test_judged_arms_are_forced_along_colds_own_answer(shipped):
         assert (sample.answer != cold[name].answer) <= (sample.token_agreement < 1.0)
     trap = [name for name in moved if "trap" in name]
     assert max(moved[name].answer_kl for name in trap) > 0.1
-    assert {each.case_id: each.answer for each in plain if each.case_id in trap} == {
-        name: moved[name].answer for name in trap
-    }
 
 
 def test_a_group_of_an_isolated_arm_finds_its_own_donors_only(shipped):

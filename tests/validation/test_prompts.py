@@ -40,13 +40,6 @@ def test_conversations_interleave_turns():
     assert prompts.render_conversation("system", [], "q1") == prompts.render("system", [], "q1")
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_openings_differ_and_the_shipped_ones_differ_in_length(form):
-    for source in (form.instructions, form.system_prompts):
-        assert len(set(source)) == len(source) >= 6
-        assert form is YARDSTICK or len({len(text) for text in source}) == len(source)
-
-
 @pytest.mark.parametrize("mark", [*prompts.MARKS, "<|endoftext|>"])
 def test_marks_inside_a_part_are_refused(mark):
     with pytest.raises(ValueError, match="must not hold the mark"):

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from semblend_trt.errors import ConfigurationError
 from validation import metrics, results
 from validation.cli import main
-from validation.quality import Point, QualityReport, _show, noise_floor, points_of, quality_rows
+from validation.quality import QualityReport, _show, quality_rows
 
 OUTPUT = Path("quality.json")
 
@@ -41,9 +40,6 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
         *(f"{kind}_computed_share_shipped_position_fix" for kind in ("harmless", "trap")),
         *("unrelated_fires_shipped", "answer_kl_shipped_position_fix_prose"),
     }
-    trap = [(arm, lines["header_trap", arm]) for arm in arms]
-    points = [Point(arm, line["exact_match"], line["computed_share"]) for arm, line in trap]
-    assert points_of(tmp_path / "rows" / f"{place}.json") == points
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("unchecked: ")
     assert said[-1].endswith("/quality.json")
@@ -209,56 +205,3 @@ def test_the_document_holds_every_sample_and_the_kinds_together_and_every_bound_
     quality_rows(report)
     _show(report, OUTPUT)
     assert len(taken) == sum(len(line.bounds) for line in (*report.lines, *report.kind_lines)) > 0
-
-
-@pytest.fixture
-def folder(tmp_path, measured):
-    """Rows of two runs, the second of a name with another one's name in front."""
-    for name, score in (("tiny", 0.2), ("tiny_fp8", 0.4)):
-        values = {
-            f"trap_em_{name}_cold": 0.98,
-            f"trap_em_{name}_cold_again": 0.95,
-            f"trap_em_{name}_epic_16": score,
-            f"trap_computed_share_{name}_epic_16": 0.25,
-            f"harmless_em_{name}_epic_16": 1.0,
-        }
-        rows = results.Results(measured=measured)
-        for each, value in values.items():
-            rows.add(each, value, "", "")
-        rows.write(tmp_path, f"quality_{name}")
-    return tmp_path
-
-
-@pytest.mark.promise("commands", "The plot of several quality runs is drawn from their recorded rows alone")
-@pytest.mark.parametrize(("name", "score"), [("tiny", 0.2), ("tiny_fp8", 0.4)])
-def test_a_file_gives_the_arms_of_its_run(folder, name, score):
-    expected = [Point("cold", 0.98, 1.0), Point("cold_again", 0.95, 1.0), Point("epic_16", score, 0.25)]
-    assert points_of(folder / f"quality_{name}.json") == expected
-
-
-@pytest.mark.promise("commands", "The plot of several quality runs...")
-def test_the_command_draws_all_files_again_alike(folder, capsys):
-    files = [str(folder / f"quality_{name}.json") for name in ("tiny", "tiny_fp8")]
-    plots = [folder / "one.png", folder / "two.png"]
-    for plot in plots:
-        assert main(["quality-plot", *files, "--plot", str(plot)]) == 0
-    assert plots[0].read_bytes() == plots[1].read_bytes()
-    assert plots[0].read_bytes().startswith(b"\x89PNG")
-    assert str(plots[0]) in capsys.readouterr().out
-
-
-def test_a_file_without_traps_is_named_and_nothing_is_drawn(folder, capsys):
-    other = folder / "other.json"
-    other.write_text((folder / "quality_tiny.json").read_text())
-    with pytest.raises(ConfigurationError, match=r"other\.json has no row trap_em"):
-        points_of(other)
-    assert main(["quality-plot", str(other), "--plot", str(folder / "plot.png")]) == 2
-    assert "other.json has no row" in capsys.readouterr().err
-    assert not (folder / "plot.png").exists()
-
-
-def test_the_band_is_the_noise_floor_and_at_least_the_margin():
-    cold, again = Point("cold", 0.9, 1.0), Point("cold_again", 0.87, 1.0)
-    assert noise_floor([cold, again]) == pytest.approx((0.87, 0.93))
-    assert noise_floor([cold]) == pytest.approx((0.89, 0.91))
-    assert noise_floor([Point("verified", 0.9, 0.2)]) is None

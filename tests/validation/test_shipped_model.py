@@ -1,13 +1,12 @@
-"""The shipped model is small, loads from its directory, and answers cold prompts."""
+"""The shipped model is small, and its tokenizer and its profile hold for it."""
 
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import validation
 from kernels.layout import KvGeometry
@@ -24,12 +23,6 @@ from validation.models import PROFILE_NAME
 ASSETS = Path(validation.__file__).parent / "assets"
 MODEL = ASSETS / "model"
 PROFILES = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), tokenizer
 
 
 @pytest.mark.promise("policies", "The shipped model has a profile...")
@@ -68,8 +61,8 @@ def test_what_is_evidence_is_what_a_calibration_asks():
     assert set(EVIDENCE_FAMILIES) <= set(FamilyRequest().family_names())
 
 
-def test_tokenizer_adds_nothing_and_knows_the_marks(loaded):
-    _, tokenizer = loaded
+def test_tokenizer_adds_nothing_and_knows_the_marks():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = documents.excerpt(random.Random(1), 2_000).text
     prompt = prompts.render("Answer briefly.", [text], "How many bolts are in Depot Oslo?")
     ids = tokenizer(prompt).input_ids
@@ -77,21 +70,6 @@ def test_tokenizer_adds_nothing_and_knows_the_marks(loaded):
     assert tokenizer.decode(ids) == prompt
     assert ids == Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(prompt).ids
     assert len(tokenizer("231").input_ids) == 3
-
-
-def test_cold_stock_answers_are_exact(loaded):
-    model, tokenizer = loaded
-    rng = random.Random(24)
-    right = 0
-    for instruction in rng.sample(prompts.INSTRUCTIONS, 3):
-        lists = [documents.stock_list(rng) for _ in range(15)]
-        texts = [document.text for document in lists]
-        for asked in rng.sample([question for document in lists for question in document.questions], 4):
-            inputs = tokenizer(prompts.render(instruction, texts, asked.text), return_tensors="pt")
-            assert 900 < inputs.input_ids.shape[1] < 1_300
-            output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
-            right += tokenizer.decode(output) == asked.answer + prompts.END_MARK
-    assert right >= 11
 
 
 @pytest.mark.promise("policies", "Block size, tenant, template, salt and...")

@@ -21,7 +21,6 @@ from validation.trtllm_check import (
     judge_verified,
     serve,
     serve_crowd,
-    workload,
 )
 
 SMALL = ("--groups", "2", "--rows", "6")
@@ -39,11 +38,6 @@ def lines(capsys):
 
 def failing(findings):
     return [finding.name for finding in findings if not finding.holds]
-
-
-def test_more_groups_leave_the_first_ones_as_they_are():
-    few, many = workload(1, 6), workload(3, 6)
-    assert (few.donors, few.targets) == (many.donors[:1], many.targets[:1])
 
 
 @pytest.mark.promise(
@@ -122,15 +116,6 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys,
 @pytest.fixture(scope="module")
 def rounds():
     return crowd(2, 6, rows=8)
-
-
-def test_a_crowd_shares_beginnings_and_documents(rounds):
-    assert [len(prompts) for prompts in rounds] == [12, 12]
-    first, again = rounds[0][:2]
-    beginning, question = len(first) * 3 // 4, 40
-    assert first[:beginning] == again[:beginning] == rounds[1][0][:beginning]
-    half = len(first) // 2
-    assert first[half : half + question] in rounds[0][2]
 
 
 @pytest.mark.promise("engines", "`make trtllm-check` says of smoke, exactness,...")

@@ -12,7 +12,7 @@ from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
-from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
+from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm
 
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
@@ -35,9 +35,7 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped, n
     assert list(ours) == list(theirs)
     for case in cases:
         left, right = ours[case.id], theirs[case.id]
-        assert (left.loss is None) == (right.loss is None) == case.known_answer
-        if left.loss is not None and right.loss is not None:
-            assert left.loss == pytest.approx(right.loss, abs=1e-4)
+        assert left.loss == pytest.approx(right.loss, abs=1e-4)
         assert left.text == right.text
         torch.testing.assert_close(left.logits, right.logits, atol=1e-3, rtol=0)
         assert replace(left.reuse, cached=0) == replace(right.reuse, cached=0)
@@ -79,7 +77,3 @@ def test_what_the_engine_raises_is_one_sentence():
         TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
     with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
         open_llm(str(shipped_model()), None, {}, unknown_option=1)
-
-
-def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path):
-    wait_for_quiet(tmp_path / "none.jsonl")

@@ -51,7 +51,7 @@ class Observer:
         self._layers, self._has_other_dtype = engines.facts.num_layers, engines.has_other_dtype
         bare = [replace(case, reference=None, known_answer=False) for case in cases]
         self._cases = {case.id: case for case in bare}
-        self._server = BatchServer(engines, bare, settings, judged=True)
+        self._server = BatchServer(engines, bare, settings)
 
     def rounding(self, cases: Iterable[Case]) -> list[float]:
         """Return the KL of other cold runs from cold, nats over each answer: in other batches, chunks and types."""

@@ -2,9 +2,8 @@
 
 No model and no card are needed. FILE holds JSON lines (OpenAI request bodies, LiteLLM's logs, chats, texts, token ids),
 a log of vLLM, or plain text with a prompt a line. Prompts are served in order, each whole before the next. What it
-prints and writes names documents by a digest, and never holds their text. Lines that cannot be read are passed over and
-counted. It exits with 0, and with 2 when it passed over more than it read. docs/estimate.md says how to read the
-figures.
+prints and writes holds no text of a prompt. Lines that cannot be read are passed over and counted. It exits with 0, and
+with 2 when it passed over more than it read. docs/estimate.md says how to read the figures.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,14 +25,13 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import Figures, LatencyModel, Serving
+    from validation.estimate.figures import Figures, Serving
     from validation.estimate.prompts import Encoder
     from validation.replay.trace import Skipped
 
 SUMMARY = "say what reuse would save on the prompts of a log"
-SCHEMA = 1
+SCHEMA = 2
 FORMATS = ("jsonl", "vllm", "text")
-DOCUMENTS = 10
 # Of Qwen2.5-7B in bfloat16, the model of the recorded times: 28 layers, K and V, 4 heads of 128 channels.
 KV_BYTES_A_TOKEN = 28 * 2 * 4 * 128 * 2
 # About what an 80 GB card has left beside such a model.
@@ -68,62 +65,56 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print and write. Raises SemBlendError and OSError."""
-    from validation.estimate.figures import SHIPPED_TIMES, LatencyModel, Serving, recorded_observations
+    from validation.estimate.figures import SHIPPED_TIMES, Figures, LatencyModel, Serving, recorded_observations
     from validation.estimate.prompts import Encoder
 
     if arguments.json is not None:
         check_writable(arguments.json)
     source = "vLLM 0.25.1 on an H100 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
     model = LatencyModel.fitted(recorded_observations(arguments.ttft or SHIPPED_TIMES), source)
-    shown, compared = _terms(arguments)
-    pool = _pool(arguments, shown.profile or (compared and compared.profile))
-    encoder, serving = Encoder(arguments.tokenizer), Serving(shown.settings, pool, shown.profile)
-    others = None if compared is None else Serving(compared.settings, pool, compared.profile, has_alone=False)
-    if encoder.is_shipped:
+    terms = _terms(arguments)
+    pool = _pool(arguments, next((each.profile for each in terms if each.profile), None))
+    if arguments.tokenizer is None:
         sys.stderr.write(
             "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
             "prompt has more tokens than for a large model, so that the times are too long\n"
         )
-    figures, other_figures, skipped = _replayed(arguments, encoder, serving, others)
-    if not figures.prompts:
+    servings = [Serving(each.settings, pool, each.profile) for each in terms]
+    figures = [Figures() for _ in terms]
+    skipped = _replayed(arguments, Encoder(arguments.tokenizer), pool, list(zip(servings, figures, strict=True)))
+    passed_over, prompts = skipped.counts.total(), figures[0].prompts
+    if not prompts:
         why = "no prompt; give a log of requests, one a line"
-        if skipped.counts:
+        if passed_over:
             why = f"no prompt that can be read; one request a line is expected. {skipped.sentence()}"
         sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
-    report = _report(figures, model, skipped) | {
-        "terms": shown.name,
-        "memory": _memory(shown.settings, pool, serving),
+    shown, *compared = [
+        {"terms": each.name, **found.to_dict(), "expected_ttft": found.expected_ttft(model)}
+        for each, found in zip(terms, figures, strict=True)
+    ]
+    report = {
+        "schema": SCHEMA,
+        **shown,
+        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
+        "memory": _memory(terms[0].settings, pool, servings[0]),
         "tokenizer": arguments.tokenizer or "shipped",
     }
-    if compared is not None:
-        found = _report(other_figures, model, skipped)
-        kept = {name: found[name] for name in ("shares", "prompts_without_donors", "expected_ttft")}
-        report["compared"] = {"terms": compared.name, **kept}
+    for each in compared:
+        kept = ("terms", "shares", "prompts_without_donors", "expected_ttft")
+        report["compared"] = {name: each[name] for name in kept}
     sys.stdout.write(_shown(report) + "\n")
     for sentence in filter(None, (skipped.sentence(), model.sentence())):
         sys.stdout.write(printable(sentence) + "\n")
     if arguments.json is not None:
         write_bytes(arguments.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-    passed_over = skipped.counts.total()
-    if passed_over <= figures.prompts:
+    if passed_over <= prompts:
         return 0
     sys.stderr.write(
-        f"semblend-trt: {passed_over:,} lines were passed over and {figures.prompts:,} prompts read, so that these are "
-        "not the figures of this log; mend what is named above\n"
+        f"semblend-trt: {passed_over:,} lines were passed over and {prompts:,} prompts read, so that these are not the "
+        "figures of this log; mend what is named above\n"
     )
     return USAGE_ERROR
-
-
-def _report(figures: Figures, model: LatencyModel, skipped: Skipped) -> dict[str, Any]:
-    """Return the JSON-ready figures of one set of terms."""
-    return {
-        "schema": SCHEMA,
-        **figures.to_dict(),
-        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
-        "expected_ttft": figures.expected_ttft(model),
-    }
 
 
 class Terms(NamedTuple):
@@ -134,8 +125,8 @@ class Terms(NamedTuple):
     profile: ReuseProfile | None = None
 
 
-def _terms(arguments: argparse.Namespace) -> tuple[Terms, Terms | None]:
-    """Return the terms of the figures, and others to compare them with; None if both are the same.
+def _terms(arguments: argparse.Namespace) -> list[Terms]:
+    """Return the terms of the figures, and others to compare them with, unless both are the same.
 
     One is the policy and profile that are set, the other any run without a profile. With --profile the former comes
     first.
@@ -163,8 +154,8 @@ def _terms(arguments: argparse.Namespace) -> tuple[Terms, Terms | None]:
     # A copy, since a bound of the environment is for policy verified alone.
     any_run = Terms("any run, without a profile", own.model_copy(update={"policy": ReusePolicy.POSITION_FIX}))
     if arguments.profile is not None:
-        return as_set, any_run
-    return any_run, None if own.policy is ReusePolicy.POSITION_FIX else as_set
+        return [as_set, any_run]
+    return [any_run] if own.policy is ReusePolicy.POSITION_FIX else [any_run, as_set]
 
 
 def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFacts:
@@ -199,17 +190,17 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
 
 
 def _replayed(
-    arguments: argparse.Namespace, encoder: Encoder, serving: Serving, others: Serving | None
-) -> tuple[Figures, Figures, Skipped]:
-    """Serve all prompts under both terms; return the figures of both, and what was passed over."""
+    arguments: argparse.Namespace, encoder: Encoder, pool: PoolFacts, served: list[tuple[Serving, Figures]]
+) -> Skipped:
+    """Serve all prompts under each of the terms, whose figures follow; return what was passed over."""
     from itertools import islice
 
     from tqdm import tqdm
 
-    from validation.estimate.figures import Figures
+    from validation.estimate.figures import PrefixCache
     from validation.estimate.prompts import HEAD_BYTES, PromptLog, encoded
 
-    figures, other_figures = Figures(), Figures()
+    alone = PrefixCache(pool)
     try:
         opened = open_input(arguments.file, may_be_pipe=True, buffering=HEAD_BYTES)
     except OSError as error:
@@ -221,24 +212,19 @@ def _replayed(
             log = PromptLog(file, encoder, arguments.format, bar.update)
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
                 if len(tokens):
-                    asked = prompt.line, prompt.namespace, tokens
-                    figures.add(*asked, served := serving.serve(*asked))
-                    if others is not None:
-                        other_figures.add(*asked, others.serve(*asked, served.prefix_alone))
-    return figures, other_figures, log.skipped
+                    prefix = alone.serve(prompt.namespace, tokens)
+                    for serving, figures in served:
+                        figures.add(len(tokens), prefix, serving.serve(prompt.namespace, tokens))
+    return log.skipped
 
 
 def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:
-    held, a_token = serving.stats(), pool.geometry.bytes_per_token(pool.dtype)
+    a_token = pool.geometry.bytes_per_token(pool.dtype)
     return {
-        "donors": held.ready,
-        "donor_bytes": held.host_bytes,
-        "evicted_donors": held.evicted,
+        "evicted_donors": serving.stats().evicted,
         "kv_bytes_a_token": a_token,
-        "host_bytes": settings.host_bytes,
         "host_tokens": settings.host_bytes // a_token,
         "pool_tokens": pool.num_blocks * pool.geometry.block_size,
-        "max_donors": settings.max_donors,
         "min_span_tokens": settings.min_span_tokens,
     }
 
@@ -260,17 +246,6 @@ def _shown(report: dict[str, Any]) -> str:
     if compared := report.get("compared"):
         rows = [(each["terms"], f"{each['shares']['added']:+.1%}") for each in (report, compared)]
         parts.append(_columns(("added by donors, by the terms of reuse", "share of all"), rows))
-    runs, documents = list[tuple[str, ...]](), list[tuple[str, ...]]()
-    for each in report["moved_runs"]:
-        end = "and more" if each["to_tokens"] is None else f"to {each['to_tokens']:,}"
-        runs.append((f"{each['from_tokens']:,} {end}", f"{each['runs']:,}", f"{each['share']:.1%}"))
-    if runs:
-        parts.append(_columns(("tokens of a moved run", "runs", "share of all"), runs))
-    for each in report["documents"]:
-        lines = ", ".join(f"{line:,}" for line in each["first_lines"])
-        documents.append((each["name"], f"{each['tokens']:,}", f"{each['uses']:,}", lines))
-    if documents:
-        parts.append(_columns(("documents that recur", "tokens", "reuses", "first in lines"), documents))
     times = report["expected_ttft"]
     names = {"cold": "cold", "prefix_cache": "prefix cache", "with_donors": "moved text, unchecked"}
     names["with_checked_donors"] = "moved text, all of it checked"

@@ -4,26 +4,24 @@ The prefix cache is the embedded engine's block manager; the look-up, the donors
 model of the time to the first token, by computed and reused tokens, says what that saves.
 """
 
-import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from semblend_trt.config import Settings
 from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, TokenArray, fingerprint
+from semblend_trt.discovery.fingerprint import TokenArray
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.donors.donor_index import DonorIndex
@@ -39,22 +37,16 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-def line_of(donor_id: str) -> int:
-    """Return the line of a log that a donor comes from."""
-    return int(donor_id.partition(":")[0])
-
-
 class Served(NamedTuple):
-    """What became of one prompt. `prefix_alone`: tokens from a prefix cache without our donors. With donors `prefix`
-    tokens come from the prefix cache and `spans` from donors, or `reason` says why none do."""
+    """What became of one prompt: `prefix` tokens come from the prefix cache and `spans` from donors, or `reason` says
+    why none do."""
 
-    prefix_alone: int
     prefix: int
     spans: tuple[PlanSpan, ...]
     reason: str | None
 
 
-class _PrefixCache:
+class PrefixCache:
     """An engine's exact prefix cache, for one request at a time."""
 
     def __init__(self, pool: PoolFacts) -> None:
@@ -76,18 +68,23 @@ class _PrefixCache:
         self._blocks.publish(0, exact_tokens)
         self._blocks.release(0)
 
+    def serve(self, namespace: str, tokens: TokenArray) -> int:
+        """Serve a prompt (int32 [n], n >= 1) without donors; return the held tokens of its prefix."""
+        held = tuple(tokens.tolist())
+        if (prefix := self.begin(namespace, held)) is None:
+            return 0
+        self.end(held)
+        return prefix
+
 
 class Serving:
     """An engine's caches and donors over a sequence of prompts, each served whole before the next. Not thread safe."""
 
-    def __init__(
-        self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None, *, has_alone: bool = True
-    ) -> None:
-        """With a `profile` the settings' policy must be verified; every check then passes. Without `has_alone` each
-        call of `serve` gets what a prefix cache alone holds of the prompt."""
+    def __init__(self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None) -> None:
+        """With a `profile` the settings' policy must be verified; every check then passes."""
         self._block_size, self._profile = pool.geometry.block_size, profile
         self._is_off = settings.policy is ReusePolicy.OFF
-        self._alone, self._prefixes = _PrefixCache(pool) if has_alone else None, _PrefixCache(pool)
+        self._prefixes = PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
         # A pool that is known by a token's bytes alone has one layer.
         layers = pool.geometry.num_layers if profile is None else profile.geometry.num_layers
@@ -95,17 +92,14 @@ class Serving:
         self._planner = DonorPlanner(settings, layered, self._donors)
         self._served = 0
 
-    def serve(self, line: int, namespace: str, tokens: TokenArray, alone: int | None = None) -> Served:
-        """Serve one prompt (int32 [n], n >= 1), which is in line `line`."""
-        self._served += 1
+    def serve(self, namespace: str, tokens: TokenArray) -> Served:
+        """Serve one prompt (int32 [n], n >= 1)."""
         if self._is_off:
-            return Served(alone or 0, alone or 0, (), "policy_off")
+            return Served(self._prefixes.serve(namespace, tokens), (), "policy_off")
         held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
         if (prefix := self._prefixes.begin(namespace, held)) is None:
-            return Served(0, 0, (), "longer_than_pool")
-        if self._alone is not None:
-            alone = self._alone.begin(namespace, held)
-            self._alone.end(held)
+            return Served(0, (), "longer_than_pool")
+        self._served += 1
         tracked = TrackedRequest(self._served, namespace, tokens, prefix)
         lookup = LookupRequest(
             request_id=self._served,
@@ -122,7 +116,7 @@ class Serving:
         tracked.release_leases()
         # As the connector does between a look-up and a request's end, where every save succeeds.
         generations = 0 if self._profile is None else self._profile.generations
-        intent = self._planner.intend(f"{line}:{self._served}", tracked, 0, generations)
+        intent = self._planner.intend(str(self._served), tracked, 0, generations)
         if intent is not None:
             kept = tokens[: intent.max_tokens]
             if self._donors.begin_save(intent, namespace, kept, (), intent.generation):
@@ -131,8 +125,9 @@ class Serving:
         # The tiers obey at once; there is no disk tier.
         promoted = self._donors.offload.take_commands().promotions
         self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
-        spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans
-        return Served(alone or 0, prefix, spans, planned.outcome_reason if plan is None else None)
+        if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
+            return Served(prefix, (), planned.outcome_reason if plan is None else None)
+        return Served(prefix, plan.spans, None)
 
     def stats(self) -> CatalogStats:
         """Return the donors held now, and the bytes that they take."""
@@ -148,9 +143,9 @@ _COSTS = ("intercept_ms", "computed_ms", "reused_ms", "pair_ms")
 class Observation:
     """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens, which were checked or not."""
 
-    ttft_ms: float
-    computed: int
-    reused: int
+    ttft_ms: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+    computed: Annotated[int, Field(ge=1)]
+    reused: Annotated[int, Field(ge=0)]
     is_checked: bool = False
 
 
@@ -160,14 +155,10 @@ _OBSERVATIONS = TypeAdapter(list[Observation])
 def recorded_observations(path: Path) -> list[Observation]:
     """Return the observations that a file lists as JSON. Raises ConfigurationError when it holds none."""
     try:
-        observations = _OBSERVATIONS.validate_json(read_input(path))
+        return _OBSERVATIONS.validate_json(read_input(path))
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise ConfigurationError(f"{path} does not hold observations: {reason}.") from None
-    for each in observations:
-        if not (0.0 < each.ttft_ms < math.inf and each.computed >= 1 and each.reused >= 0):
-            raise ConfigurationError(f"{path} holds {each}, which cannot have been observed; mend the file.")
-    return observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,80 +240,25 @@ def _terms(computed: Integers, reused: Integers) -> Floats:
     return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
 
 
-MAX_DOCUMENTS = 20_000
-MAX_FIRST_LINES = 3
-
-
-@dataclass(slots=True)
-class Document:
-    """Text that was reused after other text than at first. `name`: a digest of its tokens. `tokens`: its longest run.
-    `uses` and `reused_tokens` are sums over its runs, `first_lines` where it was seen first."""
-
-    name: str
-    first_lines: list[int]
-    tokens: int = 0
-    uses: int = 0
-    reused_tokens: int = 0
-
-
-class Documents:
-    """Documents by the anchor of theirs with the smallest hash, which runs of one text share. Of more than
-    MAX_DOCUMENTS, the half of which the least was reused is forgotten."""
-
-    def __init__(self) -> None:
-        self._by_anchor: dict[int, Document] = {}
-
-    def add(self, line: int, span: PlanSpan, tokens: TokenArray) -> None:
-        """Count the run of `span` in the prompt `tokens` (int32 [n]) of this line."""
-        run = tokens[span.target_start : span.target_end]
-        hashes = fingerprint(run, shortest=GUARANTEED_RUN).hashes
-        if not len(hashes):
-            return
-        found = self._by_anchor.get(anchor := int(hashes.min()))
-        if found is None:
-            name = blake2b(run.tobytes(), digest_size=6).hexdigest()
-            found = self._by_anchor[anchor] = Document(name, [line_of(span.donor_id)])
-        found.tokens = max(found.tokens, span.length)
-        found.uses, found.reused_tokens = found.uses + 1, found.reused_tokens + span.length
-        if len(found.first_lines) < MAX_FIRST_LINES and line not in found.first_lines:
-            found.first_lines.append(line)
-        if len(self._by_anchor) > MAX_DOCUMENTS:
-            kept = sorted(self._by_anchor.items(), key=lambda each: -each[1].reused_tokens)[: MAX_DOCUMENTS // 2]
-            self._by_anchor = dict(kept)
-
-    def most_reused(self, count: int) -> list[Document]:
-        """Return the `count` documents with the most reused tokens, the most first."""
-        return sorted(self._by_anchor.values(), key=lambda each: (-each.reused_tokens, each.name))[:count]
-
-
-# The shortest runs of each class.
-RUN_CLASSES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
 class Figures:
     """Sums over the prompts that were served."""
 
     def __init__(self) -> None:
-        self.documents, self.prompts = Documents(), 0
-        self._reasons, self._namespaces = Counter[str](), set[str]()
-        self._runs, self._run_tokens = Counter[int](), Counter[int]()
+        self._reasons = Counter[str]()
         # Per prompt: its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
         self._numbers = array("q")
 
-    def add(self, line: int, namespace: str, tokens: TokenArray, served: Served) -> None:
-        """Take in one prompt (int32 [n]) of this line."""
-        moved = [span for span in served.spans if not span.exact]
-        for span in moved:
-            of_class = max(each for each in (0, *RUN_CLASSES) if each <= span.length)
-            self._runs[of_class] += 1
-            self._run_tokens[of_class] += span.length
-            self.documents.add(line, span, tokens)
+    @property
+    def prompts(self) -> int:
+        return len(self._numbers) // 4
+
+    def add(self, tokens: int, prefix_alone: int, served: Served) -> None:
+        """Add a prompt of `tokens` tokens, of which a prefix cache without donors holds `prefix_alone`."""
         if served.reason is not None:
             self._reasons[served.reason] += 1
-        self._namespaces.add(namespace)
-        self.prompts += 1
+        moved = sum(span.length for span in served.spans if not span.exact)
         held = served.prefix + sum(span.length for span in served.spans)
-        self._numbers.extend((len(tokens), served.prefix_alone, held, sum(span.length for span in moved)))
+        self._numbers.extend((tokens, prefix_alone, held, moved))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
         """Return milliseconds to the first token of each prompt alone on the machine of `model`.
@@ -345,28 +281,15 @@ class Figures:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form of all but documents and times. Donors can take a little from the prefix cache,
+        """Return the JSON-ready form of all but times. Donors can take a little from the prefix cache,
         into which KV after moved text does not go."""
         columns = self._per_prompt()
         tokens, alone, held, _ = (int(each.sum()) for each in columns)
-        ends = (*(each - 1 for each in RUN_CLASSES[1:]), None)
         return {
             "prompts": self.prompts,
             "tokens": tokens,
             "longest_prompt": int(columns[0].max()),
-            "namespaces": len(self._namespaces),
             "shares": {"prefix_cache": alone / tokens, "added": (held - alone) / tokens, "together": held / tokens},
-            "moved_runs": [
-                {
-                    "from_tokens": start,
-                    "to_tokens": end,
-                    "runs": self._runs[start],
-                    "tokens": self._run_tokens[start],
-                    "share": self._run_tokens[start] / tokens,
-                }
-                for start, end in zip(RUN_CLASSES, ends, strict=True)
-                if self._runs[start]
-            ],
             "prompts_without_donors": dict(self._reasons.most_common()),
         }
 

@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.files import bounded_lines, too_long
-from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
+from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.prompts import ChatError, render_chat
 from validation.replay.trace import Skipped, UnreadError
 
@@ -58,16 +57,7 @@ class Encoder:
 
     def __init__(self, name: str | None = None) -> None:
         """Load a folder or a hub id; None is the shipped one. Raises ConfigurationError if it cannot be read."""
-        self.is_shipped = name is None
-        self._tokenizer: Any = None
-        if name is None:
-            self._backend: Any = tokenizer_file(Path(str(files("validation") / "assets" / "model")))
-        else:
-            self._tokenizer = load_tokenizer(name)
-            self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
+        self._tokenizer: Any = load_tokenizer(name or str(files("validation") / "assets" / "model"))
 
     def render(self, body: dict[str, Any]) -> tuple[str, bool]:
         """Return a chat by its template, else its texts, and whether special tokens are in it. Raises UnreadError."""
@@ -89,14 +79,11 @@ class Encoder:
         for is_rendered in (False, True):
             chosen = [at for at, each in enumerate(prompts) if each.is_rendered is is_rendered]
             chosen = [at for at in chosen if isinstance(found[at], str)]
-            texts = [found[at] for at in chosen]
-            if self._backend is not None:
-                encodings = self._backend.encode_batch_fast(texts, add_special_tokens=not is_rendered)
-                ids = [each.ids for each in encodings]
-            else:
-                ids = self._tokenizer(texts, add_special_tokens=not is_rendered)["input_ids"] if texts else []
-            for at, each in zip(chosen, ids, strict=True):
-                found[at] = np.array(each, dtype=np.int32)
+            if chosen:
+                texts = [found[at] for at in chosen]
+                read = self._tokenizer(texts, add_special_tokens=not is_rendered, verbose=False)
+                for at, ids in zip(chosen, read["input_ids"], strict=True):
+                    found[at] = np.array(ids, dtype=np.int32)
         return found
 
 

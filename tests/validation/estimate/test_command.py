@@ -44,14 +44,13 @@ def estimated(log, *arguments):
     return json.loads(path.read_text())
 
 
-def test_a_log_leaves_a_table_and_a_file_that_names_documents_by_digest_and_first_lines(log, capsys):
+def test_a_log_leaves_a_table_and_a_file(log, capsys):
     found = estimated(log)
     shares = found["shares"]
     assert found["prompts"] == 20
     assert found["skipped"] == {"not JSON": {"count": 1, "first_line": 5}, "empty": {"count": 1, "first_line": 6}}
     assert shares["together"] == pytest.approx(shares["prefix_cache"] + shares["added"])
     assert shares["added"] > 0.1
-    assert sum(each["share"] for each in found["moved_runs"]) >= shares["added"]
     times = found["expected_ttft"]
     assert times["with_donors"]["mean_ms"] < times["with_checked_donors"]["mean_ms"] < times["prefix_cache"]["mean_ms"]
     assert times["prefix_cache"]["mean_ms"] < times["cold"]["mean_ms"]
@@ -61,14 +60,6 @@ def test_a_log_leaves_a_table_and_a_file_that_names_documents_by_digest_and_firs
     assert "Passed over: 1 not JSON (first in line 5), 1 empty (first in line 6)." in shown.out
     assert "fitted to 10 observations of vLLM 0.25.1 on an H100" in shown.out
     assert "without --tokenizer" in shown.err
-    # The longest that recur are the four documents, each at least once after other text.
-    documents = found["documents"][:4]
-    assert len({each["name"] for each in documents}) == 4
-    for each in documents:
-        assert len(bytes.fromhex(each["name"])) == 6
-        assert each["reused_tokens"] >= each["tokens"] >= 64
-        assert each["first_lines"] == sorted(set(each["first_lines"]))
-        assert not {5, 6} & set(each["first_lines"])
 
 
 @pytest.mark.promise(
@@ -105,7 +96,6 @@ def test_less_memory_holds_less(log):
     assert 0 < little["shares"]["added"] < much["shares"]["added"]
     none = estimated(log, "--min-span", "5000")
     assert none["shares"]["added"] == 0
-    assert none["documents"] == none["moved_runs"] == []
 
 
 def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(tmp_path, capsys):

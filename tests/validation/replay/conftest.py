@@ -6,9 +6,7 @@ from validation.replay.trace import TraceBlock, TraceLine, trace_of
 def line(index, contents, tokens, tenant=None, **fields):
     """A line: its number, which is also its second, the blocks' contents and their tokens."""
     blocks = [TraceBlock(content_hash=c, token_count=n) for c, n in zip(contents, tokens, strict=True)]
-    return TraceLine.model_validate(
-        {"request_id": f"r{index}", "timestamp_ms": 1_000.0 * index, "tenant_id": tenant, "blocks": blocks} | fields
-    )
+    return TraceLine.model_validate({"timestamp_ms": 1_000.0 * index, "tenant_id": tenant, "blocks": blocks} | fields)
 
 
 def trace_from(requests, tokens):

@@ -5,22 +5,19 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from tests.validation.replay.conftest import line
 from validation.replay import trace as trace_module
-from validation.replay.trace import BlockKind, TraceBlock, TraceFormat, trace_file, trace_of
+from validation.replay.trace import MOONCAKE, TraceBlock, trace_file, trace_of
 
 
 def uses(trace):
     """The blocks of each request by content, and by all before them."""
-    by_span, by_prefix = (
-        [request for _, request, _ in trace.requests(as_prefixes=as_prefixes)] for as_prefixes in (False, True)
-    )
-    return by_span, by_prefix
+    return tuple([list(request) for _, request in each.requests] for each in (trace, trace.prefixes()))
 
 
 def test_blocks_are_told_apart_by_content_or_by_all_before():
     trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
     assert uses(trace) == ([[0, 1], [2, 1], [0, 1]], [[0, 1], [2, 3], [0, 1]])
-    assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
-    assert (len(trace), trace.block_uses, trace.tokens) == (3, 6, 11)
+    assert list(trace.prefixes().parents) == [-1, 0, -1, 2]
+    assert trace.prompt_tokens == 11
 
 
 @pytest.mark.parametrize(
@@ -41,16 +38,16 @@ def test_a_block_without_content_is_not_shared_and_ends_the_prefix_and_text_stan
 
 
 def test_what_has_no_tokens_is_left_out():
-    trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
-    assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
+    trace = trace_of([line(0, "ab", [0, 2]), line(3, "cb", [0, 2])])
+    assert uses(trace) == ([[0], [0]], [[0], [0]])
 
 
 def test_requests_are_replayed_in_the_order_of_their_times():
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
-    assert list(trace.requests(as_prefixes=False)) == [(1.0, [1], 2), (1.0, [2], 3), (2.0, [0], 1)]
+    assert [(tokens, *request) for tokens, request in trace.requests] == [(2, 1), (3, 2), (1, 0)]
 
 
-MOONCAKE = """
+LINES = """
 {"timestamp": 90000, "input_length": 1902, "output_length": 654, "hash_ids": [0, 975, 976, 977]}
 {"timestamp": 108000, "input_length": 1661, "output_length": 93, "hash_ids": [0, 5021, 7897, 7898]}
 {"timestamp": 168000, "input_length": 1902, "output_length": 661, "hash_ids": [0, 975, 976, 977]}
@@ -69,13 +66,13 @@ def read(tmp_path, content, requests=None):
     "counts what it cannot read",
 )
 def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
-    trace = read(tmp_path, MOONCAKE)
-    assert (trace.form, trace.skipped.counts) == (TraceFormat.MOONCAKE, {})
-    first, last = ((seconds, [0, 1, 2, 3], 1902) for seconds in (90, 168))
-    assert list(trace.requests(as_prefixes=True)) == [first, (108, [0, 4, 5, 6], 1661), last]
-    assert list(trace.prefixes.tokens) == [512, 512, 512, 366, 512, 512, 125]
-    assert trace.held_prefix_blocks == 5
-    assert len(read(tmp_path, MOONCAKE, 2)) == 2
+    trace = read(tmp_path, LINES)
+    assert (trace.form, trace.skipped.counts) == (MOONCAKE, {})
+    found = trace.prefixes()
+    assert [tokens for tokens, _ in found.requests] == [1902, 1661, 1902]
+    assert uses(trace)[1] == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 3]]
+    assert list(found.tokens) == [512, 512, 512, 366, 512, 512, 125]
+    assert len(read(tmp_path, LINES, 2).requests) == 2
 
 
 @pytest.mark.promise("commands", "`python -m validation replay` reads the...")
@@ -93,8 +90,8 @@ def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
     ],
 )
 def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, line, reason):
-    trace = read(tmp_path, MOONCAKE.strip() + "\n" + line)
-    assert len(trace) == 3
+    trace = read(tmp_path, LINES.strip() + "\n" + line)
+    assert len(trace.requests) == 3
     (told,) = trace.skipped.counts
     assert told.startswith(reason)
     assert trace.skipped.first == {told: 4}
@@ -106,7 +103,7 @@ def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
     negative = good.replace('"token_count":1', '"token_count":-1')
     trace = read(tmp_path, "\n".join([good, "{", "", " " * (2 << 20), negative, good]))
     told = "1 not JSON (first in line 2), 1 longer than 1 MiB (first in line 4), 1 blocks.token_count: Input should be "
-    assert len(trace) == 2
+    assert len(trace.requests) == 2
     assert trace.skipped.sentence().startswith(f"Passed over: {told}")
 
 
@@ -114,7 +111,7 @@ def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
     ("content", "told"),
     [
         ("\n\n", ""),
-        ('{"request_id": "a", "timestamp_ms": 1, "blocks": []}\n', ""),
+        ('{"timestamp_ms": 1, "blocks": [{"token_count": 0}]}\n', "Passed over: 1 without tokens"),
         ("a\nb\n", "Passed over: 2 not JSON"),
     ],
 )
@@ -123,23 +120,8 @@ def test_nothing_to_replay_is_refused_with_the_reasons(content, told, tmp_path):
         read(tmp_path, content)
 
 
-@pytest.mark.parametrize("bound", ["MAX_REQUESTS", "MAX_BLOCK_USES"])
-def test_too_much_is_refused(monkeypatch, bound):
-    monkeypatch.setattr(trace_module, bound, 2)
-    assert len(trace_of([line(0, "a", [1])] * 2)) == 2
+def test_too_much_is_refused(monkeypatch):
+    monkeypatch.setattr(trace_module, "MAX_BLOCK_USES", 2)
+    assert len(trace_of([line(0, "a", [1])] * 2).requests) == 2
     with pytest.raises(ConfigurationError, match="replay the first ones with --requests"):
         trace_of([line(0, "a", [1])] * 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("system", BlockKind.SYSTEM_PROMPT),
-        ("user", BlockKind.USER_QUERY),
-        ("Assistant", BlockKind.ASSISTANT_HISTORY),
-        ("legal_evidence", BlockKind.LEGAL_EVIDENCE),
-        *((name, BlockKind.OTHER) for name in ("poem", "developer", "function", "ipython", "observation")),
-    ],
-)
-def test_kinds_have_either_systems_names(name, kind):
-    assert TraceBlock(semantic_type=name, token_count=1).kind is kind
