@@ -86,10 +86,6 @@ class CostModel:
         moved = plan.reused_tokens - plan.exact_tokens
         return float(plan_work(plan) @ self.plan_prices) + moved * self.move_price
 
-    def may_save(self, begin: int, end: int, share: float) -> bool:
-        """Return whether a plan of the positions begin..end-1 may save `share` of their time: it takes a forward."""
-        return self.plan_prices[0] <= (1 - share) * self.cold(begin, end)
-
     def saves(self, plan: SemanticKvPlan, share: float) -> bool:
         """Return whether the plan saves at least `share` of the time of its prompt with exact spans alone."""
         without = self.cold(plan.num_computed_tokens + plan.exact_tokens, plan.prompt_length)

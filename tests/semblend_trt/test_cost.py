@@ -79,8 +79,3 @@ def test_a_plan_saves_what_its_rows_and_moves_leave(spans, exact, move_price, sh
     costs = CostModel((0, 1, 0), (0, 1, 0, 0), move_price)
     assert costs.cold(200, 1000) == 800
     assert costs.saves(plan(spans, exact), share) == saves
-
-
-@pytest.mark.parametrize(("forward", "may_save"), [(719, True), (721, False)])
-def test_a_prompt_that_takes_less_than_one_forward_saves_nothing(forward, may_save):
-    assert CostModel((0, 1, 0), (forward, 0, 0, 0), 0).may_save(200, 1000, 0.1) == may_save
