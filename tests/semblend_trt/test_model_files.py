@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from semblend_trt import model_files
@@ -55,20 +54,6 @@ def test_every_byte_of_the_files_that_fit_counts(tmp_path, patterns, name):
     blob.unlink()
     with pytest.raises((OSError, ConfigurationError), match="No such file"):
         digest(tmp_path)
-
-
-def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_path):
-    weight = torch.randn(16, 4)
-    digests = [
-        weights_digest(write_weights(tmp_path / "one", weight)),
-        weights_digest(write_weights(tmp_path / "tuned", weight + 1e-3)),
-        weights_digest(write_weights(tmp_path / "reshaped", weight.view(4, 16))),
-        weights_digest(write_weights(tmp_path / "half", weight.half())),
-        weights_digest(write_weights(tmp_path / "named", weight, "other.safetensors")),
-        weights_digest(write_weights(write_weights(tmp_path / "two", weight), weight, "second.safetensors")),
-    ]
-    assert len(set(digests)) == len(digests)
-    assert weights_digest(write_weights(tmp_path / "again", weight)) == digests[0]
 
 
 def test_shards_count_wherever_an_index_says_they_are(tmp_path):

@@ -110,11 +110,6 @@ def of(known, task, path=None):
     return known.of(SimpleNamespace(lora_task_id=task, py_lora_path=path))
 
 
-def test_the_base_model_has_no_adapter():
-    assert of(adapters(), None) is None
-    assert adapters().of(SimpleNamespace()) is None
-
-
 def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "deep" / "two")
     identity = of(adapters(one), 1, one)
@@ -395,16 +390,6 @@ def test_blocks_that_the_engine_has_exchanged_are_those_that_are_saved():
     request, final = followed(), [*BLOCKS[:5], 3, *BLOCKS[6:], 4]
     assert savable_tokens(request, final, replace(POOL, exchanges_blocks=True)) == PROMPT
     assert list(request.intent.block_ids) == request.block_ids == final[: len(BLOCKS)]
-
-
-def test_deltas_that_are_told_twice_are_not_saved():
-    request = followed()
-    told(request, 100, 1, [3])
-    told(request, 100, 1, [3])
-    for position in range(101, 113):
-        told(request, position, 1, [4] * (position == 112))
-    with pytest.raises(ValueError, match="other blocks"):
-        savable_tokens(request, [*BLOCKS, 3, 4], POOL)
 
 
 def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
