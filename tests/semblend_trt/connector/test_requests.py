@@ -590,25 +590,16 @@ def test_a_forged_number_is_refused(path, value):
     ("value", "path"),
     [
         (1 << 20, (*SPAN, "target_start")),  # behind the prompt, and behind its blocks
-        (1 << 20, (*SPAN, "length")),
         (0, (*SPAN, "length")),
-        (0, ("plans", 0, "block_size")),
-        (99, (*RULE, "layer")),
         ((1, 1, 2), ("plans", 0, "target_block_ids")),
-        ((1, -2, 3), ("plans", 0, "target_block_ids")),
-        ((1,), ("plans", 0, "target_block_ids")),
         (None, ("plans", 0, "prompt_token_ids")),
-        (None, ("plans", 0, "execution")),
         (7, ("plans", 0, "spans")),
         ("nowhere", ("commands", "saves", 0, "tier")),
         (7, ("commands", "saves", 0, "donor_id")),
         (("x",), ("forgotten",)),
-        ((None,), ("grown",)),
         ((RequestProgress(7, ("x",), 20, True),), ("progress",)),
-        ((RequestProgress(7, (1,), -20, True),), ("progress",)),
         ((RequestProgress("7", (1,), 20, True),), ("progress",)),
         (OffloadCommands(fetches=[3]), ("commands",)),
-        (None, ("commands",)),
     ],
 )
 def test_a_forged_value_is_refused(value, path):
