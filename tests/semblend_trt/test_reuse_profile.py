@@ -638,12 +638,10 @@ def confirmed(**changes):
     ("figures", "max_kl", "is_refused"),
     [
         ([confirmed()], 0.01, False),
-        ([confirmed()], 0.02, False),
         ([confirmed(broken=9)], 0.01, False),
         # 10 of 100 are more than 5 % with a confidence of 95 %.
         ([confirmed(broken=10)], 0.01, True),
         ([confirmed(), confirmed(broken=10)], 0.01, True),
-        ([confirmed(broken=101)], 0.01, True),
         ([confirmed(prompts=0)], 0.01, True),
         ([confirmed(max_kl=0.02)], 0.01, True),
         ([confirmed(risk=0.1)], 0.01, True),

@@ -1,4 +1,4 @@
-"""Both halves are built at once, in two threads; what look-ups need is built when the caches are registered."""
+"""What look-ups need is built when the caches are registered; Transformers is imported in one way."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,6 @@ from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.runtime import runtime_for
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = ROOT / "validation" / "assets" / "model"
 
 
 def test_transformers_is_imported_in_one_way_only():
