@@ -71,9 +71,7 @@ def test_what_a_stock_engine_cannot_keep(terms, reason):
         (ReuseTerms(), 100),
         (ReuseTerms(boundary=5), 100),
         (ReuseTerms(head_tokens=16), 84),
-        (ReuseTerms(head_tokens=200), 0),
         (ReuseTerms(check=SpanCheck(1, largest_share=0.15)), 85),
-        (ReuseTerms(check=SpanCheck(1, largest_share=1.0)), 0),
         (ReuseTerms(check=SpanCheck(1, threshold=0.0)), 100),
     ],
 )
