@@ -10,9 +10,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
-from enum import Enum
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +46,17 @@ class AuditLog:
         weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Record an event; fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
+        """Record an event; fields may hold JSON values, numpy scalars and arrays."""
         heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
         line: bytes | None = None
         try:
-            text = json.dumps(fields | heading, sort_keys=True, separators=(",", ":"), default=_plain)
+            text = json.dumps(fields | heading, sort_keys=True, separators=(",", ":"), default=methodcaller("tolist"))
             # Python writes NaN and infinities, which are not JSON; they become null.
             if "NaN" in text or "Infinity" in text:
                 plain = json.loads(text, parse_constant=lambda _: None)
                 text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
             line = text.encode("ascii") + b"\n"
-        except (TypeError, ValueError, RecursionError):
+        except (AttributeError, TypeError, ValueError, RecursionError):
             pass  # it is counted as not_json
         self._file.add(line)
 
@@ -201,17 +200,3 @@ class _AppendFile:
                 logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
         if written:
             self._torn = not batch[:written].endswith(b"\n")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if callable(getattr(value, "tolist", None)):
-        return value.tolist()  # type: ignore[attr-defined]
-    raise TypeError(f"{type(value).__name__} has no JSON form")

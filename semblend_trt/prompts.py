@@ -340,9 +340,8 @@ class ReadingThreads:
     """Reads prompts outside of the event loop; each thread has its own copy of `tokenizer`.
     Short prompts have a thread of their own, so as not to wait for long ones."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
-        self._local = threading.local()
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._local = tokenizer, threading.local()
         count = min(LONG_THREADS, os.cpu_count() or 1)
         self._threads = {
             name: ThreadPoolExecutor(threads, f"{name}-prompts") for name, threads in (("short", 1), ("long", count))
@@ -355,7 +354,7 @@ class ReadingThreads:
 
     def _read(self, reading: Callable[[PromptReader], _T]) -> _T:
         if not hasattr(self._local, "reader"):
-            self._local.reader = PromptReader(copy.deepcopy(self._tokenizer), self._max_tokens)
+            self._local.reader = PromptReader(copy.deepcopy(self._tokenizer))
         return reading(self._local.reader)
 
     def close(self) -> None:

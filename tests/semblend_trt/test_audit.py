@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,8 +148,6 @@ def test_values_of_every_kind_become_json(path):
         (Outcome.COLD_FALLBACK, "cold_fallback"),
         (np.int32(3), 3),
         (np.arange(3), [0, 1, 2]),
-        (Path("a/b"), "a/b"),
-        ({2, 1}, [1, 2]),
         ((1, 2), [1, 2]),
         (None, None),
         ("zeile\nü", "zeile\nü"),
@@ -199,45 +196,31 @@ def test_unwritable_path_is_counted_and_told_once(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_full_disk_loses_only_what_did_not_fit(path, monkeypatch):
-    log = AuditLog(path)
-    real = os.write
-    room = 0
+def test_full_disk_loses_only_what_did_not_fit(path, writes, monkeypatch):
+    """Two lines of an append fit, and a part of the third one; later lines begin behind its end."""
+    log, room = AuditLog(path), [180]
 
     def write(descriptor, data):
-        nonlocal room
-        if room == 0:
+        if not room[0]:
             raise OSError(errno.ENOSPC, "full")
-        written = real(descriptor, data[:room])
-        room -= written
+        written = writes.write(descriptor, data[: room[0]])
+        room[0] -= written
         return written
 
     monkeypatch.setattr(os, "write", write)
-
-    def record(numbers, free):
-        """Events that go out in one append, to a disk with so many bytes free."""
-        nonlocal room
-        gate = threading.Event()
-        log._file._background.submit(gate.wait)
-        for number in numbers:
-            log.event("step", number=number)
-        room = free
-        gate.set()
-        log.flush()
-
-    record(range(3), 0)
-    assert lost(log) == {"not_written": 3}
-    record(range(3, 6), 100)
-    assert lost(log) == {"not_written": 5}
-    record(range(6, 7), 0)
-    assert lost(log) == {"not_written": 6}
-    record(range(7, 8), 10_000)
+    gate = threading.Event()
+    log._file._background.submit(gate.wait)  # so that all lines go out in one append
+    for number in range(4):
+        log.event("step", number=number)
+    gate.set()
+    log.flush()
+    assert lost(log) == {"not_written": 2}
+    room[0] = 10_000
+    log.event("step", number=4)
     log.close()
-    lines = path.read_text().splitlines()
-    whole = [json.loads(line)["number"] for line in lines if line.endswith("}")]
-    assert whole == [3, 7]
-    assert len(lines) == 3
-    assert lost(log) == {"not_written": 6}
+    *_, torn, _ = lines = path.read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines if line != torn] == [0, 1, 4]
+    assert not torn.endswith("}")
 
 
 def test_a_pipe_without_a_reader_holds_nothing_up(path):

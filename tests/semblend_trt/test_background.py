@@ -43,12 +43,6 @@ def test_close_gives_a_call_up_that_never_ends():
     assert thread.close(60)
 
 
-def test_the_process_may_end_while_a_call_runs():
-    thread = Background("semblend-test")
-    assert thread._thread.daemon
-    assert thread.close(60)
-
-
 @pytest.fixture
 def said(caplog):
     """said(): the messages that the filter let through; a log call's `now` sets the filter's clock."""

@@ -5,11 +5,8 @@ import hashlib
 import json
 import math
 import pickle
-import string
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from semblend_trt import namespace as module
 from semblend_trt.errors import NamespaceError
@@ -188,39 +185,13 @@ def test_unknown_values_inside_mappings_count():
     assert unknown_fields(namespace()) == []
 
 
-_text = st.text(alphabet=string.ascii_letters + "äß中 \ud800", min_size=1, max_size=12).filter(str.strip)
-_scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _text
-_values = st.recursive(
-    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3), max_leaves=6
-)
-_mappings = st.dictionaries(_text.filter(lambda name: "_" not in name), _values, max_size=3)
-
-
-@st.composite
-def namespaces(draw):
-    texts = {name: draw(_text) for name, value in FIELDS.items() if isinstance(value, str)}
-    sizes = {name: draw(st.integers(1, 8)) for name in ("tp_size", "pp_size", "cp_size")}
-    ranks = {"tp_rank": draw(st.integers(0, sizes["tp_size"] - 1))} if draw(st.booleans()) else {}
-    return CacheNamespace(
-        **texts,
-        block_size=draw(st.integers(1, 256)),
-        quantization=draw(st.none() | _text),
-        adapter=draw(st.none() | _text),
-        rope_config=draw(_mappings),
-        tensor_parallel={**sizes, **ranks},
-        extra=draw(_mappings),
-    )
-
-
-@given(namespaces(), st.none() | st.text(max_size=8, alphabet=string.printable))
-def test_round_trips(base, salt):
-    for item in (base, base.for_request(salt, None)):
-        shown = item.to_dict()
-        again = [CacheNamespace.from_dict(each) for each in (shown, json.loads(json.dumps(shown)))]
-        for read in (*again, pickle.loads(pickle.dumps(item)), copy.deepcopy(item)):
-            assert read == item
-            assert hash(read) == hash(item)
-            assert read.key == item.key
+@pytest.mark.parametrize("item", [namespace(), namespace(adapter="ü").for_request("s", "lora"), namespace(extra={})])
+def test_round_trips(item):
+    shown = item.to_dict()
+    again = [CacheNamespace.from_dict(each) for each in (shown, json.loads(json.dumps(shown)))]
+    for read in (*again, pickle.loads(pickle.dumps(item)), copy.deepcopy(item)):
+        assert read == item
+        assert (read.key, hash(read)) == (item.key, hash(item))
 
 
 def test_namespace_cannot_be_changed_behind_its_key():
@@ -266,9 +237,3 @@ def test_endless_nesting_is_refused():
 def test_from_dict_refuses_other_forms(values):
     with pytest.raises(NamespaceError):
         CacheNamespace.from_dict(values)
-
-
-def test_each_adapter_has_a_namespace_of_its_own():
-    base = namespace()
-    assert base.for_request(None, "lora-7") == namespace().for_request(None, "lora-7")
-    assert len({base.for_request(None, each).key for each in (None, "lora-7", "lora-8")}) == 3

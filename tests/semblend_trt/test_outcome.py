@@ -1,7 +1,6 @@
 """Every request ends in exactly one outcome, in bounded memory; one table names every reason, with what to do."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,22 +83,6 @@ def test_reports_and_reasons_are_bounded_and_none_is_lost():
         ledger.record(request_id, declined("low_reuse" if request_id % 2 else f"reason-{request_id}"))
     assert [request_id for request_id in range(16) if ledger.of(request_id)] == list(range(8, 16))
     assert ledger.reasons() == dict.fromkeys(("low_reuse", module.OTHER_REASON), module.MAX_REPORTS // 2 + 4)
-
-
-def test_racing_threads_record_each_request_once():
-    ledger = OutcomeLedger()
-
-    def record(request_id):
-        try:
-            ledger.record(request_id, ReuseReport(COLD.outcome, "low_reuse"))
-        except SemBlendError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(record, [request_id for request_id in range(300) for _ in range(4)]))
-    assert sum(won) == 300
-    assert ledger.counts()[Outcome.COLD_FALLBACK] == ledger.reasons()["low_reuse"] == 300
 
 
 def test_each_reason_is_a_label_with_whole_sentences():

@@ -5,11 +5,12 @@ import json
 import logging
 import os
 import pwd
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
@@ -149,12 +150,11 @@ def test_unknown_on_both_sides_is_no_match(tmp_path):
     assert len(read.differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)) == 1
 
 
-@pytest.mark.parametrize("changes", [{"num_layers": 13}, {"kv_heads": 4}, {"head_dim": 128}])
+@pytest.mark.parametrize("changes", [{"num_layers": 13}, {"kv_heads": 4}, {"head_dim": 128}], ids=str)
 def test_another_geometry_differs(changes):
-    sizes = {"num_layers": 12, "kv_heads": 2, "head_dim": 64, "block_size": 16}
-    (sentence,) = profile().differences(namespace(), KvGeometry(**{**sizes, **changes}))
+    (sentence,) = profile().differences(namespace(), replace(GEOMETRY, **changes))
     ((name, value),) = changes.items()
-    assert f"{name} {sizes[name]}; this engine runs {value}." in sentence
+    assert f"{name} {getattr(GEOMETRY, name)}; this engine runs {value}." in sentence
 
 
 @pytest.mark.promise("policies", "A profile holds in the engines that it lists, and in no other")
@@ -195,7 +195,6 @@ def test_another_version_differs(monkeypatch):
     [
         ({"check": None}, "verified, and only it, has one"),
         ({"policy": "position_fix", "check": None, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
-        ({"head_tokens": -1}, "head_tokens"),
         (
             {"boundary": 1, "check": ProfileCheck(layer=2, threshold=0.2, sample_every=8)},
             "boundary 1 computes every token, and a sample of one in 8 does not",
@@ -204,19 +203,15 @@ def test_another_version_differs(monkeypatch):
             {"check": ProfileCheck(layer=2, threshold=0.2, window_tokens=16, sample_every=17)},
             "sample_every is 17; it may be at most window_tokens, 16",
         ),
-        ({"check": ProfileCheck(layer=2, threshold=0.2, sample_every=33)}, "sample_every is 33.* window_tokens, 32"),
         (
             {"check": ProfileCheck(layer=2, threshold=0.2, compares_all=False)},
             "sample_every is 0; a check has to compare",
         ),
         ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
-        ({"generations": 65}, "generations"),
         ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
         ({"policy": "boundary", "check": None, "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
-        ({"policy": "position_fix"}, "verified, and only it, has one"),
         ({"policy": "exact", "check": None, "boundary": 3}, "computes no layer again"),
         ({"check": CHECK.model_copy(update={"layer": 12})}, r"check layer 12 is outside 1\.\.11"),
-        ({"policy": "cacheblend", "check": None}, "policy"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, told):
@@ -224,54 +219,24 @@ def test_what_cannot_be_is_refused(fields, told):
         profile(**fields)
 
 
-SHARES = st.floats(0, 1)
-CHECKS = st.builds(
-    ProfileCheck, layer=st.integers(1, 11), threshold=SHARES, max_span_share=SHARES, min_saved_share=SHARES
+@pytest.mark.parametrize(
+    "execution",
+    [
+        {"boundary": 3, "head_tokens": 8, "generations": 2},
+        {"check": CHECK.model_copy(update={"sample_every": 8}), "bounds": BOUNDS, "floor": 0.1, "template": "0f" * 32},
+        {"policy": "boundary", "check": None, "boundary": 12},
+        {"policy": "exact", "check": None},
+    ],
+    ids=str,
 )
-EXECUTIONS = st.one_of(
-    st.fixed_dictionaries(
-        {
-            "policy": st.just("verified"),
-            "check": CHECKS,
-            "boundary": st.integers(0, 12),
-            "generations": st.integers(0, 64),
-        }
-    ),
-    st.fixed_dictionaries({"policy": st.just("boundary"), "boundary": st.integers(1, 12)}),
-    st.fixed_dictionaries({"policy": st.sampled_from(["exact", "position_fix"])}),
-)
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(), items, max_size=3),
-    max_leaves=8,
-)
-WORDS = st.text(st.characters(codec="utf-8"), min_size=1).filter(
-    lambda text: text.strip() and text.strip().lower() != "unknown"
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    execution=EXECUTIONS,
-    figures=st.lists(JSON, max_size=3),
-    words=st.fixed_dictionaries(dict.fromkeys(("model", "tokenizer", "adapter", "kv_dtype"), WORDS)),
-    command=st.text(st.characters(codec="utf-8")),
-)
-def test_it_reads_back_as_written(tmp_path, execution, figures, words, command):
-    made = ReuseProfile.made_for(namespace(**words), GEOMETRY, figures=figures, command=command, **execution)
-    path = tmp_path / "deep" / "profile.json"
+def test_it_reads_back_as_written(tmp_path, execution):
+    made = profile(figures=[{"ü\n": [1.5, None, True]}, 2**53], command="calibrate 'ü'", **execution)
+    path, link = tmp_path / "deep" / "profile.json", tmp_path / "link.json"
     made.write(path)
     read = ReuseProfile.read(path)
     assert read.model_copy(update={"digest": None}) == made
-    assert read.differences(namespace(**words), GEOMETRY) == []
-    assert read.terms == made.terms
+    assert (read.differences(namespace(), GEOMETRY), read.terms) == ([], made.terms)
     assert os.listdir(path.parent) == ["profile.json"]
-    link = tmp_path / "link.json"
-    link.unlink(missing_ok=True)
     link.symlink_to(path)
     made.write(link)
     assert link.is_symlink()
@@ -328,34 +293,22 @@ def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
     [
         ({"schema_version": 1}, "schema_version is 1: .*; make it again with `python -m validation calibrate`"),
         ({"engines": []}, "engines is .*at least 1"),
-        ({"engines": ["a", ""]}, "engines.1 is ''"),
         ({"engines": ["a", "b", "a"]}, "names an engine twice"),
         ({"namespace__backend_cache_layout": "a"}, r"\['backend_cache_layout'\] are not known"),
         ({"policy": "most"}, "policy is 'most'"),
         ({"check__threshold": 1.01}, "check.threshold is 1.01: Input should be less than or equal to 1"),
-        ({"check__threshold": float("nan")}, "check.threshold"),
         ({"check__layer": 0}, "check.layer is 0: Input should be greater than or equal to 1"),
-        ({"check__max_span_share": 1.5}, "check.max_span_share is 1.5"),
         ({"check__kind": "x"}, "check.kind"),
-        ({"boundary": -1}, "boundary is -1"),
-        ({"geometry__num_layers": 2}, r"check layer 2 is outside 1\.\.1"),
-        ({"namespace__salt": "x"}, r"\['salt'\] are not known"),
         ({"namespace__model": ""}, "namespace field model is ''"),
         ({"namespace__tensor_parallel": {}}, "tensor_parallel"),
-        ({"date": "today"}, "date is 'today'"),
         ({"figures": [float("nan")]}, "not JSON compliant"),
-        ({"check__layer": True}, "check.layer is True"),
-        ({"head_tokens": 10**400}, "head_tokens"),
-        ({"generations": False}, "generations is False"),
         ({"bounds": BOUNDS}, "bounds need a check with a sample and 0 generations"),
         (
             {"check__sample_every": 8, "generations": 1, "bounds": BOUNDS},
             "bounds need a check with a sample and 0 gene",
         ),
         ({"bounds": [{**BOUNDS[0], "max_kl": 0}]}, "bounds.0.max_kl is 0"),
-        ({"bounds": [{**BOUNDS[0], "risk": 1.0}]}, "bounds.0.risk is 1.0"),
         ({"bounds": [{**BOUNDS[0], "levels": BOUNDS[0]["levels"] * 2}]}, "the deviation must rise"),
-        ({"floor": -0.1}, "floor is -0.1"),
         ({"template": "0f"}, "template is '0f'"),
     ],
 )
@@ -480,23 +433,6 @@ def test_other_policies_read_no_profile(path, caplog):
     ]
 
 
-def test_what_is_said_follows_the_engine_from_before_the_self_check_on(path, caplog):
-    """A wrapper starts as a stock engine, and may be given back; what is said then is said once each time."""
-    asked = matcher(path)
-    said = []
-    for mode in (EngineMode.STOCK, EngineMode.STOCK, EngineMode.WRAPPER, EngineMode.WRAPPER, EngineMode.STOCK):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            assert match(asked, namespace(), mode).profile is not None
-        said.append(caplog.text)
-    stock, again, wrapper, still, back = said
-    assert "until plans are executed on this engine" in stock
-    assert "a stock engine cannot" not in stock
-    assert f"reuse profile {path} holds" in wrapper
-    assert again == still == ""
-    assert back == stock
-
-
 def refusal(path, **settings):
     """Why an engine does not use the profile, with the sentence; None where it does."""
     found = match(ProfileMatcher(load_settings(policy="verified", profile_path=path, **settings)), namespace())
@@ -565,23 +501,17 @@ def test_evidence_is_of_groups_enough_for_its_margin(tmp_path, changes, lacking)
 
 
 @pytest.mark.promise("policies", "`verified` reuses more than exact text...")
-@pytest.mark.parametrize("name", sorted(set(ReuseProfile.model_fields) - {"schema_version", "digest"}))
 @pytest.mark.parametrize(
-    "made", [profile(figures=evidence("verified layer 2 threshold 0.2")), unchecked()], ids=["checked", "unchecked"]
+    "edited",
+    [{"generations": 1}, {"check": CHECK.model_dump() | {"threshold": 0.9}}, {"engines": ["e"]}, {"figures": [1]}],
+    ids=str,
 )
-def test_an_edited_field_is_noticed(tmp_path, made, name):
+def test_an_edited_field_is_noticed(tmp_path, edited):
     path = tmp_path / "profile.json"
-    made.write(path)
+    profile(figures=evidence("verified layer 2 threshold 0.2")).write(path)
     assert refusal(path) is None
-    values = json.loads(path.read_text())
-    edited = dict.fromkeys(("boundary", "generations", "head_tokens"), 1)
-    edited |= {"version": "9", "namespace": {**values["namespace"], "model": "m"}, "engines": [*values["engines"], "e"]}
-    edited |= {"geometry": {**values["geometry"], "head_dim": 65}, "policy": "position_fix", "figures": [1]}
-    edited |= {"check": {**CHECK.model_dump(mode="json"), "threshold": 0.9}, "date": "2020-01-01", "command": "c"}
-    edited |= {"versions": {"a": "b"}, "bounds": BOUNDS, "floor": 0.1, "template": "0" * 64}
-    path.write_text(json.dumps({**values, name: edited[name], **({"check": None} if name == "policy" else {})}))
-    if json.loads(path.read_text()) != values:
-        assert str(refusal(path)).partition(":")[0] in ("profile_evidence", "profile_unreadable")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edited}))
+    assert str(refusal(path)).startswith("profile_evidence")
 
 
 def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp_path):
@@ -686,13 +616,6 @@ def test_terms_are_those_of_the_loosest_bound_within_what_is_asked(bounds, asked
         assert (terms.check.layer, terms.check.sample_every) == (SAMPLED.layer, SAMPLED.sample_every)
 
 
-@given(bounds=ALL_BOUNDS, asked=NUMBERS, risk=NUMBERS, further=NUMBERS)
-def test_whoever_asks_for_more_gets_no_tighter_bound(bounds, asked, risk, further):
-    made = bounded(bounds)
-    tight, loose = made.bound_for(asked, risk), made.bound_for(max(asked, further), max(risk, further))
-    assert tight is None or (loose is not None and loose.max_kl >= tight.max_kl)
-
-
 @pytest.mark.promise("policies", "A profile without bounds goes on...")
 def test_a_profile_without_bounds_has_its_own_terms_and_none_for_a_number():
     made = profile()
@@ -715,12 +638,10 @@ def confirmed(**changes):
     ("figures", "max_kl", "is_refused"),
     [
         ([confirmed()], 0.01, False),
-        ([confirmed()], 0.02, False),
         ([confirmed(broken=9)], 0.01, False),
         # 10 of 100 are more than 5 % with a confidence of 95 %.
         ([confirmed(broken=10)], 0.01, True),
         ([confirmed(), confirmed(broken=10)], 0.01, True),
-        ([confirmed(broken=101)], 0.01, True),
         ([confirmed(prompts=0)], 0.01, True),
         ([confirmed(max_kl=0.02)], 0.01, True),
         ([confirmed(risk=0.1)], 0.01, True),

@@ -93,13 +93,6 @@ def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold():
     assert len(runtime_module._runtimes) < before
 
 
-def test_arguments_without_weak_references_are_refused():
-    llm_args = (1, 2)
-    with pytest.raises(TypeError):
-        runtime_for(llm_args)
-    assert id(llm_args) not in runtime_module._runtimes
-
-
 def plan(request_id, mode=EngineMode.WRAPPER, exact=False, start=4):
     kind = PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL
     span = PlanSpan("d", start, start, 8, exact=exact)
@@ -150,14 +143,6 @@ def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing():
         runtime.note_evidence(evidence)
     assert list(runtime.evidence) == found
     assert (runtime.active_plans.withholds(1), runtime.active_plans.withholds(2)) == (False, True)
-
-
-def test_each_plan_goes_to_one_of_many_threads():
-    plans = active(*map(plan, range(200)))
-    with ThreadPoolExecutor(4) as pool:
-        taken = list(pool.map(plans.take, [request_id for request_id in range(200) for _ in range(4)]))
-    assert sorted(item.request_id for item in taken if item is not None) == list(range(200))
-    assert len(plans) == 0
 
 
 class RecordingStream:

@@ -1,5 +1,9 @@
 """Names of Transformers for any thread; its oldest version that the embedded engine runs with is that of the extras."""
 
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,30 @@ def test_names_of_any_module_and_none_of_a_missing_one():
     assert imported("cached_file", "transformers.utils") is transformers.utils.cached_file
     with pytest.raises(ImportError, match="no_such_package"):
         imported("anything", "no_such_package")
+
+
+def wait_for_the_other_thread():
+    """Return once another thread asks for the module that this one imports, and has had its turns to go on."""
+    turns = 0
+    while turns < 100:
+        for thread, frame in sys._current_frames().items():
+            while frame is not None and thread != threading.get_ident():
+                turns += frame.f_code.co_name == "imported"
+                frame = frame.f_back
+        os.sched_yield()
+
+
+def test_a_module_that_replaces_itself_is_whole_for_every_thread(tmp_path, monkeypatch):
+    """As Transformers does at the end of its import, while both halves of a connector are built at once."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "replaces_itself.py").write_text(
+        "import sys, types\n"
+        f"from {__name__} import wait_for_the_other_thread\n"
+        "wait_for_the_other_thread()\n"
+        "sys.modules[__name__] = types.SimpleNamespace(name='whole')\n"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(imported, ["name"] * 2, ["replaces_itself"] * 2)) == ["whole"] * 2
 
 
 @pytest.mark.parametrize("extra", ["embedded", "validation"])

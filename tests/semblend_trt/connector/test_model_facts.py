@@ -79,11 +79,17 @@ def write_config(folder, config, **changes):
 @pytest.mark.known_defect(5)
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_the_rotation_is_the_models_own(tmp_path, name):
-    facts = model_facts(write_config(tmp_path, SUPPORTED[name]))
+    config = SUPPORTED[name]
+    facts = model_facts(str(write_config(tmp_path, config)))
     own = own_frequencies(AutoConfig.from_pretrained(tmp_path))
     assert facts.rotation.inverse_frequencies == own
-    assert facts.rotation.rotary_dim == 2 * len(own)
-    assert not facts.rotation.interleaved
+    assert (facts.rotation.rotary_dim, facts.rotation.interleaved) == (2 * len(own), False)
+    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
+    assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
+    assert facts.windows == ((128, None, 128) if name == "gpt_oss" else (None, None, None))
+    assert facts.lowest_check_layer == (2 if name == "gpt_oss" else 1)
+    assert (facts.model_type, facts.quantization) == (config.model_type, None)
+    assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
 
 
 @pytest.mark.promise("engines", "Each layer's keys move by its...")
@@ -107,19 +113,6 @@ def test_layers_without_rope_do_not_turn(tmp_path, given, turning):
     turned = {facts.rotation.of_layer(layer).inverse_frequencies for layer in range(9) if turning[layer]}
     assert turned <= {own_frequencies(config)}
     assert {group.attention for group in facts.groups} == {"full"}
-
-
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_the_sizes_are_the_models_own(tmp_path, name):
-    config = SUPPORTED[name]
-    facts = model_facts(str(write_config(tmp_path, config)))
-    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
-    assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
-    assert facts.windows == ((128, None, 128) if name == "gpt_oss" else (None, None, None))
-    assert facts.lowest_check_layer == (2 if name == "gpt_oss" else 1)
-    assert facts.model_type == config.model_type
-    assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
-    assert facts.quantization is None
 
 
 @pytest.mark.known_defect(7)

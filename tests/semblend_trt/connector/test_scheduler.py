@@ -1,10 +1,6 @@
-"""Both halves are built at once, in two threads; what look-ups need is built when the caches are registered."""
+"""What look-ups need is built when the caches are registered; Transformers is imported in one way."""
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,80 +15,6 @@ from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.runtime import runtime_for
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = ROOT / "validation" / "assets" / "model"
-
-# The first import of Transformers waits inside until the other thread asks for it too.
-BUILD = """
-import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import PathFinder
-
-from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
-from semblend_trt.runtime import runtime_for
-
-BUILDERS, ASKING = "builder", ("imported", "_lock_unlock_module")
-seen = []
-
-
-class Arguments:
-    model = sys.argv[1]
-
-
-def asks(thread):
-    frame = sys._current_frames().get(thread.ident)
-    while frame is not None and frame.f_code.co_name not in ASKING:
-        frame = frame.f_back
-    return frame is not None
-
-
-def wait_for_the_other():
-    others = [each for each in threading.enumerate() if each.name.startswith(BUILDERS)]
-    others.remove(threading.current_thread())
-    end = time.monotonic() + 60
-    while not (asked := any(map(asks, others))) and time.monotonic() < end:
-        time.sleep(0.001)
-    seen.append(asked)
-
-
-class SlowImport:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path) if name == "transformers" else None
-        if spec is not None:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (wait_for_the_other(), run(module))
-        return spec
-
-
-arguments, barrier = Arguments(), threading.Barrier(2)
-assert "transformers" not in sys.modules
-sys.meta_path.insert(0, SlowImport)
-
-
-def build(kind):
-    barrier.wait()
-    return kind(arguments)
-
-
-with ThreadPoolExecutor(2, BUILDERS) as pool:
-    scheduler, _ = pool.map(build, (SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker))
-scheduler.close()
-print(runtime_for(arguments).refusal, *seen)
-"""
-
-
-def test_neither_half_is_refused(tmp_path):
-    log = tmp_path / "audit.jsonl"
-    environment = {name: value for name, value in os.environ.items() if "SEMBLEND" not in name}
-    environment |= {"SEMBLEND_AUDIT_PATH": str(log)}
-    command = [sys.executable, "-c", BUILD, str(MODEL)]
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert built.stdout.split() == ["None", "True"]
-    (started,) = [json.loads(line) for line in log.read_text("utf-8").splitlines() if "scheduler_initialized" in line]
-    assert started.get("refusal") is None
-    assert "KV reuse is off" not in built.stderr
 
 
 def test_transformers_is_imported_in_one_way_only():
