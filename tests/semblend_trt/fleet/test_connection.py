@@ -1,9 +1,7 @@
 """Connections to a real nats-server: credentials, permissions, and what happens when it is killed."""
 
 import asyncio
-import base64
 import contextlib
-import json
 import logging
 import os
 
@@ -20,92 +18,26 @@ from tests.semblend_trt.fleet.conftest import donors_of
 
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
+NKEY = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
 PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "gateway")}
-UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
-ACCOUNT_LIMITS = UNLIMITED | {"conn": -1, "leaf": -1, "imports": -1, "exports": -1, "wildcards": True}
 
 
-class Signer:
-    """A NATS identity: an operator, an account or a user."""
-
-    def __init__(self, prefix):
-        import nkeys
-
-        self.seed = bytes(nkeys.encode_seed(os.urandom(32), prefix))
-        self._pair = nkeys.from_seed(bytearray(self.seed))
-        self.name = self._pair.public_key.decode()
-
-    def token(self, subject, kind, **claims):
-        """A JWT of `subject`, signed by this identity."""
-        body = {"jti": subject.name, "iat": 1, "iss": self.name, "name": kind, "sub": subject.name}
-        body["nats"] = claims | {"type": kind, "version": 2}
-        head = {"typ": "JWT", "alg": "ed25519-nkey"}
-        signed = b".".join(_base64(json.dumps(part).encode()) for part in (head, body))
-        return (signed + b"." + _base64(self._pair.sign(signed))).decode()
-
-
-def _base64(data):
-    return base64.urlsafe_b64encode(data).rstrip(b"=")
-
-
-def credentials(account, folder):
-    """A credentials file of a user of the account."""
-    import nkeys
-
-    user = Signer(nkeys.PREFIX_BYTE_USER)
-    path = folder / f"{user.name}.creds"
-    parts = (("NATS USER JWT", account.token(user, "user", **UNLIMITED)), ("USER NKEY SEED", user.seed.decode()))
-    path.write_text("".join(f"-----BEGIN {name}-----\n{text}\n------END {name}------\n\n" for name, text in parts))
-    return path
-
-
-@pytest.fixture
-def account():
-    nkeys = pytest.importorskip("nkeys")
-    return Signer(nkeys.PREFIX_BYTE_ACCOUNT)
-
-
-@pytest.fixture
-def server(make_nats_server, account, tmp_path):
-    """A server that accepts only users of the account, which an operator has signed."""
-    import nkeys
-
-    operator, system = Signer(nkeys.PREFIX_BYTE_OPERATOR), Signer(nkeys.PREFIX_BYTE_ACCOUNT)
-    known = {each.name: operator.token(each, "account", limits=ACCOUNT_LIMITS) for each in (account, system)}
-    configuration = {"operator": operator.token(operator, "operator"), "system_account": system.name}
-    configuration |= {"resolver": "MEMORY", "resolver_preload": known}
-    path = tmp_path / "server.conf"
-    path.write_text(json.dumps(configuration))
-    return make_nats_server("-c", str(path))
-
-
-@pytest.mark.promise("fleet", "A JetStream stream keeps each event...")
-def test_a_credentials_file_opens_the_server(server, account, make_reader, make_worker, tmp_path):
-    creds = credentials(account, tmp_path)
-    reader = make_reader(server.url, user_credentials=str(creds))
-    worker = make_worker(server, creds=creds)
-    worker.add("a")
-    assert reader.wait_for(lambda reader: list(donors_of(reader.directory, (3, 0))) == ["a"])
-
-
-@pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage", "pipe"])
-def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, kind, caplog):
-    creds = None if kind == "none" else tmp_path / "user.creds"
-    if kind == "another account's":
-        import nkeys
-
-        creds = credentials(Signer(nkeys.PREFIX_BYTE_ACCOUNT), tmp_path)
-    elif kind == "garbage":
+@pytest.mark.parametrize("kind", ["no file", "garbage", "pipe"])
+def test_without_its_credentials_nothing_is_sent(make_nats_server, make_worker, tmp_path, kind, caplog):
+    creds = tmp_path / "user.creds"
+    if kind == "garbage":
         creds.write_bytes(b"\xff not credentials")
     elif kind == "pipe":  # which has no writer
         os.mkfifo(creds)
-    worker = make_worker(server, creds=creds)
+    (tmp_path / "nats.conf").write_text(f"authorization {{ users: [{{ nkey: {NKEY} }}] }}")  # asks for a signature
+    worker = make_worker(make_nats_server("-c", str(tmp_path / "nats.conf")), creds=creds)
     worker.add("a")
     assert not worker.publisher.flush(0.5)
     assert worker.counters.connections["made"] == 0
     assert "a turn of the event publisher failed" not in caplog.text
 
 
+@pytest.mark.promise("fleet", "A JetStream stream keeps each event...")
 def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path):
     settings = load_settings(
         nats_url="nats://user:secret@one:4222, nats://two:4222", nats_token="secret", nats_creds=tmp_path / "user.creds"
@@ -227,30 +159,6 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch):
         await asyncio.wait_for(reader.stop(), 5)
 
     asyncio.run(starts_and_stops())
-
-
-def test_the_first_retry_of_a_reader_waits_the_least(monkeypatch):
-    lives, pauses = [OSError(), OSError(), OSError(), None, OSError()], []
-
-    async def follow(_):
-        error = lives.pop(0)
-        if error is not None:
-            raise error
-
-    async def pause(failures):
-        pauses.append(failures)
-        if not lives:
-            raise asyncio.CancelledError
-
-    async def starts():
-        reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())
-        await reader.start()
-        await asyncio.wait([reader._task])
-
-    monkeypatch.setattr(DirectoryReader, "_follow", follow)
-    monkeypatch.setattr(connection, "pause", pause)
-    asyncio.run(starts())
-    assert pauses == [0, 1, 2, 0, 0]
 
 
 @pytest.fixture
