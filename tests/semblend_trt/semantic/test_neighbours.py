@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import logging
-import sys
 import threading
 import weakref
 from functools import partial
@@ -186,31 +185,6 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
     assert records.counts() == {}
-
-
-def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    neighbours_of().drain()
-    expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
-    assert caplog.messages == [expected]
-
-
-def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
-    records, monkeypatch, caplog, neighbours_of
-):
-    def broken(self, entry_id):
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(SemanticIndex, "remove", broken)
-    made = neighbours_of()
-    made.found("donor", "space", text(1), "host")
-    made.drain()
-    made.gone("donor")
-    made.drain()
-    assert made.refusal == "injected"
-    made.found("another", "space", text(2), "host")
-    made.drain()
-    assert list(records.vectors) == ["donor"]
 
 
 def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
