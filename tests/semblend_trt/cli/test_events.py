@@ -129,13 +129,6 @@ def test_status_says_who_holds_how_much(listen):
     assert worker | held | {"name": "3.0"} == worker
 
 
-def test_status_asks_for_all_donors(nats_server, make_reader):
-    asked = make_reader(nats_server.url, "semantic-kv-events.resync")
-    listening = Listening(nats_server.url, "status", "--seconds", "0.5")
-    assert asked.wait_for(lambda reader: reader.payloads == [b""])
-    assert listening.end()[0] == 0
-
-
 def test_a_server_that_dies_ends_it_with_two(nats_server):
     listening = Listening(nats_server.url, "tail")
     nats_server.kill()

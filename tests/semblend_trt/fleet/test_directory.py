@@ -13,7 +13,7 @@ from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, Verdict
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, Emitter, EventWriter
+from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from tests.semblend_trt.fleet.conftest import DOCUMENT, WORKER, Teller, donors_of, fed, feed, holding
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
@@ -318,22 +318,6 @@ def test_memory_is_bounded_and_what_is_left_out_is_asked_for_once_there_is_room(
     assert directory.counts["bad_namespace"] == 1
     assert directory.holders(DOCUMENT, tenant_salt="a tenant of whom there is no room") == ()
     assert directory.resyncs_due() == ()
-
-
-GARBAGE = (
-    b"", b"{", b"[]", b"\x00\xff", b"null", b'{"schema_version":1}', b'{"schema_version":9,"event_id":1}',
-    b"[" * 50_000, b'{"schema_version":1,"event_id":1,"worker_id":-1,"data":{"kind":"provider_generation_reset"}}',
-    b"x" * (MAX_MESSAGE_BYTES + 1),
-)  # fmt: skip
-
-
-def test_garbage_is_counted_and_changes_nothing(directory):
-    fed(directory)
-    assert feed(directory, GARBAGE) == [None] * len(GARBAGE)
-    reasons = ("malformed", "invalid", "version", "oversize")
-    assert sum(directory.counts[reason] for reason in reasons) == len(GARBAGE)
-    assert all(directory.counts[reason] for reason in reasons)
-    assert directory.holders(DOCUMENT) == FOUND
 
 
 def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory):
