@@ -249,21 +249,6 @@ def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory)
     assert directory.observe(messages[0], "3") is Verdict.RESET
 
 
-def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
-    teller = holding(("a", text(1, 100)))
-    reset, registered = teller.messages()
-    feed(directory, [reset, registered])
-    far = int((NOW_S + 90_000) * 1e6)
-    assert directory.observe(changed(reset, generation=far)) is Verdict.REFUSED
-    assert directory.counts["future_generation"] == 1
-    assert directory.observe(changed(registered, provider_generation=8, event_id=1)) is Verdict.REFUSED
-    assert directory.counts["unproven_generation"] == 1
-    assert donors_of(directory, WORKER) == teller.held
-    assert directory.resyncs_due() == (WORKER,)
-    teller.restart()
-    assert feed(directory, teller.messages()) == [Verdict.RESET, Verdict.NEXT]
-
-
 @pytest.mark.parametrize("is_reset_lost", [False, True])
 @pytest.mark.parametrize(
     ("skew_s", "counted"),
@@ -289,6 +274,7 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
     assert directory.holders(text(2, 1000)) == FOUND
     assert is_synced(directory)
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
+    assert bool(directory.counts["unproven_generation"]) == (is_reset_lost and not counted)
 
 
 @pytest.mark.promise("fleet", "The directory's memory is bounded")
