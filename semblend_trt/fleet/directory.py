@@ -210,15 +210,14 @@ class Verdict(str, Enum):
     """How an event relates to the events before it. `is_to_apply`: the directory applies it."""
 
     RESET = "reset"  # forget the worker's donors; all of them are registered again
-    NEXT = "next"  # the next event, and no event was missed since the reset: apply it
-    UNSYNCED = "unsynced"  # the next event, but one was missed earlier: apply it
+    NEXT = "next"  # the next event: apply it
     GAP = "gap"  # events just before it were missed: apply it and ask for a resync
     DUPLICATE = "duplicate"  # seen already, or too late: ignore it
     STALE = "stale"  # of an earlier generation: ignore it
     REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
 
     def __init__(self, value: str) -> None:
-        self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
+        self.is_to_apply = value in ("reset", "next", "gap")
 
 
 _MEANING = {
@@ -380,9 +379,7 @@ class Directory:
             return Verdict.DUPLICATE
         if is_reset:
             return Verdict.RESET
-        if event.event_id > followed.last_id + 1:
-            return Verdict.GAP
-        return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
+        return Verdict.GAP if event.event_id > followed.last_id + 1 else Verdict.NEXT
 
     def _note_rival(self, event: Event, followed: FollowedWorker, now: float) -> None:
         """Note a heartbeat of an earlier generation. A process that has ended sends no second one."""
@@ -412,7 +409,9 @@ class Directory:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
         if event.generation is not None:
             followed.generation = event.generation
-        followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
+        # A worker without a reset, or of which an event was missed, is synced by its next reset.
+        followed.is_synced = verdict is Verdict.RESET or (followed.is_synced and verdict is Verdict.NEXT)
+        followed.last_id = event.event_id
         followed.seen_at, followed.unheeded = now, 0
         followed.events["unknown" if isinstance(event, UnknownEvent) else event.data.kind] += 1
         if isinstance(data, DonorRegistered):

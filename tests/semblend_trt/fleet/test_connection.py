@@ -96,7 +96,7 @@ def reading(options, check):
     asyncio.run(run())
 
 
-@pytest.mark.promise("fleet", "After losses and dead servers readers...")
+@pytest.mark.promise("fleet", "After losses and dead servers readers learn the truth from a resync")
 def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make_worker):
     workers, rng = {worker: make_worker(nats_server, worker=worker) for worker in WORKERS}, np.random.default_rng(5)
 

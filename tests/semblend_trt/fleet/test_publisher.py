@@ -52,24 +52,6 @@ def test_a_donors_life_is_told(nats_server, reader, make_worker, form, stream):
     assert not reader.directory.problems
 
 
-@pytest.mark.promise("fleet", "After losses and dead servers readers learn the truth from a resync")
-@pytest.mark.known_defect(31)
-@pytest.mark.parametrize("stream", [None, "DONORS"])
-def test_readers_converge_after_the_server_was_killed(nats_server, reader, make_worker, stream):
-    rng = np.random.default_rng(5)
-    worker = make_worker(nats_server, stream=stream)
-    for _ in range(2):
-        worker.churn(rng, 60)
-        assert worker.publisher.flush(30)
-        nats_server.kill()
-        worker.churn(rng, 60)
-        nats_server.start()
-        worker.churn(rng, 20)
-        assert converges(reader, worker)
-    assert worker.counters.connections["made"] >= 3
-    assert worker.counters.resyncs["connected"] == worker.counters.connections["made"]
-
-
 def add_at_once(worker, count):
     """Adds donors while the publisher's thread is busy, so that they are published in one batch."""
     held = threading.Event()
