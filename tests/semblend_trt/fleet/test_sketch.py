@@ -59,13 +59,10 @@ def test_other_tenants_and_namespaces_see_nothing(salt):
     assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
 
 
-@pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
-def test_bad_sizes_are_refused(entries):
-    with pytest.raises(ValueError, match="entries"):
-        sketch_of(random_tokens(1, 100), KEY, entries)
-
-
-def test_bad_keys_and_tokens_are_refused():
+def test_bad_sizes_keys_and_tokens_are_refused():
+    for entries in (0, MAX_ENTRIES + 1):
+        with pytest.raises(ValueError, match="entries"):
+            sketch_of(random_tokens(1, 100), KEY, entries)
     with pytest.raises(ValueError, match="16 bytes"):
         sketch_of(random_tokens(1, 100), b"short")
     with pytest.raises(ValueError, match="token ids"):
