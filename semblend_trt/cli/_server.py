@@ -101,8 +101,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def pause(retry_after: str, otherwise: float) -> float:
     """Return the seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number."""
     text = retry_after.strip()
-    is_number = text.isascii() and text.isdecimal()
-    return min(MAX_PAUSE, int(text.lstrip("0")[:5] or "0") if is_number else otherwise)
+    return min(MAX_PAUSE, int(text[:9]) if text.isascii() and text.isdecimal() else otherwise)
 
 
 def said(status: int, content: bytes) -> str:

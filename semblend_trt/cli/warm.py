@@ -15,7 +15,6 @@ import os
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from multiprocessing.pool import ThreadPool
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AliasPath, BaseModel, Field, StrictInt, TypeAdapter
+from tqdm import tqdm
 
 from semblend_trt.cli._server import KEY_VARIABLE, Server, add_server, said
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
@@ -31,9 +31,7 @@ from semblend_trt.files import bounded_lines, check_writable, open_input, read_i
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
-
-    from tqdm import tqdm
+    from collections.abc import Callable, Iterator, Sequence
 
 SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"
@@ -69,8 +67,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the documents. Raises SemBlendError when the server or the state file cannot be used."""
-    from tqdm import tqdm
-
     from semblend_trt.policy import EXACT_ONLY
 
     files, server = arguments.files, arguments.url
@@ -86,13 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         "priority": arguments.priority,
     }
     fields = {name: value for name, value in fields.items() if value is not None}
-    total = sum(path.stat().st_size for path in files if path.is_file())
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="documents", leave=False, disable=None) as bar,
-        ThreadPool(arguments.concurrency) as threads,
-    ):
-        warming = Warming(server, fields, prefix, state, bar)
-        documents = documents_of(files)
+    warming = Warming(server, fields, prefix, state)
+    documents = iter(tqdm(documents_of(files, warming.fail), desc="documents", leave=False, disable=None))
+    with ThreadPool(arguments.concurrency) as threads:
         try:
             while batch := list(islice(documents, arguments.concurrency)):
                 warming.send(batch, threads)
@@ -101,46 +93,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if warming.counts["sent"] or warming.counts["before"] else USAGE_ERROR
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document of `size` bytes in its file. `place` names it; `problem` says why it has no text."""
+def documents_of(files: Sequence[Path], fail: Callable[[str, str], None]) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each document; call `fail` with the place of one that cannot be read, and why."""
+    for place, content, is_line in _contents_of(files, fail):
+        try:
+            text = json.loads(content.decode("utf-8"))["text"] if is_line else content.decode("utf-8")
+            if text.strip():
+                yield place, text
+            else:
+                fail(place, "the document is empty; give it text, or leave it out")
+        except UnicodeDecodeError as error:
+            byte = f"byte {content[error.start]:#04x} at {error.start}"
+            fail(place, f"{byte} is not UTF-8; write the document in UTF-8")
+        except (ValueError, RecursionError):
+            fail(place, 'the line is not JSON; give {"text": "..."}')
+        except (KeyError, TypeError, AttributeError):
+            fail(place, 'the line has no text; give {"text": "..."}')
 
-    place: str
-    size: int
-    text: str = ""
-    problem: str | None = None
 
-
-def documents_of(files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents of all files, those that cannot be read with their problem."""
+def _contents_of(files: Sequence[Path], fail: Callable[[str, str], None]) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield place and bytes of each file, or of each line of *.jsonl, and whether it is a line."""
     for path in files:
         try:
             if path.suffix != ".jsonl":
-                yield _document(str(path), read_input(path, may_be_pipe=True), is_line=False)
+                yield str(path), read_input(path, may_be_pipe=True), False
                 continue
             with open_input(path) as file:
-                for number, (line, size) in enumerate(bounded_lines(file), 1):
+                for number, (line, _) in enumerate(bounded_lines(file), 1):
                     if why := too_long(line):
-                        yield Document(f"{path}:{number}", size, problem=f"the line is {why}; give a shorter one")
+                        fail(f"{path}:{number}", f"the line is {why}; give a shorter one")
                     elif line.strip():
-                        yield _document(f"{path}:{number}", line, is_line=True)
+                        yield f"{path}:{number}", line, True
         except OSError as error:
-            yield Document(str(path), 0, problem=f"it cannot be read ({error.strerror}); name another file")
-
-
-def _document(place: str, content: bytes, *, is_line: bool) -> Document:
-    text, problem = "", None
-    try:
-        text = json.loads(content.decode("utf-8"))["text"] if is_line else content.decode("utf-8")
-        if not text.strip():
-            problem = "the document is empty; give it text, or leave it out"
-    except UnicodeDecodeError as error:
-        problem = f"byte {content[error.start]:#04x} at {error.start} is not UTF-8; write the document in UTF-8"
-    except (ValueError, RecursionError):
-        problem = 'the line is not JSON; give {"text": "..."}'
-    except (KeyError, TypeError, AttributeError):
-        problem = 'the line has no text; give {"text": "..."}'
-    return Document(place, len(content), text, problem)
+            fail(str(path), f"it cannot be read ({error.strerror}); name another file")
 
 
 class State:
@@ -164,32 +149,33 @@ class State:
 class Warming:
     """Sends documents after `prefix` to a server with the request's `fields`, and counts what became of them."""
 
-    def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State, bar: tqdm) -> None:
-        self._server, self._fields, self._prefix, self._state, self._bar = server, fields, prefix, state, bar
+    def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State) -> None:
+        self._server, self._fields, self._prefix, self._state = server, fields, prefix, state
         self.counts: Counter[str] = Counter()
 
-    def send(self, documents: Sequence[Document], threads: ThreadPool) -> None:
+    def send(self, documents: Sequence[tuple[str, str]], threads: ThreadPool) -> None:
         """Send the documents at once, and wait for their answers. Raises SemBlendError when the server fails."""
         about = self._server.url, self._fields["model"], self._fields.get("cache_salt")
-        fresh: dict[str, Document] = {}
-        for document in documents:
-            seen = json.dumps([*about, self._prefix + document.text])
+        fresh: dict[str, tuple[str, bytes]] = {}
+        for place, text in documents:
+            seen = json.dumps([*about, self._prefix + text])
             digest = hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
-            if document.problem is not None:
-                self._fail(document, document.problem)
-            elif digest in self._state.digests or digest in fresh:
+            if digest in self._state.digests or digest in fresh:
                 self.counts["before"] += 1
             else:
-                fresh[digest] = document
-        bodies = [json.dumps({**self._fields, "prompt": self._prefix + each.text}).encode() for each in fresh.values()]
-        answers = threads.imap(partial(_prefill, self._server), bodies)
-        for (digest, document), tokens in zip(fresh.items(), answers, strict=True):
+                fresh[digest] = place, json.dumps({**self._fields, "prompt": self._prefix + text}).encode()
+        answers = threads.imap(partial(_prefill, self._server), [body for _, body in fresh.values()])
+        for (digest, (place, _)), tokens in zip(fresh.items(), answers, strict=True):
             if isinstance(tokens, str):
-                self._fail(document, tokens)
+                self.fail(place, tokens)
             else:
                 self.counts.update(sent=1, tokens=tokens)
                 self._state.add(digest)
-        self._bar.update(sum(document.size for document in documents))
+
+    def fail(self, place: str, problem: str) -> None:
+        """Name a document that was not sent."""
+        self.counts["failed"] += 1
+        tqdm.write(printable(f"{place}: {problem}"), file=sys.stderr)
 
     def summary(self) -> str:
         """Return one line about all documents so far."""
@@ -198,10 +184,6 @@ class Warming:
             f"{sent} document{'s' * (sent != 1)} sent ({self.counts['tokens']:,} tokens), {self.counts['before']} sent "
             f"before, {self.counts['failed']} failed\n"
         )
-
-    def _fail(self, document: Document, problem: str) -> None:
-        self.counts["failed"] += 1
-        self._bar.write(printable(f"{document.place}: {problem}"), file=sys.stderr)
 
 
 class _Answer(BaseModel):

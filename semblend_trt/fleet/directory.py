@@ -106,17 +106,13 @@ class KnownNamespaces:
         self._by_key: dict[str, KnownNamespace] = {}
         self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._by_key) >= MAX_NAMESPACES
-
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Add a donor to the namespace with these `values`. Raise NamespaceError for bad values, for a tenant key that
         does not match the salt, and for too many namespaces."""
         key, salt, tokenizer = _identity(msgspec.msgpack.encode(values))
         known = self._by_key.get(key)
         if known is None:
-            if self.is_full:
+            if len(self._by_key) >= MAX_NAMESPACES:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
             known = self._by_key[key] = KnownNamespace(key, salt, tokenizer)
             self._by_salt.setdefault(salt, {})[key] = known
@@ -168,10 +164,9 @@ class FollowedDonor(msgspec.Struct, gc=False):
 class FollowedWorker:
     """A worker: its number in the indexes, its last event, its donors by id and the XOR of their `donor_digest`.
 
-    `is_synced`: no event was missed since its last reset. `is_partial`: some donors found no room, so heartbeats are
-    compared only when there is room again. `is_unplaced`: there were too many namespaces for some donors. `unheeded`
-    counts heartbeats rejected since the last accepted event. `compared` counts heartbeats compared with the donors.
-    `rival`: the earlier generation of the last stale heartbeat, the number of such in a row, and when it came."""
+    `is_synced`: no event was missed since its last reset. `unheeded` counts heartbeats rejected since the last accepted
+    event. `compared` counts heartbeats compared with the donors. `rival`: the earlier generation of the last stale
+    heartbeat, the number of such in a row, and when it came."""
 
     number: int
     generation: int = 0
@@ -183,8 +178,6 @@ class FollowedWorker:
     digest: int = 0
     asked_at: float = float("-inf")
     wants_resync: bool = False
-    is_partial: bool = False
-    is_unplaced: bool = False
     unheeded: int = 0
     rival: tuple[int, int, float] = (0, 0, float("-inf"))
     events: Counter[str] = field(default_factory=Counter)
@@ -217,15 +210,14 @@ class Verdict(str, Enum):
     """How an event relates to the events before it. `is_to_apply`: the directory applies it."""
 
     RESET = "reset"  # forget the worker's donors; all of them are registered again
-    NEXT = "next"  # the next event, and no event was missed since the reset: apply it
-    UNSYNCED = "unsynced"  # the next event, but one was missed earlier: apply it
+    NEXT = "next"  # the next event: apply it
     GAP = "gap"  # events just before it were missed: apply it and ask for a resync
     DUPLICATE = "duplicate"  # seen already, or too late: ignore it
     STALE = "stale"  # of an earlier generation: ignore it
     REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
 
     def __init__(self, value: str) -> None:
-        self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
+        self.is_to_apply = value in ("reset", "next", "gap")
 
 
 _MEANING = {
@@ -387,9 +379,7 @@ class Directory:
             return Verdict.DUPLICATE
         if is_reset:
             return Verdict.RESET
-        if event.event_id > followed.last_id + 1:
-            return Verdict.GAP
-        return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
+        return Verdict.GAP if event.event_id > followed.last_id + 1 else Verdict.NEXT
 
     def _note_rival(self, event: Event, followed: FollowedWorker, now: float) -> None:
         """Note a heartbeat of an earlier generation. A process that has ended sends no second one."""
@@ -419,7 +409,9 @@ class Directory:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
         if event.generation is not None:
             followed.generation = event.generation
-        followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
+        # A worker without a reset, or of which an event was missed, is synced by its next reset.
+        followed.is_synced = verdict is Verdict.RESET or (followed.is_synced and verdict is Verdict.NEXT)
+        followed.last_id = event.event_id
         followed.seen_at, followed.unheeded = now, 0
         followed.events["unknown" if isinstance(event, UnknownEvent) else event.data.kind] += 1
         if isinstance(data, DonorRegistered):
@@ -428,8 +420,6 @@ class Directory:
             self._change(event, followed, data)
         elif isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(worker, followed)
-            if verdict is Verdict.RESET:
-                followed.is_partial = followed.is_unplaced = False
         elif isinstance(data, ProviderHeartbeat):
             self._compare(event, followed, data)
         else:
@@ -439,7 +429,6 @@ class Directory:
         self._drop(followed, data.donor_id)
         if self._donors >= MAX_DONORS:
             self._problem("too_many_donors", f"{MAX_DONORS} donors are known, which is the most", event)
-            followed.is_partial = True
             return
         tier = data.location.tier
         donor = FollowedDonor(tier, data.token_count, data.tenant_key, donor_digest(data.donor_id, tier))
@@ -451,7 +440,6 @@ class Directory:
             donor.namespace = self._namespaces.enter(data.namespace)
         except (NamespaceError, RecursionError) as error:
             self._problem("bad_namespace", str(error), event)
-            followed.is_unplaced |= self._namespaces.is_full
         except ValueError as error:
             self._problem("no_sketch", str(error), event)
         else:
@@ -464,7 +452,7 @@ class Directory:
     def _change(self, event: Event, followed: FollowedWorker, data: DonorEvicted | DonorRelocated) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
-            if followed.is_synced and not followed.is_partial:
+            if followed.is_synced:
                 self._problem("unknown_donor", "names a donor that was never registered", event)
         elif isinstance(data, DonorRelocated):
             followed.digest ^= donor.digest
@@ -481,11 +469,9 @@ class Directory:
         if not followed.is_synced:
             return
         followed.compared += 1
-        lacking, room = heartbeat.donor_count - len(followed.donors), MAX_DONORS - self._donors
-        is_comparable = not followed.is_partial or lacking <= room
-        is_known = (lacking, heartbeat.state_digest) == (0, followed.digest)
-        is_placed = not followed.is_unplaced or self._namespaces.is_full
-        if (is_comparable and not is_known) or not is_placed:
+        lacking = heartbeat.donor_count - len(followed.donors)
+        # Donors for which there is no room are not asked for.
+        if lacking <= MAX_DONORS - self._donors and (lacking, heartbeat.state_digest) != (0, followed.digest):
             followed.is_synced = False
             sentence = f"reports {heartbeat.donor_count} donors where its events leave {len(followed.donors)}"
             self._problem("wrong_state", sentence, event)

@@ -227,15 +227,9 @@ def decode(payload: bytes) -> Event:
 
 
 def shown(event: Event) -> dict[str, Any]:
-    """Return the event as JSON shows it, without fields that are null."""
-    fields: dict[str, Any] = _without_null(msgspec.to_builtins(event, enc_hook=list))
+    """Return the event as JSON shows it."""
+    fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=list)
     return fields
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
 
 
 def _as_metadata(_: type, value: Any) -> Metadata:

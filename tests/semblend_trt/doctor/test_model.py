@@ -156,11 +156,6 @@ def test_it_does_not_hold_for_another(made, tiny_model_paths, family, kv_dtype, 
     assert "engine and cache layout" not in refused.text
 
 
-def test_it_does_not_hold_for_another_adapter(made, tiny_qwen2_path):
-    *_, refused = profile(load_settings(profile_path=made, adapter_id="a"), of(tiny_qwen2_path))
-    assert refused.text == "The profile was made for adapter none; this engine runs a."
-
-
 def test_without_a_model_it_says_what_it_was_made_for(made, tiny_qwen2_path):
     *_, note = profile(load_settings(profile_path=made), None)
     assert (note.status, tiny_qwen2_path.name in note.text) == (Status.NOTE, True)
@@ -198,8 +193,3 @@ def test_it_says_which_bound_is_kept(made, max_kl, status, reason, text):
     ReuseProfile.read(made).model_copy(update={"check": check, "bounds": [bound]}).write(made)
     _, told, _ = profile(load_settings(profile_path=made, max_kl=max_kl, profile_trial=True), None)
     assert (told.status, told.reason, text in told.text) == (status, reason, True)
-
-
-def test_other_policies_use_none(made):
-    assert list(profile(load_settings(policy="exact"), None)) == []
-    assert list(profile(load_settings(policy="exact", profile_path=made), None)) == []

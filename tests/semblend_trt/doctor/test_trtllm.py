@@ -12,7 +12,7 @@ import transformers
 
 from semblend_trt.connector.contract import match_of
 from semblend_trt.doctor import Status
-from semblend_trt.doctor.trtllm import MAX_BYTES, engine, kv_dtype_of, options, read_options
+from semblend_trt.doctor.trtllm import MAX_BYTES, engine, options, read_options
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.outcome import advice
 from tests.pages import Page
@@ -182,13 +182,6 @@ def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text, reason):
 def test_an_engine_without_our_connector(look, old, new, told):
     (failed,) = look(SOUND.replace(old, new))
     assert (failed.status, told in failed.text) == (Status.FAILED, True)
-
-
-def test_the_dtype_of_the_cache(tmp_path):
-    file = tmp_path / "options.yaml"
-    for text, dtype in (("kv_cache_config: {dtype: FP8}", "fp8"), ("kv_cache_config: {}", "auto"), ("a: 1", "auto")):
-        file.write_text(text)
-        assert kv_dtype_of(read_options(file)) == dtype
 
 
 BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9)).encode()

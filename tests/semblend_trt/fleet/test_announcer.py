@@ -8,28 +8,15 @@ import numpy as np
 import pytest
 
 from semblend_trt.config import load_settings
-from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
 from semblend_trt.fleet.connection import meant
 from semblend_trt.fleet.events import Emitter, decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.namespace import CacheNamespace
-from tests.semblend_trt.donors.test_donor_index import Observer, begin, index_of, keep, keep_approximate
+from tests.semblend_trt.donors.test_donor_index import Observer, index_of, keep_approximate
 from tests.semblend_trt.fleet.conftest import donors_of, overlap
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
-
-
-def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
-    observer = Observer("held", "gone")
-    index = index_of(500, observer)
-    for seed, donor_id in enumerate("abc"):
-        keep(index, donor_id, text(seed, 200))
-    begin(index, "d", text(3, 200))
-    index.saved(SavedDonor("d", 0, "disk on fire"))
-    index.lost({"c"})
-    a, b, c = (("held", donor_id, 200, "host") for donor_id in "abc")
-    assert observer.told == [a, b, ("gone", "a"), c, *(("gone", donor_id) for donor_id in "bdc")]
 
 
 @pytest.mark.promise("reuse", "A donor keeps its generation on...")

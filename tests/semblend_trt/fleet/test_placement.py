@@ -1,6 +1,5 @@
 """Placement: the best of a gateway's candidates by text and load, whatever it is given."""
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -9,14 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet import placement as module
-from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Loads, Placement, Score
 from semblend_trt.namespace import content_value
-from semblend_trt.prompts import ReadingThreads
-from tests.semblend_trt.fleet.conftest import DOCUMENT, donors_of, fed
-from tests.semblend_trt.samples import BASE_NAMESPACE, text
-from tests.server_process import wait_for
+from tests.semblend_trt.fleet.conftest import DOCUMENT, fed
+from tests.semblend_trt.samples import BASE_NAMESPACE
 
 NAMES = ("a", "b", "c", "d")
 FOUR = {name: (number, 0) for number, name in enumerate(NAMES)}
@@ -49,23 +44,6 @@ def test_equal_candidates_take_turns():
     assert Counter(best(placement).name for _ in range(40)) == dict.fromkeys(NAMES, 10)
 
 
-def test_turns_of_many_names_are_remembered_within_bounds(monkeypatch):
-    monkeypatch.setattr(module, "_MAX_NAMES", 8)
-    placement = Placement(None)
-    for number in range(50):
-        best(placement, candidates={f"old-{number}": None})
-    assert Counter(best(placement).name for _ in range(8)) == dict.fromkeys(NAMES, 2)
-    assert len(placement._turn_of) <= 8
-
-
-def test_tenants_never_meet():
-    placement = Placement(None)
-    fed(placement.directory, ("d", DOCUMENT, "acme"), worker=(2, 0))
-    assert best(placement, salt="acme") == Score("c", 1000, 1000)
-    assert all(best(placement, salt=salt).held == 0 for salt in (None, "", "globex"))
-    assert placement.counts == {"held": 1, "not_held": 3}
-
-
 def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_load():
     placement = Placement(None)
     fed(placement.directory, ("d", DOCUMENT), worker=(9, 0))
@@ -75,22 +53,19 @@ def test_a_worker_without_the_connector_and_one_of_another_group_are_placed_by_l
 
 
 @pytest.mark.promise("fleet", "What placement cannot read, find or trust is placed by load, and counted")
-@pytest.mark.parametrize("tokens", [[], np.zeros((2, 2), int), ["a"], [-1], [1 << 40], [0.5]])
-def test_what_is_no_prompt_is_placed_by_load(tokens):
+@pytest.mark.parametrize(
+    ("tokens", "salt", "result"),
+    [
+        *((tokens, None, "failed") for tokens in (np.zeros((2, 2), int), ["a"], [-1], [1 << 40], [0.5])),
+        *(([], None, "not_held"), (None, None, "unread"), (DOCUMENT, "\ud800", "failed"), (DOCUMENT, "b", "not_held")),
+    ],
+)
+def test_what_is_no_prompt_or_no_salt_is_placed_by_load(tokens, salt, result):
     placement = Placement(None)
     fed(placement.directory, ("d", DOCUMENT), worker=(0, 0))
-    assert best(placement, tokens, load={"a": 1, "b": 1, "d": 1}).name == "c"
-    assert placement.counts.total() == 1
-    assert placement.counts["held"] == 0
-
-
-def test_bad_salts_unread_prompts_and_no_candidates_raise_nothing():
-    placement = Placement(None)
-    fed(placement.directory, ("d", DOCUMENT), worker=(0, 0))
-    assert best(placement, salt="\ud800", load={"a": 1}).name != "a"
-    assert best(placement, None, load={"a": 1, "b": 1, "c": 1}).name == "d"
-    assert placement.place(DOCUMENT, None, {}, {}) == ()
-    assert placement.counts == {"failed": 1, "unread": 1, "no_candidate": 1}
+    assert best(placement, tokens, salt, load={"a": 1, "b": 1, "d": 1}).name == "c"
+    assert placement.place(tokens, salt, {}, {}) == ()
+    assert placement.counts == {result: 1, "no_candidate": 1}
 
 
 @pytest.mark.promise("fleet", "What placement cannot read, find or...")
@@ -116,40 +91,3 @@ def test_loads_go_with_the_first_answer():
 def test_a_weight_that_is_not_positive_is_refused(weight):
     with pytest.raises(ValueError, match="load weight"):
         Placement(None, load_weight=weight)
-
-
-def test_it_learns_from_nats(nats_server, make_worker):
-    make_worker(nats_server, worker=(2, 0)).add("d", 1000)
-
-    async def run():
-        placement = Placement(ConnectionOptions((nats_server.url,), "semantic-kv-events"))
-        await placement.start()
-        await asyncio.to_thread(wait_for, lambda: donors_of(placement.directory, (2, 0)))
-        assert best(placement, text(1, 1000)) == Score("c", 1000, 1000)
-        await placement.stop()
-
-    asyncio.run(run())
-
-
-@pytest.mark.promise("fleet", "Many long prompts at once keep...")
-def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
-    rng, placement, threads = np.random.default_rng(5), Placement(None), ReadingThreads(tokenizer)
-    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
-    texts = [rng.choice(letters, 1 << 17).tobytes().decode() for _ in range(4)]
-    held = [np.array(tokenizer.encode(each), np.int32) for each in texts]
-    assert min(map(len, held)) >= 128_000
-    for worker, tokens in zip(FOUR.values(), held, strict=True):
-        fed(placement.directory, ("d", tokens), worker=worker)
-
-    async def placed(number):
-        body = {"prompt": f"Number {number}: " + texts[number % 4]}
-        tokens = await threads.read(len(body["prompt"]), lambda reader: reader.completion(body))
-        return best(placement, tokens)
-
-    async def placed_at_once():
-        return await asyncio.gather(*map(placed, range(16)))
-
-    found = asyncio.run(placed_at_once())
-    threads.close()
-    assert [each.name for each in found] == [NAMES[number % 4] for number in range(16)]
-    assert all(each.held > 0.95 * len(held[number % 4]) for number, each in enumerate(found))

@@ -59,22 +59,10 @@ def test_other_tenants_and_namespaces_see_nothing(salt):
     assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
 
 
-@pytest.mark.parametrize("length", [0, 1, 31])
-def test_short_and_empty_texts(length):
-    short, long = random_tokens(1, length), random_tokens(1, 5000)
-    sketch = sketch_of(short, KEY)
-    assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
-    assert overlap(sketch, prompt_fingerprints(long, KEY)) == 0.0
-    assert overlap(sketch_of(long, KEY), prompt_fingerprints(short, KEY)) == 0.0
-
-
-@pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
-def test_bad_sizes_are_refused(entries):
-    with pytest.raises(ValueError, match="entries"):
-        sketch_of(random_tokens(1, 100), KEY, entries)
-
-
-def test_bad_keys_and_tokens_are_refused():
+def test_bad_sizes_keys_and_tokens_are_refused():
+    for entries in (0, MAX_ENTRIES + 1):
+        with pytest.raises(ValueError, match="entries"):
+            sketch_of(random_tokens(1, 100), KEY, entries)
     with pytest.raises(ValueError, match="16 bytes"):
         sketch_of(random_tokens(1, 100), b"short")
     with pytest.raises(ValueError, match="token ids"):

@@ -91,17 +91,6 @@ def test_a_full_table_loses_nothing_when_donors_go(seed, share):
     assert is_whole(index)
 
 
-def test_the_room_of_what_is_gone_is_used_again():
-    index, rng = SketchIndex(), np.random.default_rng(1)
-    for _ in range(40):  # more entries by far than one table of this size holds
-        entries = rng.integers(0, 1 << 32, (20, 200), dtype=np.uint32)
-        for posting in [index.add(0, Sketch(0, 200, each)) for each in entries]:
-            index.remove(posting)
-    assert len(index._arrays.table) <= 1 << 14
-    assert not index._arrays.table.any()
-    assert is_whole(index)
-
-
 def test_entries_that_all_have_other_holders_are_found_however_many_there_are():
     index, rng = SketchIndex(), np.random.default_rng(5)
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)

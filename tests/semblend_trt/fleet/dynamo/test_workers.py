@@ -91,13 +91,6 @@ def test_two_instances_with_one_id_are_placed_by_load_until_one_is_gone_or_faile
     assert fleet.workers.candidates() == {2: (3, 0)}
 
 
-def test_what_is_gone_is_forgotten():
-    fleet = Fleet(i1=card(**topology("3")), i2=card())
-    fleet.workers.candidates()
-    fleet.present, fleet.cards = [3], {"3": card()}
-    assert fleet.workers.candidates() == {3: None}
-
-
 @pytest.mark.parametrize("name", ["3.", "-3", "", 3, None])
 def test_a_workers_name_is_its_id_and_rank(name):
     assert [worker_of(each) for each in ("3", "3.1")] == [(3, 0), (3, 1)]
