@@ -349,3 +349,9 @@ def test_keys_of_a_move_are_those_of_their_new_positions():
     kv_move([Move(placed, 2, 10, 3)], target, ROTATION)
     factors = rotary_factors(torch.arange(10, 13), ROTATION).float()
     assert_same(target.tensor[:, 0, :, 10:13], rotate(plain.tensor[:, 0, :, 2:5], factors, ROTATION))
+
+
+def test_moves_that_share_one_target_position_are_refused():
+    moves = [Move(donor_of(geometry_of(), 9, seed=1), 0, start, 6) for start in (0, 5)]
+    with pytest.raises(ValueError, match="two moves write target position 5"):
+        kv_move(moves, target_of(geometry_of()), ROTATION)

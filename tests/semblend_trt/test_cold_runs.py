@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from math import log
 
 import numpy as np
@@ -205,3 +206,12 @@ def test_tests_are_bounded_and_what_finds_none_is_counted(monkeypatch):
         monitor.observe(str(salt), ANSWER, is_over=True)
     assert counted == {"over": 2, "untested": 3}
     assert counted.keys() <= set(CHECK_RESULTS)
+
+
+def test_threads_lose_no_check():
+    counted = Counter()
+    monitor = DriftMonitor(lambda result: counted.update([result]))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: monitor.observe(None, ANSWER, is_over=False), range(400)))
+    [test] = monitor._tests.values()
+    assert test.evidence == after(ANSWER.risk, [False] * 400).evidence

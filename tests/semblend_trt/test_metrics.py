@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections import Counter as Counts
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.donors.catalog import CatalogStats
@@ -231,3 +232,16 @@ def use_all(metrics):
     metrics.request_ended(replace(CHECKED, exact_prefix_tokens=3))
     metrics.watch(Index(1, 1, 1))
     metrics.close()
+
+
+def test_racing_engines_lose_no_count(registry):
+    def serve(_):
+        metrics = metrics_for(registry)
+        metrics.request_ended(replace(CHECKED, exact_prefix_tokens=1))
+        metrics.watch(Index(1, 1, 1))
+        generate_latest(registry)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(serve, range(200)))
+    assert value(registry, "requests_total", outcome=USED) == 200
+    assert tokens(registry)["exact_prefix"] == 200

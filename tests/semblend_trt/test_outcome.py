@@ -1,6 +1,7 @@
 """Every request ends in exactly one outcome, in bounded memory; one table names every reason, with what to do."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -111,3 +112,19 @@ def test_a_page_gets_the_table_of_each_scope_that_it_names():
     assert "old" not in made
     assert [name for name in module.TEXTS[Scope.PLAN] if f"`{name}` |" not in made] == []
     assert module.filled(made) == made
+
+
+def test_racing_threads_record_each_request_once():
+    ledger = OutcomeLedger()
+
+    def record(request_id):
+        try:
+            ledger.record(request_id, ReuseReport(COLD.outcome, "low_reuse"))
+        except SemBlendError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(record, [request_id for request_id in range(300) for _ in range(4)]))
+    assert sum(won) == 300
+    assert ledger.counts()[Outcome.COLD_FALLBACK] == ledger.reasons()["low_reuse"] == 300

@@ -364,3 +364,11 @@ def test_a_reset_before_a_write_leaves_the_prefix_cache_stale(model):
         model[0].scale.add_(1)  # torch counts it: nothing is suspected
     assert weights.have_changed()
     assert weights.prefix_is_stale
+
+
+def test_each_plan_goes_to_one_of_many_threads():
+    plans = active(*map(plan, range(200)))
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(plans.take, [request_id for request_id in range(200) for _ in range(4)]))
+    assert sorted(item.request_id for item in taken if item is not None) == list(range(200))
+    assert len(plans) == 0

@@ -267,3 +267,10 @@ def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monke
         assert at_once(lambda words=words: warm(url, pages[0], *words)) == 2
         (sentence,) = capsys.readouterr().err.splitlines()
         assert told in sentence
+
+
+@pytest.mark.parametrize("kept", ["", "7", "[]", '{"warmed": 7}', '{"warmed": [7]}', '{"warmed": [[]]}', "[" * 5000])
+def test_what_is_no_state_is_refused(kept, pages, tmp_path, capsys):
+    (tmp_path / "kept").write_text(kept)
+    assert warm("http://127.0.0.1:1", pages[0], "--model", "m", "--state", tmp_path / "kept") == 2
+    assert "kept is no state of this command; name another with --state" in capsys.readouterr().err

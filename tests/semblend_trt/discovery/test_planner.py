@@ -668,3 +668,12 @@ def test_a_request_that_asks_for_exact_kv_alone_gets_no_other():
     assert_refused(planner({"a": SHIFTED}).plan(alone), "not_exact")
     plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(alone))
     assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in ReusePolicy if policy is not ReusePolicy.OFF])
+@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
+def test_exact_spans_are_never_checked_under_any_policy(policy, mode):
+    made = profile("verified", check=CHECK, boundary=2)
+    asked = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=2)
+    execution = plan_of(asked.plan(request(mode=mode, profile=made))).execution
+    assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (0, None, 0)

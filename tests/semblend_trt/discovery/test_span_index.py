@@ -357,3 +357,16 @@ def test_an_equal_key_of_another_namespace_nominates_nothing(monkeypatch):
     for namespace in ("space", "elsewhere"):
         index.add(namespace, f"of {namespace}", tokens)
     assert index.find("space", tokens).runs == [Run("of space", 0, 0, 100)]
+
+
+@pytest.mark.parametrize("collide", [0, 3 << 40, 0xFF], indirect=True)
+def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(collide):
+    donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
+    index = index_of(donors)
+    prompt = np.concatenate([donors["donor-7"][1_000:3_000], random_tokens(99, 5_000), donors["donor-59"][:2_000]])
+    work = index.find("space", prompt)
+    runs = work.runs
+    assert_bounded(work, prompt)
+    assert_equal_tokens(runs, donors, prompt)
+    assert all(index.remove(donor_id) for donor_id in donors)
+    assert index.find("space", prompt).runs == []

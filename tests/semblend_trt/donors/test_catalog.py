@@ -1,5 +1,8 @@
 """The catalog keeps its budgets, drops donors in the order of its policy's definition, and never one that is read."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -9,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from semblend_trt.config import Eviction, load_settings
 from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
 from semblend_trt.donors.eviction import DonorHistory, policy_of
-from semblend_trt.errors import CapacityError, ConfigurationError
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 
@@ -295,3 +298,28 @@ def test_a_lease_that_is_released_twice_ends_once():
         first.release()
     assert catalog.stats().leases == 1
     assert not catalog.drop("a")
+
+
+def test_threads_keep_the_budget_and_the_leases():
+    catalog = catalog_of(max_donors=6)
+
+    def work(worker):
+        rng = np.random.default_rng(worker)
+        for number in range(200):
+            donor_id = f"{worker}-{number}"
+            try:
+                catalog.reserve(donor_id, int(rng.integers(1, 40)))
+            except CapacityError:
+                continue
+            catalog.commit(donor_id, 1)
+            try:
+                lease = catalog.lease(donor_id)
+            except DonorUnavailableError:
+                continue  # another thread evicted it between commit and lease
+            assert not catalog.drop(donor_id)
+            lease.release()
+            assert catalog.stats().host_bytes <= 1000
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert catalog.stats().leases == 0

@@ -5,6 +5,8 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -321,3 +323,21 @@ def test_it_lies_in_the_users_state_folder_unless_it_is_named(monkeypatch, tmp_p
     for unset in ("", "relative"):  # the specification has a relative one ignored
         monkeypatch.setenv("XDG_STATE_HOME", unset)
         assert key_path(None, sealed) == tmp_path / ".local" / "state" / "semblend-trt" / "donor-key"
+
+
+def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
+    holds = (
+        "import sys, pathlib, torch\n"
+        "from kernels.layout import KvGeometry\n"
+        "from semblend_trt.donors.disk_tier import DiskTier, KvForm\n"
+        "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(KvGeometry(3, 2, 8, 1), torch.float32))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    arguments = [sys.executable, "-c", holds, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
+            at_once(lambda: DiskTier(tmp_path, FORM))
+        other.kill()
+    DiskTier(tmp_path, FORM).close()

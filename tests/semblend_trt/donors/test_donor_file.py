@@ -237,3 +237,39 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
         kv_in(path, seal)
     assert len(ended) == FORM.geometry.num_layers - 1
     over.set()
+
+
+def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeypatch):
+    path, _, seal = written
+    readers, read = [], disk_tier._moved
+
+    def note(*arguments):
+        readers.append(threading.current_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(disk_tier, "_moved", note)
+    kv_in(path, seal)
+    assert len(readers) == FORM.geometry.num_layers
+    assert all(reader.daemon for reader in readers)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(written, monkeypatch):
+    """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
+    path, _, seal = written
+    checked = disk_tier._header_of
+
+    def cut(*arguments):
+        header = checked(*arguments)
+        os.truncate(path, FORM.header_bytes)
+        return header
+
+    monkeypatch.setattr(disk_tier, "_header_of", cut)
+    assert_refused("corrupt", kv_in, path, seal)
+
+
+def test_a_header_of_any_length_that_is_claimed_is_not_read(written):
+    path, *_ = written
+    data = path.read_bytes()
+    for length in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
+        path.write_bytes(length.to_bytes(8, "little") + data[8:])
+        assert_refused("corrupt", text_in, path)

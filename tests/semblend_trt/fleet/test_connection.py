@@ -248,3 +248,57 @@ def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
 
     seen = asyncio.run(run())
     assert b"SUB" in seen[: len(seen) - seen[::-1].index(b"PING")]
+
+
+def test_a_worker_reads_no_other_workers_events(guarded_server):
+    async def listens():
+        refused = asyncio.Event()
+        heard = []
+
+        async def erred(error):
+            if "permissions violation" in str(error).lower():
+                refused.set()
+
+        async def take(message):
+            heard.append(message)
+
+        spy = await connect_client(options_of(guarded_server, "worker-4"), error_cb=erred)
+        await spy.subscribe(f"{SUBJECT}.*", cb=take)
+        await asyncio.wait_for(refused.wait(), 60)
+        worker = await connect_client(options_of(guarded_server, "worker-3"))
+        await worker.publish(f"{SUBJECT}.3", EventWriter(Emitter(3, 0, 7), EventFormat.JSON).reset())
+        await worker.flush()
+        await spy.flush()
+        for client in (worker, spy):
+            await client.close()
+        assert heard == []
+
+    asyncio.run(listens())
+
+
+def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker, tmp_path):
+    """What docs/fleet.md says of streams: its users' further permissions, and JetStream for the account."""
+    config = tmp_path / "nats.conf"
+    config.write_text(
+        "accounts { semblend { jetstream: enabled, users = ["
+        '{ user: admin, password: secret }, { user: worker-3, password: secret-worker-3, permissions: { publish: ["'
+        f'{SUBJECT}.3", "$JS.API.STREAM.INFO.DONORS"], subscribe: ["{SUBJECT}.resync", "_INBOX.>"] }} }} ] }} }}'
+    )
+    server = make_nats_server("-c", str(config))
+    admin = server.url.replace("nats://", "nats://admin:secret@")
+
+    async def messages(make):
+        client = await connect_client(ConnectionOptions((admin,), SUBJECT))
+        jetstream = client.jetstream()
+        if make:
+            await jetstream.add_stream(name="DONORS", subjects=[f"{SUBJECT}.*"])
+        count = (await jetstream.stream_info("DONORS")).state.messages
+        await client.close()
+        return count
+
+    assert asyncio.run(messages(True)) == 0
+    options = options_of(server, "worker-3")
+    worker = make_worker(server, servers=options.servers, per_worker=True, stream="DONORS", heartbeat_seconds=60.0)
+    worker.add("a")
+    assert worker.publisher.flush(30)
+    assert asyncio.run(messages(False)) >= 2

@@ -1,6 +1,7 @@
 """The directory: donors from events in any order, incomplete or forged."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, Holder, Verdict
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, Verdict
 from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from tests.semblend_trt.fleet.conftest import DOCUMENT, WORKER, Teller, donors_of, fed, feed, holding
@@ -387,3 +388,22 @@ def test_after_a_resync_the_directory_equals_the_truth(history):
             holding = [teller.worker for teller in tellers if (f"donor-{donor}", salt) in teller.salts.items()]
             found = directory.holders(text(donor, 300), tenant_salt=salt)
             assert found == tuple(Holder(worker, 300) for worker in holding)
+
+
+def test_who_waits_for_the_lock_is_next():
+    for _ in range(50):
+        lock, order = FairLock(), []
+
+        def wait(lock=lock, order=order):
+            with lock:
+                order.append("waited")
+
+        thread = threading.Thread(target=wait)
+        with lock:
+            thread.start()
+            while not lock._turn.locked():
+                pass
+        with lock:
+            order.append("asked again")
+        thread.join()
+        assert order == ["waited", "asked again"]

@@ -1,5 +1,6 @@
 """Placement: the best of a gateway's candidates by text and load, whatever it is given."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.fleet.placement import Loads, Placement, Score
 from semblend_trt.namespace import content_value
+from semblend_trt.prompts import ReadingThreads
 from tests.semblend_trt.fleet.conftest import DOCUMENT, fed
 from tests.semblend_trt.samples import BASE_NAMESPACE
 
@@ -91,3 +93,35 @@ def test_loads_go_with_the_first_answer():
 def test_a_weight_that_is_not_positive_is_refused(weight):
     with pytest.raises(ValueError, match="load weight"):
         Placement(None, load_weight=weight)
+
+
+def test_tenants_never_meet():
+    placement = Placement(None)
+    fed(placement.directory, ("d", DOCUMENT, "acme"), worker=(2, 0))
+    assert best(placement, salt="acme") == Score("c", 1000, 1000)
+    assert all(best(placement, salt=salt).held == 0 for salt in (None, "", "globex"))
+    assert placement.counts == {"held": 1, "not_held": 3}
+
+
+@pytest.mark.promise("fleet", "Many long prompts at once keep...")
+def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
+    rng, placement, threads = np.random.default_rng(5), Placement(None), ReadingThreads(tokenizer)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
+    texts = [rng.choice(letters, 1 << 17).tobytes().decode() for _ in range(4)]
+    held = [np.array(tokenizer.encode(each), np.int32) for each in texts]
+    assert min(map(len, held)) >= 128_000
+    for worker, tokens in zip(FOUR.values(), held, strict=True):
+        fed(placement.directory, ("d", tokens), worker=worker)
+
+    async def placed(number):
+        body = {"prompt": f"Number {number}: " + texts[number % 4]}
+        tokens = await threads.read(len(body["prompt"]), lambda reader: reader.completion(body))
+        return best(placement, tokens)
+
+    async def placed_at_once():
+        return await asyncio.gather(*map(placed, range(16)))
+
+    found = asyncio.run(placed_at_once())
+    threads.close()
+    assert [each.name for each in found] == [NAMES[number % 4] for number in range(16)]
+    assert all(each.held > 0.95 * len(held[number % 4]) for number, each in enumerate(found))
