@@ -26,7 +26,7 @@ class Listening:
         command = [sys.executable, "-c", COMMAND, subcommand, action, "--url", url, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
-        assert self._process.stderr.readline() == "listening on semantic-kv-events\n"
+        assert self._process.stderr.readline().startswith("listening on semantic-kv-events")
 
     def end(self):
         output, _ = self._process.communicate(timeout=120)
