@@ -61,7 +61,7 @@ class Body(BaseModel):
 
 
 def read_body(body: dict[str, Any], *, is_chat: bool) -> Body:
-    """Return the checked fields; null stands for a default. A wrong value and an unknown field are refused."""
+    """Return the checked fields; null means the default. A wrong value and an unknown field are refused."""
     unread = (*_UNREAD, *(_CHAT if is_chat else ("prompt",)))
     given = {name: value for name, value in body.items() if value is not None and name not in unread}
     try:
