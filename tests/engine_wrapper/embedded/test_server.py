@@ -80,10 +80,10 @@ def test_completions_that_run_together_are_the_engines(tiny_qwen2_path, make_wor
         assert "semblend" not in answer["usage"]  # there is no connector
 
 
-FIELDS = "The embedded server honours a field of a request or answers with status 400 and the field's name"
-
-
-@pytest.mark.promise("commands", FIELDS)
+@pytest.mark.promise(
+    "commands",
+    "The embedded server honours a field of a request or answers with status 400 and the field's name",
+)
 @pytest.mark.parametrize(
     ("fields", "rendered"),
     [
