@@ -93,7 +93,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheLayout:
-    """All layer groups of `pool`, [blocks, layers, 2, row]."""
+    """The layer groups of `pool`, [blocks, layers, 2, row]."""
 
     pool: torch.Tensor
     tokens_per_block: int
@@ -104,20 +104,9 @@ class KvCacheLayout:
         return self.pool if len(self.groups) == 1 else None
 
 
-def cache_layout(
-    pool: torch.Tensor, tokens_per_block: int, groups: Sequence[Sequence[int]] | None = None
-) -> KvCacheLayout:
-    """Describe `pool`; `groups` lists each group's layers, all in one group by default.
-
-    Raises ConfigurationError unless every layer is in exactly one group."""
-    num_layers = pool.shape[1]
-    listed = [tuple(sorted(layers)) for layers in (groups or [range(num_layers)])]
-    if sorted(layer for layers in listed for layer in layers) != list(range(num_layers)):
-        raise ConfigurationError(
-            f"layer_groups is {[list(layers) for layers in listed]}; each of the model's {num_layers} layers must be "
-            "in exactly one group"
-        )
-    return KvCacheLayout(pool, tokens_per_block, tuple(map(LayerGroup, listed)))
+def cache_layout(pool: torch.Tensor, tokens_per_block: int) -> KvCacheLayout:
+    """Describe `pool`, whose layers are one group."""
+    return KvCacheLayout(pool, tokens_per_block, (LayerGroup(tuple(range(pool.shape[1]))),))
 
 
 # -- the reuse tree ---------------------------------------------------------------------------------------------------
@@ -255,10 +244,9 @@ class _Sequence:
 class BlockManager:
     """Allocates blocks, finds exact prefixes, publishes finished blocks.
 
-    With `guarantees` (GUARANTEED_NO_EVICT), a sequence enters only if it can get all blocks that it may ever need, so
-    it is never paused. Without (V2), the scheduler checks for room before it grows a sequence. With `replaces`, a
-    published block replaces an equal one that no sequence reads; without, as in TensorRT-LLM, the tree keeps its own.
-    With `exchanges` (V2) the sequence then gets the tree's block in the place of its own, which becomes free.
+    V1 lets a sequence enter only if it can get all blocks that it may ever need (GUARANTEED_NO_EVICT), so it is never
+    paused. For V2 the scheduler checks for room before it grows a sequence. Of two equal blocks the tree keeps its own.
+    V2 then gives the sequence the tree's block in the place of its own, which becomes free.
     `copy_block(source, target)` copies one block's KV of all layers. `publication` may be set at any time before a
     request is published. `reset_reuse_state` calls `on_reset` when it has freed all reusable blocks."""
 
@@ -268,15 +256,12 @@ class BlockManager:
         config: KvCacheConfig,
         copy_block: Callable[[int, int], None],
         *,
-        guarantees: bool = True,
-        replaces: bool = True,
-        exchanges: bool = False,
+        is_v2: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
         self.publication: ActivePlans | None = None
         self.on_reset: Callable[[], None] | None = None
-        self._config, self._copy_block = config, copy_block
-        self._guarantees, self._replaces, self._exchanges = guarantees, replaces, exchanges
+        self._config, self._copy_block, self._is_v2 = config, copy_block, is_v2
         self._tree = RadixTree(self.block_size)
         self._free: deque[int] = deque(range(num_blocks))
         self._sequences: dict[int, _Sequence] = {}
@@ -331,8 +316,7 @@ class BlockManager:
     def publish(self, request_id: int, tokens: Sequence[int]) -> None:
         """Offer the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
-        If a sequence reads an equal block of the tree, that one stays; otherwise ours replaces it, so publishing costs
-        no block. Without `replaces`, publication stops at the first block that would cost one promised to others."""
+        Publication stops at the first block that would cost one promised to others."""
         sequence, tree, size = self._sequences[request_id], self._tree, self.block_size
         if not self._config.enable_block_reuse:
             return
@@ -344,13 +328,10 @@ class BlockManager:
             if node is None:
                 node = tree.insert(sequence.key, parent, block, sequence.block_ids[index])
             else:
-                if not node.references and self._replaces:
-                    self._free.append(node.block_id)
-                    node.block_id = sequence.block_ids[index]
-                elif not node.references and self._num_unpromised_blocks < 1:
+                if not node.references and self._num_unpromised_blocks < 1:
                     return
                 tree.acquire([node])
-                if self._exchanges and node.block_id != sequence.block_ids[index]:
+                if self._is_v2 and node.block_id != sequence.block_ids[index]:
                     self._free.append(sequence.block_ids[index])
                     sequence.block_ids[index] = node.block_id
             sequence.path.append(node)
@@ -395,7 +376,7 @@ class BlockManager:
     @property
     def _num_unpromised_blocks(self) -> int:
         """Free blocks that no running sequence may still need."""
-        if not self._guarantees:
+        if self._is_v2:
             return self.num_free_blocks
         promised = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
         return self.num_free_blocks - promised

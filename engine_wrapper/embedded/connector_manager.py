@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
 from semblend_trt.connector.contract import (
-    GROUPED_SCHEDULER_METHODS,
-    KvCacheConnectorScheduler,
     RequestData,
     ScheduledRequest,
     SchedulerOutput,
@@ -168,19 +166,18 @@ class Transfers:
 class KvCacheConnectorManager:
     """One connector: its `scheduler`, None on all ranks but 0, decides; its `worker` moves KV.
 
-    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and at least 1 under V2. All
-    `ranks` make the same calls."""
+    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's. All `ranks` make the
+    same calls."""
 
     def __init__(
         self,
         worker: Any,
         scheduler: Any,
         version: Contract = EMBEDDED,
-        num_layer_groups: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         self.worker, self.scheduler, self.version = worker, scheduler, version
-        self._num_groups, self._ranks = num_layer_groups, ranks or Ranks()
+        self._is_v2, self._ranks = version.is_v2, ranks or Ranks()
         self._asked: set[int] = set()
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
@@ -190,20 +187,11 @@ class KvCacheConnectorManager:
         self._forward_pass_callable: Callable[[], None] | None = None
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
-        """Register the pool, by its `layout` under V2, and finish initialisation. Call once, before any request.
-
-        If there are several layer groups and the scheduler takes flat block ids only, raises ConnectorContractError."""
+        """Register the pool, by its `layout` under V2, and finish initialisation. Call once, before any request."""
         self._forward_pass_callable = self.worker.register_forward_pass_callable()
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            if self.scheduler is not None and self._num_groups > 1:
-                # An older contract's base has neither method.
-                base, own = KvCacheConnectorScheduler, type(self.scheduler)
-                names = sorted(GROUPED_SCHEDULER_METHODS)
-                flat = [name for name in names if getattr(own, name, None) is getattr(base, name, None)]
-                has = f"the cache has {self._num_groups} layer groups, and the scheduler must implement"
-                _require(not flat, "grouped_methods", f"{has} {' and '.join(flat)}")
             self.worker.register_kv_cache_layout(layout)
         if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
@@ -219,7 +207,7 @@ class KvCacheConnectorManager:
         about, is_new = f"request {request_id} was", request_id not in self._asked
         _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
-        handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
+        handed: Any = request if self._is_v2 else BoundRequest(request, self.version.request_attributes)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
         is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
         _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
@@ -228,7 +216,7 @@ class KvCacheConnectorManager:
         has_tokens = bool(matched) or not asynchronous
         _require(has_tokens, "asynchronous_needs_tokens", f"{about} answered with (0, True); nothing can be awaited")
         offer = f"{about} offered {matched} tokens beyond {num_computed_tokens} of a prompt of {request.prompt_len}"
-        leaves_one = matched <= left or self._num_groups > 0
+        leaves_one = matched <= left or self._is_v2
         _require(leaves_one, "one_token_left", f"{offer}; at least one must stay uncomputed")
         taken: int = min(matched, left if most is None else min(left, most))
         if asynchronous:
@@ -241,8 +229,8 @@ class KvCacheConnectorManager:
         """Report to the scheduler, on its own rank, which blocks the request has."""
         if self.scheduler is None:
             return
-        if self._num_groups:
-            self.scheduler.update_state_after_alloc_by_layer_group(request, self._by_group(block_ids))
+        if self._is_v2:
+            self.scheduler.update_state_after_alloc_by_layer_group(request, [list(block_ids)])
         else:
             self.scheduler.update_state_after_alloc(request, list(block_ids))
 
@@ -300,8 +288,8 @@ class KvCacheConnectorManager:
         self.forget(request.request_id)
         if request.was_cut_short and not self.version.tells_cut_short and not is_late:
             return False
-        if self._num_groups:
-            groups = self._by_group(block_ids)
+        if self._is_v2:
+            groups = [list(block_ids)]
             saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
         else:
             saving = self._on_leader(lambda: self.scheduler.request_finished(request, list(block_ids)))
@@ -374,18 +362,15 @@ class KvCacheConnectorManager:
         values: dict[str, Any] = {
             "request_id": request.request_id,
             "new_tokens": request.tokens(known_tokens, num_tokens),
-            "new_block_ids": new_block_ids if self._num_groups < 2 else [],
+            "new_block_ids": new_block_ids,
             # A synchronous load has not run yet: the position is that of its first token.
             "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
             "num_scheduled_tokens": request.context_chunk_size if request.is_in_context else 1,
             "cache_salt": request.cache_salt,
-            "new_block_ids_by_layer_group": self._by_group(new_block_ids),
+            "new_block_ids_by_layer_group": [list(new_block_ids)] if self._is_v2 else [],
         }
         names = {each.name for each in fields(self.version.request_data)}
         return self.version.request_data(**{name: value for name, value in values.items() if name in names})
-
-    def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
-        return [list(block_ids) for _ in range(self._num_groups)]
 
 
 # -- building it ------------------------------------------------------------------------------------------------------
@@ -413,8 +398,7 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
         worker = threads.submit(worker_class, llm_args)
         scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
     version = CONTRACTS[llm_args.contract]
-    groups = len(llm_args.layer_groups or ((),)) if version.is_v2 else 0
-    return KvCacheConnectorManager(worker.result(), scheduler and scheduler.result(), version, groups, ranks)
+    return KvCacheConnectorManager(worker.result(), scheduler and scheduler.result(), version, ranks)
 
 
 def _class(module: Any, name: str) -> Any:

@@ -69,14 +69,7 @@ class Executor:
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
         self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
         self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
-        self.block_manager = BlockManager(
-            blocks,
-            cache,
-            self.pool.copy_block,
-            guarantees=not self._is_v2,
-            replaces=self._holds_saved_blocks and not self._is_v2,
-            exchanges=self._is_v2,
-        )
+        self.block_manager = BlockManager(blocks, cache, self.pool.copy_block, is_v2=self._is_v2)
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
@@ -96,9 +89,8 @@ class Executor:
         )
 
     def _register(self, connector: KvCacheConnectorManager) -> None:
-        pool, args = self.pool.tensor, self.llm_args
-        layout = cache_layout(pool, args.kv_cache_config.tokens_per_block, args.layer_groups) if self._is_v2 else None
-        connector.register(pool, layout)
+        layout = cache_layout(self.pool.tensor, self.block_manager.block_size) if self._is_v2 else None
+        connector.register(self.pool.tensor, layout)
 
     # -- requests -------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,6 @@ class LlmArgs(StrictModel):
       "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
       blocks, and pauses requests when blocks run out.
     - `cuda_graph_config`: if it is there, 1.2 and 1.4 replay recorded decode steps.
-    - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
     - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
     - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
     """
@@ -108,7 +107,6 @@ class LlmArgs(StrictModel):
     contract: Literal["1.2", "1.4", "embedded"] = "embedded"
     cuda_graph_config: dict[str, Any] | None = Field(default_factory=dict)
     torch_compile_config: None = None
-    layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
     follows_transformers: ClassVar[bool] = True
     tells_kv_scales: ClassVar[bool] = False
@@ -132,11 +130,6 @@ class LlmArgs(StrictModel):
 
     @model_validator(mode="after")
     def _fits_the_contract(self) -> LlmArgs:
-        if self.layer_groups is not None and self.contract != "1.4":
-            raise ValueError(
-                f"layer_groups is {self.layer_groups}, but contract {self.contract} has the V1 cache manager with one "
-                "flat pool; use contract 1.4"
-            )
         takes_host_memory = self.contract == "1.4" and self.kv_cache_config.host_cache_size is None
         if takes_host_memory and self.kv_connector_config is not None:
             raise ValueError(

@@ -10,93 +10,42 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
-import os
 import socket
 import sys
-import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, RequestStream
+from engine_wrapper.embedded.llm import LLM, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.command_line import ended, named, printable
-from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from semblend_trt.errors import CapacityError, ConfigurationError
 from semblend_trt.prompts import PromptError, PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiohttp.typedefs import Handler
-
     from engine_wrapper.embedded.request import RequestOutput
 
-logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 2 << 20
-# Seconds that requests may take to end after the process got a signal to stop.
-GRACE_SECONDS = 5.0
-
-_SAMPLING = {"max_tokens", "ignore_eos", "stop_token_ids"}
-# `Body` checks none of these. The first change no answer; PromptReader makes the prompt of the others.
-_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "seed", "top_p", "user"]
-_COMPLETION = [*_PASSED_OVER, "prompt", "add_special_tokens"]
-_CHAT = [*_PASSED_OVER, "messages", "documents", "add_generation_prompt", "continue_final_message"]
-_CHAT += ["add_special_tokens", "chat_template_kwargs", "reasoning_effort"]
+# Known fields that are not read here: the first ones change no answer, and PromptReader reads the others.
+_UNREAD = ("metadata", "request_id", "return_token_ids", "seed", "top_p", "user", "add_special_tokens")
+_CHAT = ["messages", "documents", "add_generation_prompt", "continue_final_message"]
+_CHAT += ["chat_template_kwargs", "reasoning_effort"]
 
 
-class RequestRefusedError(SemBlendError):
-    """A request that is not served: `status` is the HTTP status, `reason` the code in the answer."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.reason = reason
-
-
-@web.middleware
-async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer refusals, aiohttp's among them, as the OpenAI API's error objects; log other exceptions of a handler."""
-    try:
-        return await handler(request)
-    except RequestRefusedError as error:
-        refused = error.with_traceback(None)  # else it and this frame hold each other
-    except web.HTTPException as error:
-        refused = RequestRefusedError(error.status, "http_error", error.reason)
-    except Exception:
-        logger.exception("a request to %s failed", request.path)
-        refused = RequestRefusedError(500, "internal_error", "the request failed here; the log says why")
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    told = {"message": str(refused), "type": kind, "code": refused.reason}
-    return web.json_response({"error": told}, status=refused.status)
-
-
-async def json_object(request: web.Request) -> dict[str, Any]:
-    """Return the body of a request, a JSON object. Raise RequestRefusedError for another body or a longer one."""
-    try:
-        body = json.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        message = f"the body has more than {MAX_BODY_BYTES} bytes; send less"
-        raise RequestRefusedError(413, "body_too_large", message) from None
-    except web.RequestPayloadError:
-        message = "the body is not encoded as its header says; send plain JSON"
-        raise RequestRefusedError(400, "bad_encoding", message) from None
-    except (ValueError, RecursionError):
-        raise RequestRefusedError(400, "bad_json", "the body is not JSON; send a JSON object") from None
-    if not isinstance(body, dict):
-        raise RequestRefusedError(400, "bad_json", f"the body is a JSON {type(body).__name__}; send a JSON object")
-    return body
+def refused(kind: type[web.HTTPError], code: str, message: str) -> web.HTTPError:
+    """Return a status with an error object of the OpenAI API: `code` names the reason."""
+    return kind(text=json.dumps({"error": {"message": message, "code": code}}), content_type="application/json")
 
 
 class Body(BaseModel):
-    """The known fields of a request beside its prompt; a client may send null for a default."""
+    """The fields of a request that are read here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -112,17 +61,18 @@ class Body(BaseModel):
 
 
 def read_body(body: dict[str, Any], *, is_chat: bool) -> Body:
-    """Return the checked fields of a request. Raises RequestRefusedError for a wrong value and an unknown field."""
-    passed_over = _CHAT if is_chat else _COMPLETION
-    given = {name: value for name, value in body.items() if value is not None and name not in passed_over}
+    """Return the checked fields; null means the default. A wrong value and an unknown field are refused."""
+    unread = (*_UNREAD, *(_CHAT if is_chat else ("prompt",)))
+    given = {name: value for name, value in body.items() if value is not None and name not in unread}
     try:
         return Body.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"] if part != "[key]")
     if first["type"] in ("extra_forbidden", "literal_error"):
-        raise RequestRefusedError(400, "unsupported_field", f"{place} is not supported by this engine; leave it out")
-    raise RequestRefusedError(400, "bad_field", f"{place}: {first['msg']}")
+        reason = f"{place} is not supported by this engine; leave it out"
+        raise refused(web.HTTPBadRequest, "unsupported_field", reason)
+    raise refused(web.HTTPBadRequest, "bad_field", f"{place}: {first['msg']}")
 
 
 class Worker:
@@ -139,91 +89,81 @@ class Worker:
         self._thread.shutdown()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[refusing], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=2 << 20)
         app.router.add_post("/v1/completions", partial(self._serve, is_chat=False))
         app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
-        for path in ("/v1/models", "/health", "/metrics"):
-            app.router.add_get(path, self._told)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         return app
 
-    async def _told(self, request: web.Request) -> web.Response:
-        """Answer what is asked of the engine itself: its model, its health, its metrics."""
-        executor = self._llm.executor
-        if request.path == "/metrics":
-            from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": self.name, "max_model_len": self._llm.executor.max_seq_len}]})
 
-            return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": self.name, "max_model_len": executor.max_seq_len}]})
-        if executor.failure is not None:
-            return web.json_response({"status": "stopped", "reason": executor.failure}, status=503)
+    async def _health(self, _: web.Request) -> web.Response:
+        if (failure := self._llm.executor.failure) is not None:
+            return web.json_response({"status": "stopped", "reason": failure}, status=503)
         return web.json_response({"status": "ok", "running": self._running})
 
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.Response:
-        body = await json_object(request)
-        fields = read_body(body, is_chat=is_chat)
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            raise refused(web.HTTPBadRequest, "bad_json", "the body is not JSON; send a JSON object")
+        fields, read = read_body(body, is_chat=is_chat), self._reader.chat if is_chat else self._reader.completion
         if fields.model not in (None, self.name):
-            raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
-        prompt = self._reader.chat if is_chat else self._reader.completion
+            raise refused(web.HTTPNotFound, "model_not_found", f"this worker serves the model {self.name} alone")
 
         def enqueue() -> RequestStream:
-            return self._llm.generate_async(
-                prompt(body),
-                SamplingParams(**fields.model_dump(include=_SAMPLING, exclude_none=True)),
-                streaming=False,
-                cache_salt=fields.cache_salt,
-                priority=fields.priority,
-                exact_only=fields.kv_transfer_params.get("semblend.exact_only", False),
-                cold=fields.kv_transfer_params.get("semblend.cold", False),
-            )
+            params = SamplingParams(fields.max_tokens, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
+            asked = {name.removeprefix("semblend."): value for name, value in fields.kv_transfer_params.items()}
+            place = {"cache_salt": fields.cache_salt, "priority": fields.priority}
+            return self._llm.generate_async(read(body), params, streaming=False, **place, **asked)  # type: ignore[arg-type]
 
         output = await self._output(enqueue)
         answer = output.outputs[0]
         content = {"message": {"role": "assistant", "content": answer.text}} if is_chat else {"text": answer.text}
         choice = {"index": 0, "logprobs": None, **content, "finish_reason": answer.finish_reason}
-        form = {"id": uuid.uuid4().hex, "object": "chat.completion" if is_chat else "text_completion"}
+        form = {"id": str(output.request_id), "object": "chat.completion" if is_chat else "text_completion"}
         return web.json_response({**form, "model": self.name, "choices": [choice], "usage": output.usage})
 
     async def _output(self, enqueue: Callable[[], RequestStream]) -> RequestOutput:
-        """Return a request's output. Abort it if its client leaves. Raises RequestRefusedError if it cannot run."""
+        """Return a request's output, or refuse it. Abort it if its client leaves."""
         stream: RequestStream | None = None
-        output: RequestOutput | None = None
         self._running += 1
         try:
             stream = await self._on_thread(enqueue)
-            while output is None:
-                output = await self._on_thread(partial(self._advance, stream))
-            if output.error is None:
-                return output
-            raise RequestRefusedError(500, "request_failed", output.error)
+            while not stream.has_news():
+                await self._on_thread(self._llm.advance)
+            output: RequestOutput = await self._on_thread(partial(next, stream))
         except (PromptError, ConfigurationError, CapacityError) as error:
             code = "bad_prompt" if isinstance(error, PromptError) else "bad_request"
-            raise RequestRefusedError(400, code, str(error)) from None
+            raise refused(web.HTTPBadRequest, code, str(error)) from None
         except Exception:
             if (failure := self._llm.executor.failure) is None:
                 raise
-            raise RequestRefusedError(503, "engine_stopped", f"the engine has stopped: {failure}") from None
+            raise refused(web.HTTPServiceUnavailable, "engine_stopped", f"the engine has stopped: {failure}") from None
         finally:
             self._running -= 1
             self._on_thread(partial(self._end, stream))
+        if output.error is not None:
+            raise refused(web.HTTPInternalServerError, "request_failed", output.error)
+        return output
 
     def _on_thread(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         return asyncio.wrap_future(self._thread.submit(work))
 
-    def _advance(self, stream: RequestStream) -> RequestOutput | None:
-        """Run one iteration of all requests, unless the output is ready; return the output if it is."""
-        if not stream.has_news():
-            self._llm.advance()
-        return next(stream) if stream.has_news() else None
-
     def _end(self, stream: RequestStream | None) -> None:
-        """Abort the request if it runs. While no request runs, poll the connector until its transfers have ended."""
+        """Abort the request if it runs. While no request runs, wait until what was served is a donor."""
         if stream is not None:
             stream.close()
-        executor = self._llm.executor
-        while not self._running and executor.failure is None and executor.pending_transfers:
-            executor.poll_transfers()
-            time.sleep(IDLE_PAUSE)
+        if not self._running and self._llm.executor.failure is None:
+            self._llm.settle()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,17 +178,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(model: str, port: int, dtype: str) -> int:
     llm = LLM(model, dtype=dtype, kv_connector_config=KvCacheConnectorConfig.ours())
-    worker, host = Worker(llm, Path(model).resolve().name), "127.0.0.1"
+    worker = Worker(llm, Path(model).resolve().name)
     try:
-        with socket.create_server((host, port)) as listener:
-            sys.stderr.write(f"serving {printable(worker.name)} on http://{host}:{listener.getsockname()[1]}\n")
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            sys.stderr.write(f"serving {printable(worker.name)} on {address}\n")
             sys.stderr.flush()
             # A client that leaves cancels its request's handler.
             options: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "print": None}
-            web.run_app(worker.app(), sock=listener, shutdown_timeout=GRACE_SECONDS, **options)
+            web.run_app(worker.app(), sock=listener, shutdown_timeout=5.0, **options)
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigurationError(f"{host}:{port} cannot be listened on ({reason}); choose another address") from None
+        raise ConfigurationError(f"port {port} cannot be listened on ({error}); choose another one") from None
     finally:
         worker.close()
     return 0

@@ -64,9 +64,6 @@ class SchedulerOutput:
     attention_dp_rank: int | None = None
 
 
-GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
-
-
 V11, V12, V13, V14 = "1.1", "1.2", "1.3rc", "1.4"
 
 

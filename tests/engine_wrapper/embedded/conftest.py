@@ -30,10 +30,9 @@ def answers(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def form(contract, groups, **fields):
-    """The arguments of an engine; `groups` of layers, () for one."""
-    cache = ({"host_cache_size": 0} if contract == "1.4" else {}) | fields.pop("cache", {})
-    return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
+def form(contract, **fields):
+    """The arguments of an engine."""
+    return fields | {"contract": contract, "cache": {"host_cache_size": 0} | fields.pop("cache", {})}
 
 
 def teach(llm, tokens, **options):

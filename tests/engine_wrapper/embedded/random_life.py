@@ -39,15 +39,11 @@ class Case:
     overlap: bool
     wrapper: bool = False
     rough: bool = False
-    transceiver: bool = False
-    attn_backend: str = "TRTLLM"
 
     @property
     def name(self):
-        parts = ("overlap" * self.overlap, "wrapper" * self.wrapper)
-        habits = ("rough" * self.rough, "transceiver" * self.transceiver)
-        backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
-        return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
+        parts = ("overlap" * self.overlap, "wrapper" * self.wrapper, "rough" * self.rough)
+        return "-".join(filter(None, (self.contract, *parts)))
 
     version = property(lambda self: CONTRACTS[self.contract])
     v2 = property(lambda self: self.version.is_v2)
@@ -57,15 +53,6 @@ class Case:
     def holds_saved_blocks(self):
         """Whether a request keeps its own blocks until its save has ended."""
         return self.v2 or self.contract == "embedded"
-
-    @property
-    def refusal(self):
-        """Why our connector refuses this engine, None where it does not."""
-        if self.transceiver:
-            return "disaggregated"
-        if self.attn_backend == "FLASHINFER" and self.contract == "1.2":
-            return "attention_backend"
-        return None
 
 
 CASES = (
@@ -84,11 +71,7 @@ HABIT_CASES = (
     Case("1.4", overlap=False, wrapper=True, rough=True),
     Case("1.4", overlap=True, wrapper=True, rough=True),
     Case("embedded", overlap=True, rough=True),
-    Case("1.2", overlap=True, rough=True, transceiver=True),
-    Case("1.2", overlap=False, rough=True, attn_backend="FLASHINFER"),
-    Case("1.4", overlap=True, rough=True, attn_backend="FLASHINFER"),
 )
-V2_CASES = tuple(case for case in (*CASES, *HABIT_CASES) if case.v2)
 
 
 @contextmanager
@@ -117,8 +100,6 @@ def random_life(case, folder):
         disable_overlap_scheduler=not case.overlap,
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
-        attn_backend=case.attn_backend,
-        cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
         kv_cache_config=KvCacheConfig(host_cache_size=0, **POOL),
     )
     with llm:
@@ -137,7 +118,7 @@ class SaverGate:
         self._opened = None
 
     def close(self):
-        if self._opened is None and self._worker.saver is not None:
+        if self._opened is None:
             self._opened = threading.Event()
             self._worker.saver._thread.submit(self._opened.wait)
 
@@ -231,14 +212,11 @@ class Life:
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
         scheduler.take_events()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
-        if scheduler.donor_index is not None:
-            stats = scheduler.donor_index.catalog.stats()
-            assert (stats.leases, stats.saving) == (0, 0)
+        stats = scheduler.donor_index.catalog.stats()
+        assert (stats.leases, stats.saving) == (0, 0)
         self._check_donors()
         self.counts["starts_again"] = self._runner.started_again
         self.counts["failed_forwards"] = self._runner.failed_forwards
-        if self._case.refusal is not None:
-            self.counts[f"refused_{self._case.refusal}"] = scheduler.outcomes.reasons().get(self._case.refusal, 0)
 
     def _tokens(self, count):
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
@@ -275,8 +253,6 @@ class Life:
 
     def _watch_saves(self):
         saver = self._llm.connector_worker.saver
-        if saver is None:
-            return
         start, refuse = saver.start, saver.refuse
 
         def started(intent, *blocks_and_tokens):
@@ -342,8 +318,6 @@ class Life:
 
     def _check_donors(self):
         store = self._llm.connector_worker.store
-        if store is None:
-            return
         drain(self._llm)
         for donor_id in list(store.host._slots):
             with store.host.reading(donor_id) as held:

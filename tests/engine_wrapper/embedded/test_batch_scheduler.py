@@ -76,6 +76,7 @@ def test_what_runs(kind):
     assert [engine.step() for _ in steps] == steps
 
 
+@pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
 def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     engine = Engine((3, 1))
     for request_id, priority in ((2, 1), (3, 1), (4, 0)):

@@ -16,10 +16,8 @@ KEY = RootKey()
 BLOCK = 4
 
 
-def manager(num_blocks=8, config=None, **fields):
-    copies = []
-    config = KvCacheConfig(tokens_per_block=BLOCK, **(config or {}))
-    return BlockManager(num_blocks, config, lambda *pair: copies.append(pair), **fields), copies
+def manager(num_blocks=8, **config):
+    return BlockManager(num_blocks, KvCacheConfig(tokens_per_block=BLOCK, **config), lambda source, target: None)
 
 
 def put(tree, tokens, first_block=0, key=KEY):
@@ -63,14 +61,6 @@ def test_eviction_takes_the_least_recently_used_leaf_first(is_touched):
     assert len(tree) == tree.num_evictable == 0
 
 
-def test_a_root_without_blocks_is_forgotten():
-    tree = RadixTree(BLOCK)
-    for salt in range(100):
-        put(tree, range(4), key=RootKey(cache_salt=str(salt)))
-        tree.evict()
-    assert tree._roots == {}
-
-
 def admit(blocks, request_id, tokens, total=None, key=KEY):
     matched = blocks.add_sequence(request_id, key, blocks.match(key, tokens), total or len(tokens))
     blocks.allocate(request_id, len(tokens))
@@ -86,54 +76,21 @@ def run(blocks, request_id, tokens, key=KEY):
 
 @pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
 def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
-    blocks, _ = manager(config={option: False})
+    blocks = manager(**{option: False})
     run(blocks, 1, list(range(8)))
     assert run(blocks, 2, list(range(8))) == matched
-
-
-def test_the_only_block_left_is_the_source_itself():
-    blocks, copies = manager(num_blocks=1)
-    run(blocks, 1, [0, 1, 2, 3])
-    assert (admit(blocks, 2, [0, 1, 70]), blocks.block_ids(2), copies) == (2, [0], [])
-
-
-def test_admission_counts_what_running_requests_may_still_need():
-    blocks, _ = manager(num_blocks=4)
-    admit(blocks, 1, [0, 1], total=12)
-    match = blocks.match(KEY, [5, 6])
-    assert blocks.num_free_blocks == 3
-    assert blocks.fits(match, 4)
-    assert not blocks.fits(match, 5)
-    blocks.stop_growing(1)
-    assert blocks.fits(match, 12)
-
-
-@pytest.mark.parametrize("replaces", [True, False])
-def test_an_unread_equal_block_makes_place_for_ours_or_stays(replaces):
-    (blocks, _), four = manager(4, replaces=replaces), [0, 1, 2, 3]
-    admit(blocks, 1, four)
-    admit(blocks, 2, four)
-    kept, ours = blocks.block_ids(1), blocks.block_ids(2)
-    blocks.publish(1, four)
-    blocks.release(1)
-    blocks.publish(2, four)
-    assert [node.block_id for node in blocks.match(KEY, [*four, 9]).nodes] == (ours if replaces else kept)
-    assert blocks.num_free_blocks == (3 if replaces else 2)
-    blocks.release(2)
-    assert blocks.num_free_blocks == 4
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random requests over a small alphabet, whose slots hold the whole prefix that they stand for."""
 
     NUM_BLOCKS = 7
-    REPLACES = True
 
     def __init__(self):
         super().__init__()
         self.content = {block: [None] * BLOCK for block in range(self.NUM_BLOCKS)}
         config = KvCacheConfig(tokens_per_block=BLOCK)
-        self.blocks = BlockManager(self.NUM_BLOCKS, config, self.copy, replaces=self.REPLACES)
+        self.blocks = BlockManager(self.NUM_BLOCKS, config, self.copy)
         self.running = {}  # request id -> [key, tokens, written, total, held]
         self.next_id = 0
 
@@ -264,14 +221,10 @@ TestBlockManagerMachine = BlockManagerMachine.TestCase
 TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50)
 
 
-TestKeepingMachine = type("KeepingMachine", (BlockManagerMachine,), {"REPLACES": False}).TestCase
-TestKeepingMachine.settings = TestBlockManagerMachine.settings
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(span_start=st.integers(0, 60), length=st.integers(62, 90))
 def test_only_blocks_in_front_of_a_moved_span_are_reusable(make_plan, span_start, length):
-    held, _ = manager(24)
+    held = manager(24)
     held.publication, tokens = ActivePlans(), list(range(length))
     held.publication.put(
         make_plan(range(length), [(span_start, length - 1)], request_id=1, shift=3, num_layers=4, block_size=BLOCK)

@@ -4,14 +4,12 @@ from dataclasses import fields
 
 import pytest
 
-from engine_wrapper.embedded import connector_manager
-from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES, ConnectorContractError
+from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
-from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, _SchedulerBase
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from tests.builders.engine import evict_prefixes, published_nodes
-from tests.engine_wrapper.embedded import conftest, test_connector_manager
+from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, form, prompt
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
@@ -19,25 +17,19 @@ FIELDS = {
     "1.2": BASE_FIELDS,
     "1.4": (*BASE_FIELDS, "block_hashes", "priorities", "cache_salt", "new_block_ids_by_layer_group"),
 }
-V1_CONTRACTS = ["1.2", "embedded"]
-FORMS = [
-    pytest.param("1.2", None, id="1.2"),
-    pytest.param("embedded", None, id="embedded"),
-    pytest.param("1.4", (), id="1.4"),
-    pytest.param("1.4", ((0, 2), (1,)), id="1.4-two-groups"),
-]
+V1_CONTRACTS, ALL = ["1.2", "embedded"], ["1.2", "1.4", "embedded"]
 
 
 @pytest.fixture
 def make_engine(make_recorded_llm):
-    return lambda contract, groups, **fields: make_recorded_llm(**form(contract, groups, **fields))
+    return lambda contract, **fields: make_recorded_llm(**form(contract, **fields))
 
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
-@pytest.mark.parametrize(("contract", "groups"), FORMS)
-def test_calls_and_their_order(make_engine, contract, groups):
-    llm, record = make_engine(contract, groups)
-    registered = "register_kv_caches" if groups is None else "register_kv_cache_layout"
+@pytest.mark.parametrize("contract", ALL)
+def test_calls_and_their_order(make_engine, contract):
+    llm, record = make_engine(contract)
+    registered = "register_kv_cache_layout" if contract == "1.4" else "register_kv_caches"
     waits = ["wait_for_initialization"] if contract != "1.2" else []
     assert record.names() == [registered, *waits]
     record.calls.clear()
@@ -45,7 +37,7 @@ def test_calls_and_their_order(make_engine, contract, groups):
     layers = ["wait_for_layer_load", "save_kv_layer"] * conftest.LAYERS
     begin, end = ["build_connector_meta", "start_load_kv"], ["forward_pass_callable", "wait_for_save"]
     replayed = [] if contract in FIELDS else layers  # no hook of a layer runs in a replayed step
-    grouped = [] if groups is None else ["by_layer_group"]
+    grouped = ["by_layer_group"] * (contract == "1.4")
     assert record.names() == [
         *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *begin, *layers, *end, "get_finished"],
         *[*begin, *replayed, *end, *grouped, "request_finished", "get_finished"],
@@ -53,22 +45,22 @@ def test_calls_and_their_order(make_engine, contract, groups):
 
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
-@pytest.mark.parametrize(("contract", "groups"), FORMS)
-def test_fields_of_a_scheduled_request(make_engine, contract, groups):
-    llm, record = make_engine(contract, groups)
+@pytest.mark.parametrize("contract", ALL)
+def test_fields_of_a_scheduled_request(make_engine, contract):
+    llm, record = make_engine(contract)
     llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
     output = record.outputs[0]
     (data,) = output.new_requests
     assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["1.4"])
     assert hasattr(output, "attention_dp_rank") == (contract != "1.2")
     by_group = getattr(data, "new_block_ids_by_layer_group", [])
-    assert [len(ids) for ids in by_group] == [3] * (0 if groups is None else len(groups) or 1)
-    assert len(data.new_block_ids) == (0 if groups and len(groups) > 1 else 3)
+    assert [len(ids) for ids in by_group] == [3] * (contract == "1.4")
+    assert len(data.new_block_ids) == 3
     assert (getattr(data, "block_hashes", []), getattr(data, "cache_salt", "s")) == ([], "s")
 
 
 def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
-    llm, _ = make_engine("1.2", None)
+    llm, _ = make_engine("1.2")
     llm.generate([prompt(5)], TWO, cache_salt="s")
     (asked,) = llm.connector_scheduler.asked
     assert asked.is_generation_only_request is False  # a property, not a method
@@ -81,9 +73,9 @@ def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
 @pytest.mark.parametrize(
     ("asynchronous", "overlap"), [(False, False), (True, True)], ids=["sync-in-step", "async-overlap"]
 )
-@pytest.mark.parametrize(("contract", "groups"), FORMS)
-def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronous, overlap):
-    llm, record = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
+@pytest.mark.parametrize("contract", ALL)
+def test_loads_change_no_answer(make_engine, cold, contract, asynchronous, overlap):
+    llm, record = make_engine(contract, disable_overlap_scheduler=not overlap, max_num_tokens=24)
     donor = prompt(60)
     conftest.teach_recorded(llm, record, donor)
     record.asynchronous, record.polls_a_load_takes = asynchronous, 1
@@ -94,18 +86,9 @@ def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronou
     assert llm.executor.pending_transfers == []
 
 
-def test_overlap_handles_results_one_iteration_late(make_engine):
-    llm, record = make_engine("1.2", None, disable_overlap_scheduler=False)
-    llm.generate([prompt(5)], TWO)
-    told = [(data.new_tokens, data.computed_position) for each in record.outputs for data in each.cached_requests]
-    # The first decode entry does not know its own token yet; the last iteration ran for a request that had ended.
-    assert [(len(tokens), position) for tokens, position in told] == [(0, 4), (1, 5)]
-    assert record.count("request_finished") == 1
-
-
 def test_v2_asks_with_the_request_allocates_by_chunks_and_publishes_prompts_only(make_engine):
-    for contract, groups, cached in (("1.2", None, 3 * BLOCK), ("1.4", (), 2 * BLOCK)):
-        llm, record = make_engine(contract, groups, max_num_tokens=16)
+    for contract, cached in (("1.2", 3 * BLOCK), ("1.4", 2 * BLOCK)):
+        llm, record = make_engine(contract, max_num_tokens=16)
         (output,) = llm.generate([prompt(2 * BLOCK)], SamplingParams(max_tokens=BLOCK + 1, ignore_eos=True))
         again = prompt(2 * BLOCK) + output.outputs[0].token_ids + [1]
         assert llm.generate([again], TWO)[0].cached_tokens == cached
@@ -121,7 +104,7 @@ def test_v2_asks_with_the_request_allocates_by_chunks_and_publishes_prompts_only
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold, overlap):
-    llm, record = make_engine("1.4", (), disable_overlap_scheduler=not overlap)
+    llm, record = make_engine("1.4", disable_overlap_scheduler=not overlap)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     llm.executor.pause(next(iter(llm.executor._active.values())))
@@ -133,7 +116,7 @@ def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
-    llm, record = make_engine(contract, None)
+    llm, record = make_engine(contract)
     donor = prompt(40)
     conftest.teach_recorded(llm, record, donor)
     record.asynchronous, record.polls_a_load_takes = True, 3
@@ -166,7 +149,7 @@ def cut_short(llm, tokens, how):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "times"), [("1.2", 0), ("1.4", 0), ("embedded", 1)])
 def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
-    llm, record = make_engine(contract, None)
+    llm, record = make_engine(contract)
     cut_short(llm, prompt(9), how)
     assert record.count("request_finished") == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
@@ -174,7 +157,7 @@ def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, t
 
 @pytest.mark.parametrize(("contract", "where"), [("1.2", "forward"), ("1.4", "forward"), ("1.4", "wait_for_save")])
 def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
-    llm, record = make_engine(contract, None, max_batch_size=2)
+    llm, record = make_engine(contract, max_batch_size=2)
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
@@ -192,7 +175,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
 
 
 def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
-    llm, record = make_engine("embedded", None)
+    llm, record = make_engine("embedded")
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     record.saves_any, record.saves = True, True
@@ -207,7 +190,7 @@ def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(m
     [("embedded", "forward"), ("1.4", "forward"), *((each, "start_load_kv") for each in (*V1_CONTRACTS, "1.4"))],
 )
 def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(make_engine, contract, where):
-    llm, _ = make_engine(contract, None, disable_overlap_scheduler=False)
+    llm, _ = make_engine(contract, disable_overlap_scheduler=False)
     owner = llm.executor.model_runner if where == "forward" else llm.connector_worker
     with conftest.fails_once(owner, where), pytest.raises(RuntimeError, match="injected"):
         llm.generate([prompt(9)], TWO)
@@ -215,19 +198,19 @@ def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(mak
         llm.generate([prompt(9)], TWO)
 
 
-def twins_being_saved(make_engine, contract, groups=None, **fields):
+def twins_being_saved(make_engine, contract, **fields):
     """An engine that ran two requests of one prompt together and saves both, and the blocks of each."""
-    llm, record = make_engine(contract, groups, **fields)
+    llm, record = make_engine(contract, **fields)
     record.saves, record.polls_a_save_takes = True, 4
     llm.generate([prompt(20), prompt(20)], SIX)
     assert llm.executor.pending_transfers == [1, 2]
     return llm, [call[2] for call in record.calls if call[0] == "request_finished"]
 
 
-@pytest.mark.parametrize(("contract", "groups"), FORMS[:-1])
-def test_which_blocks_a_save_holds(make_engine, contract, groups):
+@pytest.mark.parametrize("contract", ALL)
+def test_which_blocks_a_save_holds(make_engine, contract):
     """That is the cache manager's own: under V1 only our own version holds more than the blocks of the tree."""
-    llm, (first, second) = twins_being_saved(make_engine, contract, groups)
+    llm, (first, second) = twins_being_saved(make_engine, contract)
     blocks = llm.block_manager
     free, shared = set(blocks._free), {node.block_id for _, node in published_nodes(blocks)}
     assert shared <= set(first)
@@ -250,9 +233,9 @@ def test_a_save_pins_nothing_without_block_reuse(make_engine):
     llm.settle()
 
 
-@pytest.mark.parametrize("contract", [*FIELDS, "embedded"])
+@pytest.mark.parametrize("contract", ALL)
 def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract):
-    llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
+    llm, record = make_engine(contract, cache={"enable_block_reuse": False})
     conftest.teach_recorded(llm, record, donor := prompt(40))
     (output,) = llm.generate([donor], SIX)
     assert record.count("get_num_new_matched_tokens") == 0
@@ -262,26 +245,6 @@ def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract)
     assert (output.cached_tokens, output.reused_tokens, answers([output])) == (0, 0, cold([donor]))
 
 
-def test_what_1_2_and_1_4_do_not_start_with(make_engine):
-    with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.2"):
-        make_engine("1.2", ((0, 1), (2,)))
+def test_1_4_does_not_start_with_host_memory_of_its_own(make_engine):
     with pytest.raises(ConfigurationError, match=r"set kv_cache_config\.host_cache_size to 0"):
-        make_engine("1.4", (), cache={"host_cache_size": None})
-
-
-@pytest.mark.parametrize("groups", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2, 3),)])
-def test_layer_groups_hold_every_layer_once(make_engine, groups):
-    with pytest.raises(ConfigurationError, match="each of the model's 3 layers must be in exactly one group"):
-        make_engine("1.4", groups)
-
-
-def test_a_base_without_grouped_methods_is_read_as_one_that_takes_flat_ids(make_engine, make_llm, monkeypatch):
-    """The base is TensorRT-LLM's where that is installed, and one of 1.2 has no grouped methods."""
-    monkeypatch.setattr(connector_manager, "KvCacheConnectorScheduler", object)
-    for groups in ((), ((0, 2), (1,))):
-        _, record = make_engine("1.4", groups)
-        assert record.count("register_kv_cache_layout") == 1
-    for name in GROUPED_SCHEDULER_METHODS:
-        monkeypatch.delattr(_SchedulerBase, name)
-    with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
-        make_llm("Scheduler", "Worker", module=test_connector_manager.__name__, **form("1.4", ((0, 1), (2,))))
+        make_engine("1.4", cache={"host_cache_size": None})

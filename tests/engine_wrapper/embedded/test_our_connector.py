@@ -8,21 +8,20 @@ from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from tests.builders.engine import evict_prefixes
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
-from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS
+from tests.engine_wrapper.embedded.test_contract_versions import ALL, FIELDS
 from tests.semblend_trt.held_donors import held_in
 
-POOLED = FORMS[:-1]  # those in which one tensor describes the pool
 MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
 SHARED = prompt(150)
 
 
 @pytest.fixture
 def make_ours(make_llm, monkeypatch):
-    def make(contract, groups, module="semblend_trt.connector", policy="exact", **fields):
+    def make(contract, module="semblend_trt.connector", policy="exact", **fields):
         monkeypatch.setenv("SEMBLEND_POLICY", policy)
         monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
         names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-        return make_llm(*names, module=module, **form(contract, groups, **fields))
+        return make_llm(*names, module=module, **form(contract, **fields))
 
     return make
 
@@ -36,9 +35,9 @@ def check_nothing_is_held(llm):
 
 @pytest.mark.promise("reuse", "Text that a donor has from...")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize(("contract", "groups"), POOLED)
-def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contract, groups, overlap):
-    llm = make_ours(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+@pytest.mark.parametrize("contract", ALL)
+def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contract, overlap):
+    llm = make_ours(contract, disable_overlap_scheduler=not overlap, max_num_tokens=64)
     donor = prompt(200)
     teach(llm, donor)
     prompts = [donor[:150] + prompt(40, 1), prompt(90, 2)]
@@ -54,9 +53,9 @@ def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contra
     "An engine with the wrapper reuses any run of equal tokens, and computes what lies between",
 )
 @pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
-@pytest.mark.parametrize(("contract", "groups"), POOLED)
-def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, contract, groups):
-    llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
+@pytest.mark.parametrize("contract", ALL)
+def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, contract):
+    llm = make_ours(contract, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
     document = prompt(160)
     teach(llm, prompt(24, 1) + document)
     shifted = prompt(37, 2) + document + prompt(12, 3)
@@ -71,21 +70,11 @@ def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, con
     check_nothing_is_held(llm)
 
 
-def test_ours_serves_several_layer_groups_cold(make_ours, cold):
-    llm = make_ours("1.4", ((0, 1), (2,)))
-    prompts = [prompt(100), prompt(100)]
-    for _ in range(2):
-        outputs = llm.generate(prompts, SIX)
-        assert answers(outputs) == cold(prompts)
-    assert {output.reuse_reason for output in outputs} == {"layer_groups"}
-    assert llm.executor.pending_transfers == []
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_ours_takes_a_short_honour(make_ours, cold, module):
     policy = "exact" if module == "semblend_trt.connector" else "boundary"
     llm = make_ours(
-        "1.4", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
+        "1.4", module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
     )
     donor = prompt(280)
     teach(llm, donor)
@@ -118,7 +107,7 @@ def check_answers(llm, cold, begin, reused, seed=9):
 def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, overlap):
     if contract == "1.4" and overlap:
         pytest.skip("a forward that fails there ends the engine")
-    llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+    llm = make_ours(contract, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
     stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
     llm.executor.step()
     with conftest.fails_once(llm.executor.model_runner, "forward"):
@@ -143,7 +132,7 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
     ask = KvCacheConnectorManager.ask
     if floors:
         monkeypatch.setattr(KvCacheConnectorManager, "ask", lambda self, each, own: ask(self, each, own - own % BLOCK))
-    llm = make_ours("1.2", None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
+    llm = make_ours("1.2", cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
     llm.generate([prompt(20)], TWO)
     llm.generate([prompt(15)], TWO)
     evict_prefixes(llm)
@@ -162,7 +151,7 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
 def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours, cold, runner, contract, monkeypatch):
     token_bytes = 8 * LAYERS * runner.facts.kv_heads * runner.facts.head_dim
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", str(400 * token_bytes))
-    llm = make_ours(contract, None)
+    llm = make_ours(contract)
     many = SamplingParams(max_tokens=100, stop_token_ids=tuple(range(runner.config.vocab_size)))
     for seed in range(3):
         # Each of two donors fits beside the other, and would not with the answer that it might have had.
@@ -177,7 +166,7 @@ def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours,
 
 def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monkeypatch):
     monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
-    llm = make_ours("1.4", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
+    llm = make_ours("1.4", disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
     with saves_wait(llm):
         first, second = (
             llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))

@@ -7,11 +7,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.server import RequestRefusedError, Worker, main, read_body
+from engine_wrapper.embedded.server import Worker, main
 from tests.builders.engine import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
-CONNECTOR = KvCacheConnectorConfig.ours()
+CONNECTOR, CHATS = KvCacheConnectorConfig.ours(), "/v1/chat/completions"
 TEMPLATE = (
     "{% for d in documents or [] %}{{ d.text }};{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
     "{% endfor %}{{ reasoning_effort or 'none' }};{% if mood %}{{ mood }};{% endif %}"
@@ -80,76 +80,66 @@ def test_completions_that_run_together_are_the_engines(tiny_qwen2_path, make_wor
         assert "semblend" not in answer["usage"]  # there is no connector
 
 
-@pytest.mark.promise("commands", "The embedded server honours a field...")
-@pytest.mark.parametrize(
-    ("fields", "rendered"),
-    [
-        ({}, "user:hi;none;go"),
-        ({"documents": [{"text": "sun"}]}, "sun;user:hi;none;go"),
-        ({"chat_template_kwargs": {"mood": "calm"}, "reasoning_effort": None}, "user:hi;none;calm;go"),
-        ({"add_generation_prompt": False, "continue_final_message": True}, "user:hi"),
-    ],
-)
-def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
-    llm, worker = make_worker()
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "temperature": 0, **fields}
-
-    async def ask(client):
-        untemplated = await answer_of(client, body, "/v1/chat/completions")
-        llm.tokenizer.chat_template = TEMPLATE
-        return untemplated, await answer_of(client, body, "/v1/chat/completions")
-
-    (refused, error), (status, answer) = asked(worker, ask)
-    assert (refused, error["error"]["code"]) == (400, "bad_prompt")
-    assert error["error"]["message"] == "the model's tokenizer has no chat template; use /v1/completions"
-    assert (status, answer["usage"]["prompt_tokens"]) == (200, len(rendered))
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "code", "message"),
-    [
-        (b"{", 400, "bad_json", "the body is not JSON; send a JSON object"),
-        (b"[]", 400, "bad_json", "the body is a JSON list; send a JSON object"),
-        (b"[" * 100_000, 400, "bad_json", "the body is not JSON"),
-        ({"prompt": ["a", "b"]}, 400, "bad_prompt", "one prompt a request"),
-        ({"prompt": ""}, 400, "bad_request", "the prompt is empty"),
-        ({"prompt": "\ud800"}, 400, "bad_prompt", "lone surrogate"),
-        ({"prompt": [1, 900]}, 400, "bad_request", "the prompt holds token id 900"),
-        ({"prompt": "a" * 600}, 400, "bad_request", "exceeds max_seq_len 512"),
-        ({"prompt": "a" * 1_000_000}, 400, "bad_prompt", "send less"),
-        (b" " * ((2 << 20) + 1), 413, "body_too_large", ""),
-        ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
-        ({"prompt": "a", "n": 2}, 400, "unsupported_field", "n is not supported"),
-        ({"prompt": "a", "temperature": 0.7}, 400, "bad_field", "temperature: Input should be less"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
-        ({"prompt": "a", "priority": -1}, 400, "bad_field", "priority: Input should be greater"),
-    ],
-)
-def test_what_cannot_be_served_is_named(make_worker, body, status, code, message):
-    _, worker = make_worker()
-    got, answer = asked(worker, lambda client: answer_of(client, body))
-    assert (got, answer["error"]["code"]) == (status, code)
-    assert message in answer["error"]["message"]
-
-
 @pytest.mark.promise(
     "commands",
     "The embedded server honours a field of a request or answers with status 400 and the field's name",
 )
 @pytest.mark.parametrize(
-    ("name", "is_chat"),
+    ("fields", "rendered"),
     [
-        *[(name, False) for name in ("messages", "documents", "chat_template_kwargs", "reasoning_effort")],
-        *[(name, True) for name in ("prompt", "chat_template", "tools", "stream", "stop", "temprature")],
-        *[(name, False) for name in ("n", "logprobs", "lora_request", "kv_transfer_params.prompt_token_ids")],
+        ({"documents": [{"text": "sun"}], "reasoning_effort": None}, "sun;user:hi;none;go"),
+        ({"chat_template_kwargs": {"mood": "calm"}}, "user:hi;none;calm;go"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "user:hi"),
     ],
 )
-def test_a_field_that_is_not_known_is_named(name, is_chat):
+def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
+    llm, worker = make_worker()
+    llm.tokenizer.chat_template = TEMPLATE
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "temperature": 0, **fields}
+    status, answer = asked(worker, lambda client: answer_of(client, body, CHATS))
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, len(rendered))
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def unsupported(name, path="/v1/completions"):
     field, _, inner = name.partition(".")
-    with pytest.raises(RequestRefusedError, match=f"^{name} is not supported by this engine; leave it") as refused:
-        read_body({field: {inner: 1} if inner else 1}, is_chat=is_chat)
-    assert (refused.value.status, refused.value.reason) == (400, "unsupported_field")
+    return {field: {inner: 1} if inner else 1}, 400, "unsupported_field", f"{name} is not supported by this", path
+
+
+@pytest.mark.promise("commands", "The embedded server honours a field...")
+def test_what_cannot_be_served_is_named(make_worker):
+    _, worker = make_worker()
+    refused = [
+        (b"{", 400, "bad_json", "the body is not JSON; send a JSON object"),
+        (b"[]", 400, "bad_json", "the body is not JSON"),
+        (b"[" * 100_000, 400, "bad_json", "the body is not JSON"),
+        ({"prompt": ["a", "b"]}, 400, "bad_prompt", "one prompt a request"),
+        ({"prompt": ""}, 400, "bad_request", "the prompt is empty"),
+        ({"prompt": [1, 900]}, 400, "bad_request", "the prompt holds token id 900"),
+        ({"prompt": "a" * 600}, 400, "bad_request", "exceeds max_seq_len 512"),
+        ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
+        ({"prompt": "a", "temperature": 0.7}, 400, "bad_field", "temperature: Input should be less"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}]},
+            400,
+            "bad_prompt",
+            "has no chat template; use /v1/completions",
+            CHATS,
+        ),
+        *(unsupported(name) for name in ("messages", "n", "kv_transfer_params.prompt_token_ids")),
+        *(unsupported(name, CHATS) for name in ("prompt", "tools", "stream", "temprature")),
+    ]
+
+    async def ask(client):
+        large = await client.post("/v1/completions", data=b" " * ((2 << 20) + 1))
+        return large.status, [await answer_of(client, body, *path) for body, _, _, _, *path in refused]
+
+    large, answers = asked(worker, ask)
+    assert large == 413
+    for (got, answer), (body, status, code, message, *_) in zip(answers, refused, strict=True):
+        assert (got, answer["error"]["code"]) == (status, code), body
+        assert message in answer["error"]["message"]
 
 
 def test_a_client_that_leaves_ends_its_request(make_worker):
@@ -225,40 +215,6 @@ def test_every_answer_has_its_receipt_and_a_cold_one_reuses_nothing(make_worker,
     assert {receipt["policy"] for receipt in receipts} == {"position_fix"}
     assert receipts[1]["reused_tokens"] == moved["prompt_tokens_details"]["reused_tokens"] > len(DOCUMENT) // 2
     assert (receipts[2]["reason"], receipts[2]["reused_tokens"]) == ("cold_run", 0)
-
-
-@pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
-def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a_donor(make_worker, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-    llm, worker = make_worker(kv_connector_config=CONNECTOR)
-    waiting = {"max_tokens": 1, "priority": 1, "kv_transfer_params": {"semblend.exact_only": True}}
-
-    async def ask(client):
-        ended = []
-
-        async def complete(name, prompt, **fields):
-            status, answer = await answer_of(client, {"prompt": prompt, "temperature": 0, **fields})
-            assert status == 200
-            ended.append(name)
-            return answer["usage"]["prompt_tokens_details"]["reused_tokens"]
-
-        async def begin(*arguments, **fields):
-            before = await running(client)
-            task = asyncio.ensure_future(complete(*arguments, **fields))
-            while await running(client) == before:
-                await asyncio.sleep(0)
-            return task
-
-        long = await begin("long", "a", max_tokens=500, ignore_eos=True)
-        documents = [await begin("first", DOCUMENT, **waiting), await begin("version", "The " + DOCUMENT, **waiting)]
-        await complete("request", "b", max_tokens=3)
-        assert await asyncio.gather(*documents) == [0, 0]
-        await long
-        await donors_held(llm, 2)
-        return ended
-
-    # Of those that end in later iterations the server may answer any first.
-    assert asked(worker, ask)[0] == "request"
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):

@@ -163,7 +163,7 @@ class KVCacheManagerV2:
     def __init__(self, pool, geometry, blocks=None):
         """`blocks`: those of an embedded engine that has this manager."""
         config = KvCacheConfig(tokens_per_block=geometry.block_size)
-        self.blocks = blocks or BlockManager(len(pool), config, pool, guarantees=False, replaces=False, exchanges=True)
+        self.blocks = blocks or BlockManager(len(pool), config, pool, is_v2=True)
         self.publish, self.release = self.blocks.publish, self.blocks.release
         self.kv_cache_map, self.conversation_manager = {}, None
         self.layer_offsets = {index: index for index in range(geometry.num_layers)}
