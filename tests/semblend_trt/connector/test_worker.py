@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_wrapper.embedded.block_manager import cache_layout
+from engine_wrapper.embedded.block_manager import LayerGroup, cache_layout
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
@@ -110,8 +110,8 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
 @pytest.mark.parametrize(
     ("groups", "windows", "max_seq_len", "refusal"),
     [
-        *((None, windows, length, None) for windows, length in (([None], None), ([64], 64))),
-        *((None, [64], length, "attention_window") for length in (65, None)),
+        *(([(0, 1, 2)], windows, length, None) for windows, length in (([None], None), ([64], 64))),
+        *(([(0, 1, 2)], [64], length, "attention_window") for length in (65, None)),
         ([(0, 2), (1,)], [64, None], 128, "attention_window"),
         ([(0, 2), (1,)], [None, None], 128, "layer_groups"),
     ],
@@ -120,10 +120,8 @@ def test_a_layout_whose_kv_is_not_kept_in_one_pool_is_refused(
     tiny_qwen2_path, groups, windows, max_seq_len, refusal, caplog
 ):
     args = LlmArgs(model=str(tiny_qwen2_path), contract="1.4", max_seq_len=max_seq_len)
-    layout = cache_layout(pool(), BLOCK, groups)
-    told = zip(layout.groups, windows, strict=True)
-    worker = SemBlendKvConnectorWorker(args)
-    worker.register_kv_cache_layout(replace(layout, groups=tuple(replace(g, window_size=w) for g, w in told)))
+    layout = replace(cache_layout(pool(), BLOCK), groups=tuple(map(LayerGroup, groups, windows)))
+    SemBlendKvConnectorWorker(args).register_kv_cache_layout(layout)
     runtime = runtime_for(args)
     assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
     assert ("windows of [64] tokens" in caplog.text) == (refusal == "attention_window")
@@ -230,7 +228,7 @@ def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, ha
     args = LlmArgs(model=tiny_qwen2_path, contract=contract)
     with closing(SemBlendKvConnectorWorker(args)) as worker:
         if has_layout:
-            worker.register_kv_cache_layout(cache_layout(pool(), BLOCK, None))
+            worker.register_kv_cache_layout(cache_layout(pool(), BLOCK))
         else:
             worker.register_kv_caches(pool())
         assert runtime_for(args).pool.holds_saved_blocks == held
