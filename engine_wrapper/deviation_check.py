@@ -96,7 +96,7 @@ class Budget:
     def chosen(self, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         """Return the tokens with the largest product of deviation and attention, bool [checked tokens]."""
         # A token that deviates without bound comes first, also where no row attends to it.
-        return _largest(np.where(np.isinf(deviations), deviations, deviations * self.attention), self.share)
+        return _largest(deviations * np.where(np.isinf(deviations), 1, self.attention), self.share)
 
 
 def share_for(check: SpanCheck, deviation: float) -> float | None:
