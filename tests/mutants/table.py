@@ -248,7 +248,7 @@ MUTANTS = (
        ("check-most-suspect", "if most is suspect, all is checked", "suspects > check.max_span_share * found.size",
         "False", "test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span"),
        ("check-infinite", "what deviates without bound is computed first",
-        "np.where(np.isinf(deviations), deviations, deviations * self.attention)", "deviations * self.attention",
+        "deviations * np.where(np.isinf(deviations), 1, self.attention)", "deviations * self.attention",
         "test_what_deviates_without_bound_is_chosen_though_nothing_attends_to_it")),
     *of("engine_wrapper/deviation_check.py", "engine_wrapper/test_batch.py",
        ("check-budget", "a level's share is computed", "suspects |= share != 0.0", "suspects |= share is None",
