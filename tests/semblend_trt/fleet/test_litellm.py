@@ -327,20 +327,3 @@ def test_every_route_carries_the_tenants_salt(plain, path):
     sent = [each for replica in replicas.values() for each in replica.bodies]
     assert {len(each["cache_salt"]) for each in sent} == {64}
     assert len(sent) == 2
-
-
-@pytest.mark.promise("fleet", "What placement cannot read, find or...")
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": "a", "model": "unknown"},
-        {"prompt": "word " * 20_000},
-        {"messages": []},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"prompt": "a", "suffix": "b"},
-    ],
-)
-def test_a_bad_request_is_the_clients_fault_and_no_replica_counts_as_dead(fleet, body):
-    status, _, answer = fleet.proxy.post(body)
-    assert (400 <= status < 500, "error" in answer) == (True, True)
-    assert {fleet.proxy.ask(page())[0] for _ in range(4)} == {"one", "two"}
