@@ -135,6 +135,26 @@ def test_a_deployment_without_the_connector_or_with_another_tokenizer_is_placed_
     assert "2 deployments have semblend_worker_id 1" in fleet.proxy.log.read_text()
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+@pytest.mark.promise("fleet", "What placement cannot read, find or...")
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "model": "unknown"},
+        {"prompt": "word " * 20_000},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        {"prompt": "a", "suffix": "b"},
+    ],
+)
+def test_a_bad_request_is_the_clients_fault_and_no_replica_counts_as_dead(fleet, body):
+    status, _, answer = fleet.proxy.post(body)
+    assert (400 <= status < 500, "error" in answer) == (True, True)
+    assert {fleet.proxy.ask(page())[0] for _ in range(4)} == {"one", "two"}
+
+
 @pytest.mark.promise("fleet", "Many long prompts at once keep their holder")
 def test_many_long_prompts_at_once_keep_their_holder(fleet):
     texts = [page(1500) for _ in range(4)]
