@@ -61,8 +61,11 @@ def batch_index(sequences: tuple[SequenceRows, ...]) -> tuple[torch.Tensor, torc
     They are joined once for all layers; those of a single sequence are used as they are."""
     if len(sequences) == 1:
         return sequences[0].positions, sequences[0].block_ids
-    positions, block_ids = [each.positions for each in sequences], [each.block_ids for each in sequences]
-    return once(sequences, ("index",), lambda: (torch.cat(positions), torch.cat(block_ids)))
+
+    def join() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([each.positions for each in sequences]), torch.cat([each.block_ids for each in sequences])
+
+    return once(sequences, ("index",), join)
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:

@@ -133,6 +133,7 @@ class JaccardEmbedder(Embedder):
     with probability J, their Jaccard index. Inner products have mean J and standard deviation 1/32 at most."""
 
     dim = 1024
+    _seeds = _mixed(np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN)
 
     def _write(self, text: str, vector: _Vector) -> None:
         hashes, _, _ = _words_of(text)
@@ -141,8 +142,6 @@ class JaccardEmbedder(Embedder):
             least = np.array([_mixed(hashes ^ seed).min() for seed in self._seeds])
             vector[:] = np.where(least & _ONE, 1.0, -1.0)
         _normalise(vector)
-
-    _seeds = _mixed(np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN)
 
 
 def _normalise(vector: _Vector) -> None:
