@@ -179,7 +179,8 @@ def measured(
             # Plans that compute a few rows, or half of them: unchecked, and checked whole and by a sample.
             few = [plan_over(prompt, kv.geometry, 0, length - 16, check) for check in checks]
             half = plan_over(prompt, kv.geometry, length // 4, 3 * length // 4, None)
-            for plan in [few[0], half, *few[1:]][:: 3 if took > _LONG_SECONDS and planned else 1]:
+            # The half tells what a row and a pair take. By few rows alone a small error there is a large one of a pair.
+            for plan in [few[0], half, *few[1:]][: 2 if took > _LONG_SECONDS and planned else None]:
                 planned.append((plan_work(plan), seconds(partial(run, prompt, plan.prefix_end, blocks, plan))))
         # A card reads pinned memory of the host in place.
         held = torch.zeros(*kv.sizes[:3], kv.capacity - 1, kv.sizes[3], dtype=kv.memory.dtype)

@@ -185,7 +185,8 @@ class DiscoverySettings(SettingsGroup):
     """Place only KV equal to a cold run's; what the policy would reuse beyond it is reported."""
     lookup_deadline_ms: float = Field(5.0, ge=0.001, le=60_000)
     """Processor time, in milliseconds, that the lookup of a prompt of up to 20,480 tokens may take, and in proportion
-    that of a longer one. Then what was found and chosen is reused, and the request counts as lookup_timeout."""
+    that of a longer one; at least half of the time that a plan has to save (`min_saving`). Then what was found and
+    chosen is reused, and the request counts as lookup_timeout."""
     embedder: EmbedderKind = EmbedderKind.OFF
     """How texts are compared to report the nearest donors of a request, beside serving: not at all, by hashed words, by
     word sets, or by a sentence model. What is near is reported, and read back from disk for the next request, never

@@ -115,7 +115,9 @@ def _digests_of_tests(tmp_path_factory):
 def _patient_lookups():
     """Give lookups of this process ten seconds, unless a test sets less than a millisecond: two busy cores are slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "Deadline", lambda limit, tokens: Deadline(limit if limit < 1 else 10_000, tokens))
+        patch.setattr(
+            lookup, "Deadline", lambda limit, tokens, least: Deadline(limit if limit < 1 else 10_000, tokens, least)
+        )
         yield
 
 

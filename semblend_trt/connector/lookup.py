@@ -59,7 +59,10 @@ class DonorPlanner:
         """Plan a look-up and lease its donors. If a lease fails, plan without that donor while the deadline allows.
 
         If a plan with donors on disk would reuse more, fetch them: a later look-up finds them in memory."""
-        deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
+        cold = 0.0 if lookup.costs is None else lookup.costs.cold(lookup.num_computed_tokens, len(lookup.tokens))
+        # Half of what a plan has to save: on a slow host a long prompt's look-up takes more than the setting.
+        least = self._settings.min_saving / 2 * cold
+        deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens), least)
         excluded, on_disk, reused_with_disk = frozenset[str](), list[str](), 0
         planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
         while True:

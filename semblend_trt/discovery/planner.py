@@ -41,16 +41,19 @@ _AVERTABLE = frozenset({"no_donor_match", "low_reuse"})
 
 
 class Deadline:
-    """Ends after `milliseconds` of this thread's processor time, or in proportion for more than DEADLINE_TOKENS.
+    """Ends after `milliseconds` of this thread's processor time, or in proportion for more than DEADLINE_TOKENS; never
+    before `least` seconds.
 
     Time spent waiting for a processor or Python's lock does not count: giving up would not bring it back. Work asks
     before each piece; `has_cut` says that one was refused."""
 
-    def __init__(self, milliseconds: float, tokens: int, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self, milliseconds: float, tokens: int, least: float = 0.0, clock: Callable[[], float] = time.thread_time
+    ) -> None:
         """Begin now; `clock` returns seconds."""
         self._clock = clock
         self._begin = clock()
-        self._seconds = milliseconds / 1000 * max(tokens, DEADLINE_TOKENS) / DEADLINE_TOKENS
+        self._seconds = max(least, milliseconds / 1000 * max(tokens, DEADLINE_TOKENS) / DEADLINE_TOKENS)
         self.has_cut = False
 
     def is_over(self, share: float = 1.0) -> bool:

@@ -2,14 +2,16 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from engine_wrapper import self_check
-from engine_wrapper.self_check import LayoutError, difference, differences, measured, raise_difference
+from engine_wrapper.self_check import LayoutError, difference, differences, measured, plan_over, raise_difference
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
-from semblend_trt.cost import CostModel
+from semblend_trt.cost import CostModel, cold_work, plan_work
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.builders.engine import DONOR, SHIFTED, serve, teach
 
@@ -100,6 +102,21 @@ def test_no_prompt_is_longer_than_the_engine_takes(monkeypatch, longest, last):
     assert (measure(clock.run, longest) is None) is (last == 0)
     assert max((length for length, _, _ in clock.ran), default=0) == last
     assert all(tokens == {1, 2, 3} and blocks == {1, 2, 3, 4} for _, tokens, blocks in clock.ran)
+
+
+def test_a_forward_that_took_longer_than_its_rows_does_not_make_every_pair_dear(monkeypatch):
+    """Seconds of a 7B model on a card. The few rows after a long prefix take a twentieth longer than they should."""
+    clock, prices = Clock(monkeypatch), (0.022, 23e-6, 0.55e-9, 0.004)
+
+    def run(tokens, begin, _, plan):
+        cold = (*cold_work(begin, len(tokens)), 0)
+        work = cold if plan is None else plan_work(plan)
+        is_late = plan is not None and len(tokens) == 4096 and len(tokens) - plan.reused_tokens < 100
+        clock.now += (1.05 if is_late else 1) * np.dot(work, prices)
+
+    found, geometry = measure(run, longest=8192), KvGeometry(28, 2, 16, 8)
+    plan = plan_over([1] * 8192, geometry, 32, 6176, SpanCheck(2, 1.0, sample_every=16, sample_threshold=1.0))
+    assert found.planned(plan) == pytest.approx(np.dot(plan_work(plan), prices), rel=0.15)
 
 
 def test_what_fails_is_not_measured(caplog):

@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 from prometheus_client import REGISTRY
 
+from semblend_trt.cost import CostModel
 from tests.builders import engine as serving
 from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
@@ -125,3 +126,11 @@ def test_a_lookup_past_its_deadline_costs_a_cold_prefill(engine, shifted):
     assert output.reuse_outcome == "backend_declined_reuse"
     assert llm.connector_scheduler.outcomes.reasons() == {"lookup_timeout": 1, "no_donor_match": 1}
     assert_same(output, serve(engine.cold(), SHIFTED))
+
+
+def test_a_lookup_may_take_half_of_what_a_plan_has_to_save(engine):
+    llm = engine(LOOKUP_DEADLINE_MS=0.001, MIN_SAVING=0.1)
+    llm.connector_scheduler._runtime.costs = CostModel((0, 1, 0), (0, 0, 0, 0), 0)  # a second for a token
+    teach(llm, DONOR)
+    answer = serve(llm, SHIFTED)
+    assert (answer.reused_tokens, answer.reuse_reason) == (len(DOCUMENT), None)

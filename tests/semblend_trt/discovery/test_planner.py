@@ -342,11 +342,12 @@ def test_a_run_that_a_bound_may_hide_is_named():
 
 @pytest.mark.promise("donors", "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor...")
 @pytest.mark.parametrize(
-    ("tokens", "milliseconds"), [(0, 5), (8_192, 5), (DEADLINE_TOKENS, 5), (65_536, 16), (262_144, 64)]
+    ("tokens", "least", "milliseconds"),
+    [(0, 0, 5), (8_192, 0.004, 5), (DEADLINE_TOKENS, 0, 5), (65_536, 0, 16), (262_144, 0.06, 64), (8_192, 0.01, 10)],
 )
-def test_a_deadline_grows_with_a_long_prompt(tokens, milliseconds):
+def test_a_deadline_grows_with_a_long_prompt(tokens, least, milliseconds):
     times = iter([10.0, 10.0, 10 + milliseconds / 1000 * 0.999, 10 + milliseconds / 1000 * 1.001])
-    deadline = Deadline(5.0, tokens, clock=lambda: next(times))
+    deadline = Deadline(5.0, tokens, least, clock=lambda: next(times))
     assert [deadline.is_over() for _ in range(3)] == [False, False, True]
     assert deadline.has_cut
 
