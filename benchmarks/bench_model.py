@@ -31,7 +31,7 @@ _DEEPSEEK_V3: dict[str, Any] = _NO_ENDS | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 # Quick on a CPU.
-_NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
+NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
 # New tokens of a shifted prompt: an instruction before the document and a question after it.
 INSTRUCTION, QUESTION = 32, 96
 NEW_TOKENS = INSTRUCTION + QUESTION
@@ -41,7 +41,7 @@ DONOR_INSTRUCTION = 40
 
 def make_runner(folder: Path, layers: int) -> ModelRunner:
     """Make a narrow model of `layers` layers on the CPU, in float32, and write its config.json to `folder`."""
-    config = write_config(folder, _NARROW | {"num_hidden_layers": layers})
+    config = write_config(folder, NARROW | {"num_hidden_layers": layers})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

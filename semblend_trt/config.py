@@ -211,7 +211,8 @@ class DonorSettings(SettingsGroup):
     """Device memory through which donors travel from and to host memory, in bytes; without a card none is used."""
     snapshot_bytes: int = Field(1 << 30, ge=1 << 20, le=1 << 40)
     """Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the engine gives a
-    request's blocks to others before it is saved (TensorRT-LLM's V1 manager). A donor is cut to what is free of it."""
+    request's blocks to others before it is saved (SGLang, TensorRT-LLM's V1 manager). A donor is cut to what is free
+    of it."""
     disk_bytes: int = Field(0, ge=0, le=1 << 50)
     """Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the background, stay
     on disk when memory lets them go, and are found again after a restart."""
