@@ -187,25 +187,17 @@ Kv = PagedKv | ContiguousKv
 
 @dataclass(frozen=True, slots=True)
 class FreshRows:
-    """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
+    """K (rotated) and V of one layer from a forward.
 
     `k`, `v`: [tokens, kv_heads, head_dim], any strides. With kv_factor 1 (MLA) there is no `v`."""
 
     k: torch.Tensor
-    v: torch.Tensor | None
-    first_position: int = 0
+    v: torch.Tensor | None = None
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
         """K, then V if there is one."""
         return (self.k,) if self.v is None else (self.k, self.v)
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self.k
-
-
-Fresh = Kv | FreshRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,11 +153,10 @@ def paged(donor, block_size=BLOCK):
     return filled("in_one_tensor", "cpu", donor, block_size)
 
 
-def fresh_rows(kv, layer, first_position):
-    """Rows from a position on as views of wider ones, as a fused projection makes them: K's strides are not V's."""
-    k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
-    wide = [torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1) for v in values]
-    return FreshRows(k, wide[0][:, 2:] if wide else None, first_position)
+def fresh_rows(kv, layer):
+    """Rows as views of wider ones, as a fused projection makes them: K's strides are not V's."""
+    k, *values = (plane.transpose(0, 1) for plane in kv.tensor[layer])
+    return FreshRows(k, *(torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1)[:, 2:] for v in values))
 
 
 def content(kv):
@@ -168,7 +167,7 @@ def content(kv):
 
 def on(kv, device):
     if isinstance(kv, FreshRows):
-        return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
+        return FreshRows(*(each.to(device) for each in kv.planes))
     if isinstance(kv, PagedKv):
         return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)
     return ContiguousKv(kv.tensor.to(device))

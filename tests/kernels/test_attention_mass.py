@@ -5,11 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import naive
 from kernels.attention_mass import attention_mass, seen_tokens
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels import builders
+from tests.kernels import builders, naive
 from tests.kernels.builders import FP8, TOLERANCE, Batch, donor_of, error_of, filled, rows_at, seeded
 
 SCALE = 0.3

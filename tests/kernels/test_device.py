@@ -16,13 +16,13 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from kernels.deviation import deviation
+from kernels.deviation import FreshRows, deviation
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import RopeRotation
 donor, target = (ContiguousKv(torch.ones(1, 2, 1, 4, 8)) for _ in range(2))
 kv_move([Move(donor, 0, 1, 3)], target, RopeRotation((1.0,), 2))
-deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
+deviation([Move(donor, 0, 1, 3)], FreshRows(*target.tensor[0].transpose(1, 2)), 0, RopeRotation((1.0,), 2))
 """
 
 

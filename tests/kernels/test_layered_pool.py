@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from kernels import naive
 from kernels.deviation import deviation, relative, row_squares, squares
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import sparse_prefill, write_rows
-from tests.kernels import builders
+from tests.kernels import builders, naive
 from tests.kernels.builders import BLOCK, FP8, LAYOUTS, assert_same, donor_of, filled, geometry_of, on, pool_of, rows_at
 
 GEOMETRY, LATENT = geometry_of(layers=3), geometry_of(1, 40, kv_factor=1, layers=3)
@@ -31,17 +30,15 @@ every_pool = pytest.mark.parametrize(
     ("dtype", "source_start", "target_start", "length"),
     [(torch.float32, 3, 3, 1), (torch.float32, 1, 5, BLOCK + 1), (FP8, 6, 2, 13)],
 )
-def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_start, length, device):
+def test_deviation_from_it(layout, sizes, dtype, source_start, target_start, length, device):
     """e4m3 is compared in float32 as it is stored, so that no tolerance is needed for its rounding."""
-    donor, fresh = donor_of(sizes, 20, 4, dtype), donor_of(sizes, 20, 5, dtype)
+    donor, fresh = donor_of(sizes, 20, 4, dtype), builders.fresh_rows(donor_of(sizes, 20, 5, dtype), 1)
     rotation = ROTATION if sizes.kv_factor == 2 else LATENT_ROTATION
     place = (source_start, target_start, length)
     expected = naive.deviation([Move(donor, *place)], fresh, 1, rotation)
-    spans, rows = [Move(filled(layout, device, donor), *place)], on(builders.fresh_rows(fresh, 1, target_start), device)
-    for each in (on(fresh, device), rows, filled(layout, device, fresh)):
-        assert_same(deviation(spans, each, 1, rotation), expected)
-    sums = squares(spans, rows, 1, rotation)
-    assert_same((sums[0] / sums[1]).sqrt(), expected)
+    spans, rows = [Move(filled(layout, device, donor), *place)], on(fresh, device)
+    assert_same(deviation(spans, rows, 1, rotation), expected)
+    assert_same(relative(squares(spans, rows, 1, rotation)), expected)
 
 
 @every_pool
@@ -50,7 +47,7 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, de
     donor = donor_of(sizes, 17, seed=3, dtype=dtype)
     held, changed = filled(layout, device, donor), ContiguousKv(donor.tensor[:, :, :, 4:13].clone())
     changed.tensor[1, 0, :, 2], changed.tensor[1, -1, :, 5] = (torch.tensor(each).to(dtype) for each in (3.0, -1.0))
-    fresh = on(builders.fresh_rows(changed, 1, 0), device)
+    fresh = on(builders.fresh_rows(changed, 1), device)
     rows, positions = torch.tensor([7, 2, 5]), torch.tensor([11, 6, 9])
     actual = row_squares(fresh, rows, held, positions, 1)
     spans = [Move(held, at, row, 1, turn=0) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
@@ -133,7 +130,7 @@ def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeyp
     donor = donor_of(GEOMETRY, 6, seed=1)
     held, near = filled(layout, triton_device, donor), on(donor, triton_device)
     written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(triton_device)]
-    rows, served_by_torch = builders.fresh_rows(near, 1, 0), []
+    rows, served_by_torch = builders.fresh_rows(near, 1), []
     by_torch = ["kv_move.kv_move_by_torch", "deviation.squares_by_torch"]
     by_torch += ["sparse_prefill.by_torch.write_rows", "sparse_prefill.by_torch.sparse_prefill"]
     for name in by_torch:

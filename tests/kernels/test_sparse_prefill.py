@@ -7,11 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import naive
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels import builders
+from tests.kernels import builders, naive
 from tests.kernels.builders import BLOCK, FP8, ROWS, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded
 
 SCALE = 0.3
