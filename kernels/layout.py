@@ -236,6 +236,12 @@ def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch
     return pool_view(pool, geometry)[:, layer, kind]
 
 
+def by_token(memory: torch.Tensor, geometry: KvGeometry, layers: int) -> torch.Tensor:
+    """View contiguous memory of whole layers, token by token, as [layers, kv_factor, kv_heads, tokens, head_dim]."""
+    shape = (layers, -1, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
+    return memory.view(shape).permute(0, 2, 3, 1, 4)
+
+
 def indexable(values: torch.Tensor) -> torch.Tensor:
     """Return `values`, as bytes where torch cannot index their dtype."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

@@ -394,13 +394,11 @@ class DonorCatalog:
     def _make_ready(self, donor_id: str, entry: _Entry) -> None:
         """Let the donor be leased or fetched, as one just used."""
         entry.state = "ready"
-        entry.last_use = next(self._ticks)
-        self._eviction[entry.tier].added(donor_id, entry)
+        self._count_use(donor_id, entry, 0)
 
-    def _count_use(self, donor_id: str, entry: _Entry) -> None:
-        entry.last_use = next(self._ticks)
-        entry.uses += 1
-        self._eviction[entry.tier].used(donor_id)
+    def _count_use(self, donor_id: str, entry: _Entry, uses: int = 1) -> None:
+        entry.last_use, entry.uses = next(self._ticks), entry.uses + uses
+        self._eviction[entry.tier].used(donor_id, entry)
 
     def _move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
         """Move the donor's room to `tier`, where it is a candidate if ready."""
@@ -409,7 +407,7 @@ class DonorCatalog:
         with self._recounting(entry):
             entry.tier = tier
         if entry.state == "ready":
-            self._eviction[tier].added(donor_id, entry)
+            self._eviction[tier].used(donor_id, entry)
 
     @contextmanager
     def _recounting(self, entry: _Entry) -> Iterator[None]:

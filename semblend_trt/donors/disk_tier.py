@@ -322,8 +322,7 @@ class DiskTransfers:
 
     def _fetch(self, donor_id: str) -> None:
         try:
-            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
-            with self._host.writing(donor_id, form.geometry.shape(tokens), form.dtype) as held:
+            with self._host.writing(donor_id, self._disk.tokens_of(donor_id)) as held:
                 self._disk.read(donor_id, held)
             self._report(OffloadEventKind.FETCHED, donor_id)
         except Exception as error:

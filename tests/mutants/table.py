@@ -82,7 +82,7 @@ MUTANTS = (
         "test_a_plan_saves_what_its_rows_and_moves_leave")),
     *of("semblend_trt/discovery/span_index.py", "semblend_trt/discovery/test_span_index.py",
        ("index-namespace", "donors of other namespaces are not compared",
-        "donor is not None and donor.space is space", "donor is not None",
+        "donor is not None and donor.namespace_key == namespace_key", "donor is not None",
         "test_an_equal_key_of_another_namespace_nominates_nothing")),
     *of("semblend_trt/discovery/fingerprint.py", "semblend_trt/discovery/test_span_index.py",
        ("index-equal-tokens", "every token of a run is compared", "return done + first", "return done + first + 1",

@@ -352,7 +352,7 @@ def test_the_newest_places_of_each_key_are_found_through_any_change(different, m
 
 
 def test_an_equal_key_of_another_namespace_nominates_nothing(monkeypatch):
-    monkeypatch.setattr(span_index.secrets, "randbits", lambda bits: 1)
+    monkeypatch.setattr(SpanIndex, "_keys", lambda self, namespace_key, anchors: anchors.hashes)
     index, tokens = SpanIndex(), np.arange(100)
     for namespace in ("space", "elsewhere"):
         index.add(namespace, f"of {namespace}", tokens)

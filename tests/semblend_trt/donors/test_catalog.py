@@ -119,11 +119,11 @@ def played(policy, steps):
             continue
         if step == "add":
             held[donor], sized[donor] = DonorHistory(size, tick), floor + 1 / size
-            policy.added(donor, held[donor])
+            policy.used(donor, held[donor])
         elif step == "use":
             held[donor].last_use, held[donor].uses = tick, held[donor].uses + 1
             sized[donor] = floor + 1 / held[donor].tokens
-            policy.used(donor)
+            policy.used(donor, held[donor])
         else:
             floor = max(floor, sized[donor]) if step == "evict" else floor
             del held[donor], sized[donor]

@@ -20,7 +20,7 @@ class Kept:
 
     def __init__(self, path, host_tokens=200):
         self.folder = path / FOLDER
-        self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * FORM.token_bytes)
+        self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * FORM.token_bytes, FORM.geometry, FORM.dtype)
         self.link, self.events = DiskLink(), deque()
         self.transfers = DiskTransfers(self.disk, self.host, self.link, self.events)
         self.transfers.drain()

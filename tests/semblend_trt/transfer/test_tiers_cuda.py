@@ -34,7 +34,7 @@ AT_ONCE = 7
 
 
 def pinned_tier(size):
-    return HostTier(size, lock=True)
+    return HostTier(size, GEOMETRY, torch.bfloat16, lock=True)
 
 
 def random_kv(seed, tokens=TOKENS):
