@@ -246,8 +246,8 @@ class AnchorTable:
             crowded = np.flatnonzero(filled > _MOST_FILLED)
             if not len(crowded):
                 break
-            for bucket, count in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
-                self._rebuild(bucket, count)  # words have moved; room may still be missing
+            for bucket, more in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
+                self._rebuild(bucket, more)  # words have moved; room may still be missing
         self._filled[buckets] = filled
         slots = np.empty(len(keys), dtype=np.int64)
         slots[which] = found

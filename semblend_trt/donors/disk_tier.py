@@ -265,17 +265,13 @@ class DiskTransfers:
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
         """Begin to scan the folder."""
         self._disk, self._host, self._link, self._events = disk, host, link, events
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._places = threading.Semaphore(MAX_WAITING)
         self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
         self._reader.submit(self._scan)
 
     def write(self, donor_id: str) -> None:
         """Begin writing a donor of host memory; with MAX_WAITING before it, it gets no file."""
-        with self._lock:
-            is_taken = self._waiting < MAX_WAITING
-            self._waiting += is_taken
-        if is_taken:
+        if self._places.acquire(blocking=False):
             self._writer.submit(lambda: self._write(donor_id))
         else:
             self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
@@ -317,8 +313,7 @@ class DiskTransfers:
             is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
             self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), is_full=is_full))
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._places.release()
 
     def _fetch(self, donor_id: str) -> None:
         try:
@@ -449,23 +444,19 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
     num_layers = form.geometry.num_layers
     results, errors = [""] * num_layers, []
 
-    def run(layers: range) -> None:
+    def run(first: int) -> None:
         try:
-            for layer in layers:
+            for layer in range(first, num_layers, _THREADS):
                 results[layer] = work(layer)
         except Exception as error:
             errors.append(error)
 
-    shares = [range(first, num_layers, _THREADS) for first in range(_THREADS)]
-    # Daemons: a disk that never answers must not keep the process from ending.
-    threads = [threading.Thread(target=run, args=(share,), name="semblend-layers", daemon=True) for share in shares]
-    try:
-        for thread in threads:
+    with ExitStack() as started:
+        for first in range(_THREADS):
+            # A daemon: a disk that never answers must not keep the process from ending.
+            thread = threading.Thread(target=run, args=(first,), name="semblend-layers", daemon=True)
             thread.start()
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+            started.callback(thread.join)
     if errors:
         raise errors[0]
     return results
