@@ -495,7 +495,7 @@ class _RoomSearch:
     """Search once for one donor's room. Nothing moves until its result is applied."""
 
     def __init__(self, catalog: DonorCatalog, tokens: int, leaving: str = "", *, is_full: bool = False) -> None:
-        """Read each tier's room. `leaving`: a donor that leaves memory in any case, and the catalog if that `is_full`."""
+        """Read each tier's room. `leaving`: one that leaves memory in any case, and the catalog if it `is_full`."""
         self._limits, self._entries, self._tokens = catalog.capacities, catalog._entries, tokens
         self._leaving, self._is_full = [leaving] if leaving else [], is_full
         self._free = {tier: catalog._free(tier) for tier in Tier}
