@@ -4,9 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Glm4MoeConfig, GlmConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import GlmConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.models.glm import modeling_glm
-from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
@@ -20,15 +19,12 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GUESSED = {name: size for name, size in HEADS.items() if name != "head_dim"}
 MODELS = {
     "qwen2": (modeling_qwen2, Qwen2Config(**HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
     "qwen3_yarn": (modeling_qwen3, Qwen3Config(**HEADS, rope_parameters=YARN, max_position_embeddings=16384)),
     "llama3": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),
-    "llama_linear": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LINEAR)),
     "phi3_partial": (modeling_phi3, Phi3Config(**GUESSED, rope_parameters=PARTIAL, pad_token_id=0)),
-    "glm4_moe_partial": (modeling_glm4_moe, Glm4MoeConfig(**HEADS, rope_parameters=PARTIAL)),
     "glm_partial_interleaved": (modeling_glm, GlmConfig(**HEADS, rope_parameters=PARTIAL, pad_token_id=0)),
 }
 
