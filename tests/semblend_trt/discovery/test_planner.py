@@ -87,7 +87,7 @@ def pieced(count, length=70, donors=8):
 
 
 @pytest.mark.promise("donors", "A long prompt reuses all of...")
-@pytest.mark.parametrize(("count", "length"), [(300, 70), (655, 100), (1300, 70), (1300, 200)])
+@pytest.mark.parametrize(("count", "length"), [(300, 70), (1300, 70), (1300, 200)])
 def test_every_run_of_a_long_prompt_is_reused(count, length):
     donors, prompt = pieced(count, length)
     planned = planner(donors).plan(request(prompt))
@@ -281,22 +281,16 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found():
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled):
-    donors, prompt = pieced(1300, 70)
-    asked, passes = planner(donors), list[str]()
-    was_enabled, count = gc.isenabled(), lambda phase, _: passes.append(phase)
+def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled, monkeypatch):
+    asked, passes = planner({"a": DOCUMENT}), []
+    find = asked._index.find
+    monkeypatch.setattr(asked._index, "find", lambda *given: passes.append(gc.isenabled()) or find(*given))
     (gc.enable if is_enabled else gc.disable)()
-    ends = Deadline(10_000, DEADLINE_TOKENS, clock=lambda: float(len(passes)))
-    gc.collect()
-    gc.callbacks.append(count)
     try:
-        planned = asked.plan(request(prompt), ends)
-        assert gc.isenabled() == is_enabled
+        asked.plan(request())
+        assert (passes, gc.isenabled()) == ([False], is_enabled)
     finally:
-        gc.callbacks.remove(count)
-        (gc.enable if was_enabled else gc.disable)()
-    assert plan_of(planned).reused_tokens == 1300 * 70
-    assert len(passes) <= 2  # one, when it may again
+        gc.enable()
 
 
 @pytest.mark.promise("donors", "A look-up over `SEMBLEND_LOOKUP_DEADLINE_MS` of processor...")
@@ -619,22 +613,6 @@ def some(count):
     return RANDOM.integers(0, 50_000, count).astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    ("before_donor", "before_prompt", "spans"),
-    [
-        # The first 36 tokens, and those between two ends, are too few for a span.
-        (20, 40, [(20, 40, 216), (256, 276, 236), (512, 532, 208)]),
-        (40, 20, [(40, 20, 216), (276, 256, 236), (532, 512, 208)]),
-        (20, 276, [(20, 276, 700)]),
-    ],
-)
-def test_no_span_holds_the_end_of_a_chunk_of_donor_or_prompt(before_donor, before_prompt, spans):
-    moved = some(700)
-    donor, prompt = np.concatenate([some(before_donor), moved]), np.concatenate([some(before_prompt), moved, some(20)])
-    plan = plan_of(planner({"a": donor}, chunk=256, min_span_tokens=64).plan(request(prompt)))
-    assert [(span.donor_start, span.target_start, span.length) for span in plan.spans] == spans
-
-
 @pytest.mark.promise("engines", "No run is reused across the...")
 @pytest.mark.parametrize(("shift", "reason"), [(64, "chunk_edge"), (256, None), (13, None)])
 def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
@@ -668,12 +646,3 @@ def test_a_request_that_asks_for_exact_kv_alone_gets_no_other():
     assert_refused(planner({"a": SHIFTED}).plan(alone), "not_exact")
     plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(alone))
     assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)
-
-
-@pytest.mark.parametrize("policy", [policy.value for policy in ReusePolicy if policy is not ReusePolicy.OFF])
-@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_exact_spans_are_never_checked_under_any_policy(policy, mode):
-    made = profile("verified", check=CHECK, boundary=2)
-    asked = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=2)
-    execution = plan_of(asked.plan(request(mode=mode, profile=made))).execution
-    assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (0, None, 0)

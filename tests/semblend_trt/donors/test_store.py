@@ -29,13 +29,9 @@ ARENA_BLOCKS, HOST_TOKENS = 6, 30
 SAVE_BLOCKS = 8
 
 
-def pattern(number, tokens):
-    """KV that no other donor, position, layer, kind or head has: [layers, 2, kv_heads, tokens, head_dim]."""
-    shape = (GEOMETRY.num_layers, 2, GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
-    sizes = torch.tensor([7, 3, 5, 64, 2])
-    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
-    places = sum(axis * int(sizes[dim:].prod()) for dim, axis in enumerate(axes))
-    return (number * 50_000 + places).float()
+def pattern(number, tokens, dtype=torch.float32):
+    """KV of its own for each donor: [layers, 2, kv_heads, tokens, head_dim]."""
+    return torch.randn(GEOMETRY.shape(tokens), generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
 def contents(kv, tokens):
@@ -114,17 +110,6 @@ def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
     assert_all_is_free(rank)
 
 
-def test_donor_on_its_way_down_can_be_read(rank):
-    rank.keep("a", Tier.DEVICE, 1, 8)
-
-    def copy(source, tokens, held):
-        assert torch.equal(rank.read("a", 8), pattern(1, 8))
-        fill(held, contents(source, tokens))
-
-    assert rank.store.offload("a", copy)
-    assert torch.equal(rank.read("a", 8), pattern(1, 8))
-
-
 @pytest.mark.parametrize(("begins", "move"), [(Tier.HOST, "promote"), (Tier.DEVICE, "offload")])
 def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, move):
     """It is in its new tier before it leaves the old one; the look at the old one comes just too late."""
@@ -198,43 +183,38 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     assert_all_is_free(rank)
 
 
-def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
-    tier = rank.store.device
+@pytest.mark.parametrize(
+    ("name", "free"), [("host", "needs 2304 bytes; 2176 of"), ("device", "needs 5 blocks; 2 of 6")]
+)
+def test_what_has_no_room_or_is_not_written_to_its_end_is_not_held(rank, name, free):
+    tier = getattr(rank.store, name)
     with tier.writing("a", 13):
         pass
-    with pytest.raises(CapacityError, match="needs 3 blocks; 2 of 6 are free"), tier.writing("b", 9):
-        pass
-    with pytest.raises(ValueError, match="already"), tier.writing("a", 1):
-        pass
+    for donor_id, tokens, error, message in (("b", 18, CapacityError, free), ("a", 1, ValueError, "a is already in")):
+        with pytest.raises(error, match=message), tier.writing(donor_id, tokens):
+            pass
     with pytest.raises(RuntimeError, match="copy failed"), tier.writing("c", 8):
         raise RuntimeError("copy failed")
-    with pytest.raises(DonorUnavailableError), tier.reading("c"):
-        pass
     writing = tier.writing("d", 8)
     writing.__enter__()
-    assert "d" not in tier
+    for donor_id in "cd":
+        assert donor_id not in tier
+        with pytest.raises(DonorUnavailableError, match=f"{donor_id} is not in"), tier.reading(donor_id):
+            pass
     assert tier.drop("d")
-    assert used_blocks(tier) == 6
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
         writing.__exit__(None, None, None)
-    assert used_blocks(tier) == 4
+    assert tier.drop("a")
+    assert_all_is_free(rank)
 
 
-SIZES = KvGeometry(num_layers=2, kv_heads=3, head_dim=4, block_size=1)
-DONOR_BYTES = SIZES.bytes_per_token(torch.float32)
-
-
-def tier_of(tokens):
-    return HostTier(tokens * DONOR_BYTES, SIZES, torch.float32)
-
-
-def donor_kv(tokens, seed=0):
-    return torch.randn(SIZES.shape(tokens), generator=torch.Generator().manual_seed(seed))
+def tier_of(tokens, dtype=torch.float32):
+    return HostTier(tokens * TOKEN_BYTES, GEOMETRY, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
-    tier, wide = HostTier(100 * DONOR_BYTES, SIZES, dtype), donor_kv(20).to(dtype)
+    tier, wide = tier_of(100, dtype), pattern(0, 20, dtype)
     save(tier, "a", wide[:, :, :, 3:11])
     expected = wide[:, :, :, 3:11].clone()
     wide.fill_(float("nan"))
@@ -245,23 +225,6 @@ def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
     assert tier.used_bytes == expected.numel() * expected.element_size()
 
 
-def test_a_donor_that_is_not_saved_to_its_end_is_not_held():
-    tier = tier_of(5)
-    with pytest.raises(RuntimeError, match="copy failed"), tier.writing("a", 5):
-        raise RuntimeError("copy failed")
-    assert tier.used_bytes == 0
-    writing = tier.writing("a", 5)
-    writing.__enter__()
-    assert ("a" in tier, tier.used_bytes) == (False, 5 * DONOR_BYTES)
-    with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
-        pass
-    assert tier.drop("a")
-    with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
-        writing.__exit__(None, None, None)
-    assert ("a" in tier, tier.used_bytes) == (False, 0)
-    save(tier, "a", donor_kv(5))
-
-
 @pytest.mark.promise("donors", "Each tier keeps within its byte budget")
 @settings(max_examples=80)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
@@ -270,7 +233,7 @@ def test_the_budget_holds_through_any_saves_and_drops(steps):
     tier, held = tier_of(12), {}
     for number, (donor_id, tokens) in enumerate(steps):
         used = sum(one.shape[3] for one in held.values())
-        kv = donor_kv(tokens, seed=number)
+        kv = pattern(number, tokens)
         if not tokens:
             assert tier.drop(donor_id) == (donor_id in held)
             held.pop(donor_id, None)
@@ -278,32 +241,32 @@ def test_the_budget_holds_through_any_saves_and_drops(steps):
             with pytest.raises(ValueError, match="already in host memory"):
                 save(tier, donor_id, kv)
         elif used + tokens > 12:
-            told = f"needs {tokens * DONOR_BYTES} bytes; {(12 - used) * DONOR_BYTES} of"
+            told = f"needs {tokens * TOKEN_BYTES} bytes; {(12 - used) * TOKEN_BYTES} of"
             with pytest.raises(CapacityError, match=told):
                 save(tier, donor_id, kv)
         else:
             save(tier, donor_id, kv)
             held[donor_id] = kv
         assert {each for each in "abcd" if each in tier} == set(held)
-        assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * DONOR_BYTES
+        assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * TOKEN_BYTES
     for donor_id, kv in held.items():
         assert torch.equal(whole(held_kv(tier, donor_id)), kv)
     tier.clear()
     assert tier.used_bytes == 0
-    save(tier, "all", donor_kv(12))
+    save(tier, "all", pattern(0, 12))
     assert len(held_kv(tier, "all").parts) == 1
 
 
 def test_memory_of_a_dropped_donor_waits_for_its_reader():
-    tier, kv = tier_of(5), donor_kv(5)
+    tier, kv = tier_of(5), pattern(0, 5)
     save(tier, "a", kv)
     with tier.reading("a") as held:
         assert tier.drop("a")
         with pytest.raises(CapacityError):
-            save(tier, "b", donor_kv(1, seed=1))
+            save(tier, "b", pattern(1, 1))
         assert torch.equal(whole(held), kv)
     assert tier.used_bytes == 0
-    save(tier, "b", donor_kv(5, seed=1))
+    save(tier, "b", pattern(1, 5))
     with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
         pass
 
@@ -316,12 +279,12 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
         tier.read_until(end)
     with tier.writing("a", 5, Mock(wait_event=waits.append)) as held:
         assert (waits, first.synchronize.called) == ([first, second], False)
-        fill(held, donor_kv(5))
+        fill(held, pattern(0, 5))
     with tier.writing("b", 5) as held:
         assert first.synchronize.called
         assert second.synchronize.called
-        fill(held, donor_kv(5))
-    assert torch.equal(whole(held_kv(tier, "a")), donor_kv(5))
+        fill(held, pattern(0, 5))
+    assert torch.equal(whole(held_kv(tier, "a")), pattern(0, 5))
 
 
 def test_more_memory_than_there_is_cannot_be_locked():
