@@ -551,14 +551,6 @@ def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_
             assert stretch < min_span
 
 
-@given(RUNS, BOUNDS, st.randoms(use_true_random=False))
-def test_the_order_of_the_runs_does_not_matter(runs, bounds, shuffler):
-    shuffled = runs[:]
-    shuffler.shuffle(shuffled)
-    assert cover(runs, *bounds) == cover(shuffled, *bounds)
-    assert chain(runs, *bounds) == chain(shuffled, *bounds)
-
-
 def test_ties_go_to_a_near_donor_then_to_a_needed_one_then_to_whole_blocks_then_to_the_one_that_offers_most():
     runs = [Run(donor, start, 64, 100) for donor, start in [("a", 1), ("aligned", 96), ("near", 3), ("used", 5)]]
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv, KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
@@ -38,33 +39,23 @@ def contents(kv, tokens):
     """A copy of the first `tokens` positions."""
     if isinstance(kv, HostKv):
         return whole(kv)[:, :, :, :tokens].clone()
-    blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids]  # [blocks, layers, 2, kv_heads, block_size, head_dim]
-    return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
-
-
-def engine_pool(blocks):
-    return torch.full((blocks, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
-
-
-def write(pool, block_ids, kv):
-    for position in range(kv.shape[3]):
-        slot = pool_view(pool, GEOMETRY)[block_ids[position // 4], :, :, :, position % 4]
-        slot.copy_(kv[:, :, :, position])
+    out = torch.empty(GEOMETRY.shape(tokens))
+    kv_move([Move(kv, 0, 0, tokens)], ContiguousKv(out), ROTATION)
+    return out
 
 
 class Rank:
-    """One rank's tiers with their saver, over an engine pool of `slots` requests."""
+    """One rank's tiers with their saver, over an engine pool of four requests."""
 
-    def __init__(self, arena=ARENA_BLOCKS, host_tokens=HOST_TOKENS, slots=4, at_once=0):
-        self.pool = engine_pool(slots * SAVE_BLOCKS)
-        device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
-        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, GEOMETRY, torch.float32), device)
+    def __init__(self, at_once=0):
+        self.pool = torch.full((4 * SAVE_BLOCKS, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
+        self.store = DonorStore(tier_of(HOST_TOKENS), DeviceTier(ARENA_BLOCKS, GEOMETRY, torch.float32, CPU))
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
 
     def save(self, slot, donor_id, tier, kv):
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
-        write(self.pool, blocks, kv)
+        kv_move([Move(ContiguousKv(kv), 0, 0, kv.shape[3])], self.saver.source(blocks), ROTATION)
         self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
     def keep(self, donor_id, tier, number, tokens):
@@ -183,9 +174,7 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     assert_all_is_free(rank)
 
 
-@pytest.mark.parametrize(
-    ("name", "free"), [("host", "needs 2304 bytes; 2176 of"), ("device", "needs 5 blocks; 2 of 6")]
-)
+@pytest.mark.parametrize(("name", "free"), [("host", "2304 bytes; 2176 of"), ("device", "5 blocks; 2 of 6")])
 def test_what_has_no_room_or_is_not_written_to_its_end_is_not_held(rank, name, free):
     tier = getattr(rank.store, name)
     with tier.writing("a", 13):

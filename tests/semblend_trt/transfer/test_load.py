@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine_wrapper.sparse_forward import latent_rows
-from kernels.kv_move import kv_move
+from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
@@ -42,9 +42,7 @@ def store():
     """Donor "near" lies in the arena, "far" and "wide" in host memory."""
     built = DonorStore(HostTier(1 << 20, GEOMETRY, torch.float32), DeviceTier(6, GEOMETRY, torch.float32, CPU))
     with built.device.writing("near", 13) as target:
-        blocks = target.pool.unflatten(3, (2, 4, 8))
-        for position, row in enumerate(kv(13, 1).unbind(3)):
-            blocks[target.block_ids[position // 4], :, :, :, position % 4] = row
+        kv_move([Move(ContiguousKv(kv(13, 1)), 0, 0, 13)], target, ROTATION)
     save(built.host, "far", kv(15, 2))
     return built
 
@@ -171,19 +169,6 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
     assert used_blocks(store.device) == 0
 
 
-def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
-    """A reader with slots for `room` tokens of one layer, which notes in `placed` the layers of each group."""
-    reader = HostReader(CPU, ROTATION, Staging(2 * room * 128, 2, geometry, torch.float32, CPU))
-    placing = reader.placing
-
-    def recorded(*arguments):
-        place = placing(*arguments)
-        return lambda first, end: placed.append((first, end)) or place(first, end)
-
-    monkeypatch.setattr(reader, "placing", recorded)
-    return reader
-
-
 @pytest.fixture
 def awaited(store, monkeypatch):
     """A load from the host whose layers a forward waits for: the pool, its readiness, and the groups placed so far."""
@@ -191,7 +176,15 @@ def awaited(store, monkeypatch):
     monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
     pool, placed, readiness = empty_pool(), [], LayerReadiness()
     readiness.is_awaited = True
-    assert loader(store, pool, recorded_reader(monkeypatch, placed, 12), readiness).load([MIXED]) == []
+    reader = HostReader(CPU, ROTATION, Staging(2 * 12 * 128, 2, GEOMETRY, torch.float32, CPU))
+    placing = reader.placing
+
+    def recorded(*arguments):
+        place = placing(*arguments)
+        return lambda first, end: placed.append((first, end)) or place(first, end)
+
+    monkeypatch.setattr(reader, "placing", recorded)
+    assert loader(store, pool, reader, readiness).load([MIXED]) == []
     return pool, readiness, placed
 
 
