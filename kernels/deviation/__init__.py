@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.device import triton_serves
+from kernels.kv_move import gather
 from kernels.layout import (
-    ContiguousKv,
     FreshRows,
-    Kv,
     Move,
     PagedKv,
     all_to_device,
@@ -79,19 +78,18 @@ def relative(squares: torch.Tensor) -> torch.Tensor:
 
 def squares_by_torch(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """Serve `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
-    device, kv_factor = fresh.k.device, spans[0].source.sizes[1]
-    output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
+    output = torch.empty(2, len(fresh.planes), sum(span.length for span in spans), device=fresh.k.device)
     column = 0
     for span in spans:
+        source = span.source.layers(layer, layer + 1)
         for first in range(0, span.length, _CHUNK):
-            length = min(_CHUNK, span.length - first)
-            for kind in range(kv_factor):
-                donor = _rows(span.source, kind, layer, span.source_start + first, length).to(device).float()
-                if kind == 0:
-                    donor = rotate_keys(donor, span.shift, rotation)
-                rows = fresh.planes[kind][span.target_start + first :][:length].transpose(0, 1).float()
-                output[0, kind, column : column + length] = (rows - donor).square().sum(dim=(0, 2))
-                output[1, kind, column : column + length] = donor.square().sum(dim=(0, 2))
+            length, start = min(_CHUNK, span.length - first), span.target_start + first
+            # Both have the shape [kv_factor, kv_heads, tokens, head_dim].
+            donor = gather(source, span.source_start + first, length)[0].to(fresh.k.device).float()
+            donor = torch.cat((rotate_keys(donor[:1], span.shift, rotation), donor[1:]))
+            rows = torch.stack([plane[start : start + length].float() for plane in fresh.planes]).transpose(1, 2)
+            output[0, :, column : column + length] = (rows - donor).square().sum(dim=(1, 3))
+            output[1, :, column : column + length] = donor.square().sum(dim=(1, 3))
             column += length
     return output
 
@@ -109,16 +107,6 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     donor = [each[blocks, :, slots] for each in held]
     ours, theirs = torch.stack(own).view(fresh.k.dtype).float(), torch.stack(donor).view(kv.pool.dtype).float()
     return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
-
-
-def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
-    """Return K or V of some positions, [kv_heads, length, head_dim]."""
-    if isinstance(kv, ContiguousKv):
-        return kv.tensor[layer, kind, :, start : start + length]
-    blocks, slots = kv.places(start, length)
-    # paged has shape [kv_heads, blocks, block_size, head_dim]
-    paged = layer_view(kv.pool, kv.geometry, layer, kind).transpose(0, 1)
-    return paged[:, blocks, slots]
 
 
 def check_spans(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation) -> None:

@@ -111,8 +111,7 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
     """Serve `kv_move`, of moves that were checked: one gather, rotation and scatter a span for all layers."""
     device = target.memory.device
     for move in moves:
-        # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
-        rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
+        rows = gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
         keys = rows[:, 0]
         if isinstance(rotation, RopeRotation) or move.shift == 0:
             keys = rotate_keys(keys, move.shift, rotation.of_layer(0))
@@ -124,7 +123,8 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
             _scatter(target, move.target_start, 1, rows[:, 1])
 
 
-def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
+def gather(source: Kv, start: int, length: int) -> torch.Tensor:
+    """Return some positions, [layers, kv_factor, kv_heads, length, head_dim], in the source's memory or as a copy."""
     if isinstance(source, ContiguousKv):
         return source.tensor[:, :, :, start : start + length]
     block_size = source.geometry.block_size

@@ -141,7 +141,7 @@ class DiskTier:
     replaced, nothing is read or written. Without `key_file` the user's key is used; a missing file is made."""
 
     def __init__(self, path: Path, form: KvForm, key_file: Path | None = None) -> None:
-        """Make and lock the folder, and clear what an unfinished write left. Raises OSError."""
+        """Make and lock the folder. Raises OSError."""
         self.form = form
         self._folder = path / FOLDER
         self._key = make_key(key_path(key_file, self._folder))
@@ -161,10 +161,6 @@ class DiskTier:
                 message = f"another engine keeps its donors in {self._folder}; give each one its own folder"
                 raise BlockingIOError(message) from error
             self._check_place()
-            names = sorted(os.listdir(self._descriptor))
-            self._unfinished = [name for name in names if name.endswith(_UNFINISHED)]
-            for left in self._unfinished:
-                self._remove(left)
             self._opened = opened.pop_all()
         # Tokens and seal of each donor's file: an exchanged file has another seal.
         self._known: dict[str, tuple[int, str]] = {}
@@ -212,17 +208,19 @@ class DiskTier:
         """Yield the donors in the folder, the longest unused first; errors of unfinished files come before them.
 
         A file that cannot be used is removed, and its error comes in its place. Raises OSError."""
-        for left in self._unfinished:
-            yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
-        names = [name for name in os.listdir(self._descriptor) if name.endswith(_SUFFIX)]
+        there = os.listdir(self._descriptor)
+        for left in (name for name in there if name.endswith(_UNFINISHED)):
+            with suppress(OSError):
+                self._remove(left)
+            yield DonorFileError("unfinished", f"{left} was not written to its end")
 
         def last_use(name: str) -> float:
             with suppress(OSError):
                 return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
             return 0.0
 
-        for name in sorted(names, key=last_use):
+        for name in sorted((name for name in there if name.endswith(_SUFFIX)), key=last_use):
             try:
                 with open_file(name, folder=self._descriptor) as file:
                     donor_id, text, seal = read_text(file, self.form, self._key)

@@ -42,13 +42,14 @@ class HostKv:
         """Positions of all parts together."""
         return sum(part.capacity for part in self.parts)
 
-    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
-        """Yield each part of positions `start .. start + length - 1`, its first index there, and how many."""
+    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int, int]]:
+        """Yield each part of positions `start .. start + length - 1`: its first index there, its first position after
+        `start`, and how many."""
         first, end = 0, start + length
         for part in self.parts:
             begin, stop = max(start, first), min(end, first + part.capacity)
             if begin < stop:
-                yield part, begin - first, stop - begin
+                yield part, begin - first, begin - start, stop - begin
             first += part.capacity
 
 

@@ -140,22 +140,18 @@ class HostWriter:
 
     def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
         """Queue the copies of `copy` on the current stream, a chunk a step, without waiting."""
-        done = 0
-        for part, _, length in held.parts_of(0, tokens):
+        for part, _, done, length in held.parts_of(0, tokens):
             yield from self._chunks_of_part(source, done, length, part.tensor)
-            done += length
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copy all of `held` to the first positions of `target`; done when it returns."""
-        moves, done = [], 0
-        for part, start, length in held.parts_of(0, held.capacity):
-            moves.append(Move(part, start, done, length, turn=0))
-            done += length
+        parts = held.parts_of(0, held.capacity)
+        moves = [Move(part, start, done, length, turn=0) for part, start, done, length in parts]
         staging, num_layers = self._staging, target.geometry.num_layers
         if staging is None:
             kv_move(moves, target, self._rotation)
         else:
-            layers = max(1, min(num_layers, staging.capacity // done))
+            layers = max(1, min(num_layers, staging.capacity // held.capacity))
             for first in range(0, num_layers, layers):
                 end = min(first + layers, num_layers)
                 for batch in batches(moves, staging.capacity // layers):

@@ -41,14 +41,11 @@ def names(tier):
     return sorted(path.name for path in tier._folder.glob("*.donor.*"))
 
 
-def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path):
-    """The engine serves without it; another one may have it."""
-    in_the_way = tmp_path / FOLDER / "donor.donor.unfinished"
-    in_the_way.mkdir(parents=True)
-    with pytest.raises(OSError, match=r"donor\.unfinished"):
-        DiskTier(tmp_path, FORM)
-    in_the_way.rmdir()
-    DiskTier(tmp_path, FORM).close()
+def test_what_an_unfinished_write_left_is_cleared_where_that_can_be(tmp_path, tier):
+    for name, make in (("begun", Path.touch), ("in the way", Path.mkdir)):
+        make(tmp_path / FOLDER / f"{name}.donor.unfinished")
+    assert [each.reason for each in tier.scan()] == ["unfinished"] * 2
+    assert names(tier) == ["in the way.donor.unfinished"]
 
 
 @pytest.mark.promise("donors", "The folder is one engine's and one user's; links, pipes and others' files are not used")
