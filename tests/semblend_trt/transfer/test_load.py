@@ -247,17 +247,10 @@ def _placed_and_cold(path, shift):
         _kv_of(model, torch.cat((torch.randint(0, 256, (before,), generator=generator), shared, shared[:5])))
         for before in (donor_start, target_start)
     )
-    facts = model_facts(path)
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 16, facts.kv_factor)
-    blocks = torch.randperm(geometry.blocks_for(target_start + 55), generator=generator)
-    span = PlanSpan("donor", donor_start, target_start, 50)
-    moved = plan(span, prompt=target_start + 55, block_size=16, blocks=tuple(blocks.tolist()))
-    pool = torch.full((blocks.numel(), facts.num_layers, facts.kv_factor, geometry.row_elements), math.nan)
-    place(moved, {"donor": donor_kv}, pool, geometry, facts.rotation)
-    whole = pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-    placed = whole[:, :, :, target_start : target_start + 50]
-    assert not bool(placed.isnan().any())
-    return placed, cold_kv[:, :, :, target_start : target_start + 50]
+    placed, own = ContiguousKv(torch.full_like(cold_kv, math.nan)), slice(target_start, target_start + 50)
+    kv_move([Move(ContiguousKv(donor_kv), donor_start, target_start, 50)], placed, model_facts(path).rotation)
+    assert not bool(placed.tensor[:, :, :, own].isnan().any())
+    return placed.tensor[:, :, :, own], cold_kv[:, :, :, own]
 
 
 def _kv_of(model, tokens):
