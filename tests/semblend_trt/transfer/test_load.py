@@ -63,10 +63,10 @@ def position_in(pool, position):
     return pool_view(pool, GEOMETRY)[BLOCKS[position // 4], :, :, :, position % 4]
 
 
-def place(plan, donors, pool, geometry=GEOMETRY, rotation=ROTATION):
+def place(plan, donors, pool):
     """`donors`: [layers, 2, kv_heads, tokens, head_dim] by id."""
     held = {donor_id: HostKv((ContiguousKv(tensor),)) for donor_id, tensor in donors.items()}
-    kv_move(moves_of(plan, held), target_of(plan, pool, geometry), rotation)
+    kv_move(moves_of(plan, held), target_of(plan, pool, GEOMETRY), ROTATION)
 
 
 def loader(store, pool, reader=None, readiness=None):
