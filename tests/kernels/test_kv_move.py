@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_move import LayerMoves, Move, kv_move
+from kernels.kv_move import LayerMoves, Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
 from kernels.rope import rotary_factors, rotate
 from tests.kernels import builders, naive
@@ -168,13 +168,16 @@ def test_no_plan_compiles_the_kernel_again():
     geometry, counts = geometry_of(head_dim=64), []
     target = on(target_of(geometry), "cuda")
     one, nine, many = (on(donor_of(geometry, tokens, seed=tokens), "cuda") for tokens in (1, 9, 20))
-    for moves in (
-        [Move(many, 0, 0, 16)],
-        [Move(one, 0, 5, 1)],
-        [Move(nine, 1, 0, 8), Move(nine, 0, 9, 3), Move(many, 2, 12, 8), Move(one, 0, 8, 1)],
-        [Move(on(builders.paged(donor_of(geometry, 20, 1)), "cuda"), 3, 1, 17)],
+    paged, staged = on(builders.paged(donor_of(geometry, 20, 1)), "cuda"), ContiguousKv(torch.empty_like(many.tensor))
+    warm_up(geometry, torch.float32, torch.device("cuda"), rotation_of(64))
+    for moves, into in (
+        ([], target),
+        ([Move(one, 0, 5, 1)], target),
+        ([Move(nine, 1, 0, 8), Move(nine, 0, 9, 3), Move(many, 2, 12, 8), Move(one, 0, 8, 1)], target),
+        ([Move(paged, 3, 1, 17)], target),
+        ([Move(paged, 3, 1, 17)], staged),
     ):
-        kv_move(moves, target, rotation_of(64))
+        kv_move(moves, into, rotation_of(64))
         counts.append(len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0]))
     assert len(set(counts)) == 1
 

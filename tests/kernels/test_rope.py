@@ -62,20 +62,6 @@ def test_a_moved_key_is_the_models_key_at_the_new_position(name, start, shift):
     assert error_of(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_shift_zero_returns_the_keys_bit_for_bit(dtype):
-    keys = sample_keys().to(dtype)
-    assert rotate_keys(keys, 0, RotaryModel("qwen2").rotation) is keys
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_once(dtype):
-    keys, rotation = sample_keys().to(dtype), RotaryModel("qwen2").rotation
-    rotated = rotate_keys(keys, 1234, rotation)
-    assert rotated.dtype == dtype
-    assert torch.equal(rotated, rotate_keys(keys.float(), 1234, rotation).to(dtype))
-
-
 @settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
 def test_rotating_to_a_position_and_moving_by_shifts_are_one(first, second, interleaved):

@@ -177,26 +177,19 @@ def test_what_attention_cannot_run_with_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "block_m", "block_n"),
-    [
-        *((16, 16, 16), (16, 32, 64), (32, 128, 16), (64, 16, 32), (24, 64, 64)),
-    ],
+    ("heads", "block_size", "block_m", "block_n", "piece"),
+    [(2, 16, 16, 16, 16), (6, 16, 128, 16, 48), (3, 16, 32, 64, None), (3, 64, 16, 32, None), (2, 24, 64, 64, 64)],
 )
-def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(triton_device, block_size, block_m, block_n):
-    positions = [list(range(1, 100, 2)), [3, 50, 51, 99]]
-    batch = Batch(positions, heads=3, kv_heads=1, block_size=block_size, dtype=torch.float16)
-    assert_same(tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2)), plain(batch))
-
-
-@pytest.mark.parametrize(("heads", "block_m", "piece"), [(2, 16, 16), (6, 128, 48)])
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (5, False), (70, True)])
-def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_sinks):
+def test_tiles_of_any_size_and_their_pieces(
+    triton_device, heads, block_size, block_m, block_n, piece, window, with_sinks
+):
     positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
-    batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
+    batch = Batch(positions, heads=heads, kv_heads=1, block_size=block_size, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
     expected_lse = torch.full(batch.q.shape[:2], math.nan)
     lse = expected_lse.to(triton_device, copy=True)
-    actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks, lse)
+    actual = tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2), piece, window, sinks, lse)
     assert_same(actual, plain(batch, window, sinks, expected_lse))
     assert_same(lse, expected_lse, batch.q.dtype)
 

@@ -100,11 +100,6 @@ def test_thinning_keeps_the_first_and_last_of_each_hash(max_repeats):
         assert kept == (every if len(every) <= max_repeats else ends)
 
 
-@pytest.mark.parametrize("length", [0, 1, GRAM_TOKENS, GUARANTEED_RUN - 1])
-def test_short_input_has_no_anchors(length):
-    assert len(fingerprint(random_tokens(7, length)).positions) == 0
-
-
 @pytest.mark.parametrize("bad", [[-1], [MAX_ID + 1], [0.5], ["a"], [[1, 2]], 7, [True]])
 def test_bad_token_ids_are_refused(bad):
     with pytest.raises(ValueError, match=r"token id|shape"):
