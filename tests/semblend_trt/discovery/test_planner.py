@@ -9,20 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.config import Settings
 from semblend_trt.cost import CostModel
-from semblend_trt.discovery.planner import (
-    DEADLINE_TOKENS,
-    Deadline,
-    Planner,
-    Preference,
-    chain,
-    cover,
-)
-from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
+from semblend_trt.discovery.planner import DEADLINE_TOKENS, Deadline, Preference, chain, cover
+from semblend_trt.discovery.span_index import Run, ScanBounds
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import BudgetLevel, PlanKind, PlanSpan, SpanCheck
-from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel
 from tests.semblend_trt.discovery import planning
 from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
@@ -59,13 +50,9 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes():
 @pytest.mark.promise("reuse", "Of equally good donors of one generation, one on the card is taken")
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
-    index = SpanIndex()
-    for donor_id in ("a", "near", "z"):
-        index.add("space", donor_id, np.concatenate([text(ord(donor_id[0]), 9), PROMPT]))
-        index.add("space", f"start-{donor_id}", PROMPT[:200])
-    near = {"near", "start-near"}
-    values = Settings(policy=ReusePolicy.POSITION_FIX, lookup_deadline_ms=10_000)
-    asked = Planner(index, values, values.policy, NUM_LAYERS, near.__contains__)
+    donors = {name: np.concatenate([text(ord(name[0]), 9), PROMPT]) for name in ("a", "near", "z")}
+    donors |= {f"start-{name}": PROMPT[:200] for name in donors}
+    asked = planner(donors, asks={"is_near": {"near", "start-near"}.__contains__})
     plan = plan_of(asked.plan(request(mode=mode)))
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
 
@@ -316,13 +303,10 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
 @pytest.mark.promise("donors", "A long prompt reuses all of its runs, and a bound that may hide one is named")
 def test_a_run_that_a_bound_may_hide_is_named():
     donors, prompt = {"a": DOCUMENT, "b": OTHER}, np.concatenate([SYSTEM, OTHER, DOCUMENT, QUESTION])
-    tight = SpanIndex(ScanBounds(max_compared=100))
-    for donor_id, tokens in donors.items():
-        tight.add("space", donor_id, tokens)
 
     def planned(ratio, computed=0):
-        values = Settings(policy=ReusePolicy.POSITION_FIX, lookup_deadline_ms=10_000, min_reuse_ratio=ratio)
-        return Planner(tight, values, values.policy, NUM_LAYERS).plan(request(prompt, computed))
+        asked = planner(donors, bounds=ScanBounds(max_compared=100), min_reuse_ratio=ratio)
+        return asked.plan(request(prompt, computed))
 
     plan = planned(0.4).plan
     assert [span.donor_id for span in plan.spans] == ["a"]
@@ -467,8 +451,7 @@ def test_exact_runs_are_placed_where_moved_ones_do_not_pay():
     ("planned_row", "begins", "searches"), [(0.9, 0, True), (1000.0, 31, False), (1000.0, 32, True)]
 )
 def test_what_cannot_pay_is_searched_only_if_a_donor_begins_alike(planned_row, begins, searches):
-    values = Settings(policy=ReusePolicy.POSITION_FIX, min_saving=0.1, min_span_tokens=32)
-    asked = Planner(SpanIndex(), values, values.policy, NUM_LAYERS, begins_alike=lambda *_: begins)
+    asked = planner({"a": text(6, 99)}, asks={"begins_alike": lambda *_: begins}, min_saving=0.1, min_span_tokens=32)
     planned = asked.plan(priced(planned_row))
     assert (planned.outcome_reason, planned.scan is None) == (
         ("no_donor_match", False) if searches else ("does_not_pay", True)
