@@ -46,18 +46,17 @@ def rotated_keys(keys, shift, rotation):
 
 def deviation(spans, fresh, layer, rotation):
     check_spans(spans, fresh, layer, rotation)
-    columns = []
-    for span in spans:
-        for token in range(span.length):
-            column = []
-            for kind, rows in enumerate(fresh.planes):
-                donor = row_of(span.source, kind, layer, span.source_start + token).float()
-                donor = donor if kind else rotated_keys(donor, span.shift, rotation)
-                difference = float((rows[span.target_start + token].float() - donor).norm())
-                norm = float(donor.norm())
-                column.append(difference / norm if norm else math.inf if difference else 0.0)
-            columns.append(column)
-    return torch.tensor(columns, dtype=torch.float32).T
+    found = []
+    for span in (span for span in spans if span.length):
+        columns = []
+        for kind, rows in enumerate(fresh.planes):
+            tokens = range(span.source_start, span.source_start + span.length)
+            donor = torch.stack([row_of(span.source, kind, layer, token) for token in tokens]).float()
+            donor = donor if kind else rotated_keys(donor, span.shift, rotation)
+            difference = (rows[span.target_start :][: span.length].float() - donor).flatten(1).norm(dim=1)
+            columns.append(torch.where(difference == 0, 0.0, difference / donor.flatten(1).norm(dim=1)))
+        found.append(torch.stack(columns))
+    return torch.cat(found, dim=1)
 
 
 def write_rows(k, v, kv, sequences):

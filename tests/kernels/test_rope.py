@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import GlmConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
@@ -11,7 +9,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from kernels.rope import LayerRotations, RopeRotation, by_layer, rotary_factors, rotate, rotate_keys, still
+from kernels.rope import LayerRotations, RopeRotation, by_layer, rotate_keys, still
 from tests.kernels.builders import error_of, rotation_of, seeded
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -60,16 +58,6 @@ def test_a_moved_key_is_the_models_key_at_the_new_position(name, start, shift):
     model, keys = RotaryModel(name), sample_keys()
     moved = rotate_keys(model.exact_keys_at(keys, start), shift, model.rotation)
     assert error_of(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
-
-
-@settings(max_examples=50)
-@given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
-def test_rotating_to_a_position_and_moving_by_shifts_are_one(first, second, interleaved):
-    rotation, keys, positions = rotation_of(32, interleaved), sample_keys(5), torch.arange(5)
-    placed, expected = (
-        rotate(keys, rotary_factors(at, rotation), rotation) for at in (positions, positions + first + second)
-    )
-    assert error_of(rotate_keys(rotate_keys(placed, first, rotation), second, rotation), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
