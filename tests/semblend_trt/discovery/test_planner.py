@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from semblend_trt.cost import CostModel
 from semblend_trt.discovery.planner import DEADLINE_TOKENS, Deadline, Preference, chain, cover
 from semblend_trt.discovery.span_index import Run, ScanBounds
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import BudgetLevel, PlanKind, PlanSpan, SpanCheck
 from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel
 from tests.semblend_trt.discovery import planning
@@ -209,10 +208,6 @@ def test_less_than_a_span_is_not_looked_up(length, computed, reason):
     assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
 
 
-@pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])
-def test_a_boundary_outside_the_model_is_refused_at_once(boundary):
-    with pytest.raises(ConfigurationError, match="BOUNDARY"):
-        planner({}, "boundary", recompute_boundary_layer=boundary)
 
 
 def test_discovery_only_reports_and_promises_nothing():
