@@ -40,13 +40,7 @@ def deviation(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: Rop
     Returns float32 [kv_factor, tokens] on `fresh`'s device: K, then V (kv_factor 1: the latent row only), the spans'
     tokens one after another. 0 where both are zero, infinite where only the donor is. Allocates nothing of the size of
     the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound."""
-    if not spans:
-        return torch.empty(2, 0, device=fresh.k.device)
-    if not _triton_serves(spans, fresh, layer, rotation):
-        return relative(squares_by_torch(spans, fresh, layer, rotation))
-    from kernels.deviation import triton_deviation
-
-    return triton_deviation.compared(spans, fresh, layer, rotation)
+    return _compared(spans, fresh, layer, rotation)
 
 
 def squares(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation) -> torch.Tensor:
@@ -54,20 +48,21 @@ def squares(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeR
 
     float32 [2, kv_factor, tokens]. Ranks that share a model's heads add them up; `relative` then gives the deviation
     over all heads. The rest is as in `deviation`."""
+    return _compared(spans, fresh, layer, rotation, 2)
+
+
+def _compared(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
+    """Return `deviation`, or with `sums` 2 `squares`."""
     if not spans:
-        return torch.empty(2, 2, 0, device=fresh.k.device)
-    if not _triton_serves(spans, fresh, layer, rotation):
-        return squares_by_torch(spans, fresh, layer, rotation)
-    from kernels.deviation import triton_deviation
-
-    return triton_deviation.compared(spans, fresh, layer, rotation, 2)
-
-
-def _triton_serves(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation) -> bool:
-    """Check the spans; return whether Triton serves them."""
+        return torch.empty(*sums, 2, 0, device=fresh.k.device)
     check_spans(spans, fresh, layer, rotation)
-    sources = [span.source for span in spans]
-    return lie_alike(*sources) and triton_serves(fresh.k, (*fresh.planes, *(source.memory for source in sources)))
+    sources = {id(span.source): span.source for span in spans}.values()
+    if lie_alike(*sources) and triton_serves(fresh.k, (*fresh.planes, *(source.memory for source in sources))):
+        from kernels.deviation import triton_deviation
+
+        return triton_deviation.compared(spans, fresh, layer, rotation, *sums)
+    found = squares_by_torch(spans, fresh, layer, rotation)
+    return found if sums else relative(found)
 
 
 def relative(squares: torch.Tensor) -> torch.Tensor:

@@ -208,8 +208,6 @@ def test_less_than_a_span_is_not_looked_up(length, computed, reason):
     assert planner({"a": PROMPT}, "exact").plan(request(PROMPT[:length], computed)).outcome_reason == reason
 
 
-
-
 def test_discovery_only_reports_and_promises_nothing():
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT, OTHER])}
     plan = plan_of(planner(donors, discovery_only=True).plan(request(computed=32)))
