@@ -35,11 +35,12 @@ def index_of(donors, bounds=None):
 @pytest.fixture
 def collide(request, monkeypatch):
     """Grams of which these bits of their hashes are equal have the same hash."""
-    monkeypatch.setattr(span_index, "fingerprint", lambda *arguments: masked(fingerprint(*arguments), request.param))
 
+    def masked(*arguments):
+        anchors = fingerprint(*arguments)
+        return anchors._replace(hashes=anchors.hashes & np.uint64(request.param))
 
-def masked(anchors, bits):
-    return anchors._replace(hashes=anchors.hashes & np.uint64(bits))
+    monkeypatch.setattr(span_index, "fingerprint", masked)
 
 
 @numba.njit(cache=False)
@@ -80,15 +81,9 @@ def random_case(rng, vocabulary, longest=150):
 
 def assert_found(found, donors, prompt, shortest=32, *, every=True):
     """Runs are equal, maximal, long enough, each once and sorted; with `every`, only one repeated token is missed."""
-    right = set()
-    needed = set()
-    for donor_id, donor in donors.items():
-        for donor_start, target_start, length, varied in maximal_runs(donor, prompt, shortest):
-            run = Run(donor_id, donor_start, target_start, length)
-            right.add(run)
-            if varied and every:
-                needed.add(run)
-    assert needed <= set(found) <= right
+    held = ((name, run) for name, donor in donors.items() for run in maximal_runs(donor, prompt, shortest))
+    right = {Run(name, *run): varied for name, (*run, varied) in held}
+    assert {run for run, varied in right.items() if varied and every} <= set(found) <= set(right)
     assert len(set(found)) == len(found)
     assert found == sorted(found, key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
 
@@ -99,12 +94,6 @@ def assert_bounded(work, prompt, bounds=BOUNDS):
     assert work.places <= min(anchors * bounds.max_bucket, bounds.max_pairs)
     assert work.extensions <= max(bounds.max_extensions, len(prompt) // 32)
     assert work.compared <= bounds.max_compared + len(prompt) + 2
-
-
-def assert_equal_tokens(runs, donors, prompt):
-    for run in runs:
-        donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
-        assert np.array_equal(donor, prompt[run.target_start : run.target_end])
 
 
 @pytest.mark.promise("reuse", "A look-up finds every run of...")
@@ -200,7 +189,9 @@ def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period):
     prompt = np.concatenate([random_tokens(6, 333), text])
     work = index_of(donors).find("space", prompt)
     assert max(run.length for run in work.runs) >= len(text)
-    assert_equal_tokens(work.runs, donors, prompt)
+    for run in work.runs:
+        donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
+        assert np.array_equal(donor, prompt[run.target_start : run.target_end])
     assert_bounded(work, prompt)
 
 

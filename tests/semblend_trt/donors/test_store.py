@@ -153,19 +153,16 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def fail_at_the_second_chunk(monkeypatch):
+def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_ended(rank, monkeypatch):
+    """A file that is read back could get the memory, and no stream orders what the processor writes."""
+    rank.keep("a", Tier.DEVICE, 1, 8)
+    taken = []
+
     def chunks(writer, source, tokens, held):
         yield
         raise MemoryError("no table")
 
     monkeypatch.setattr(HostWriter, "chunks", chunks)
-
-
-def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_ended(rank, monkeypatch):
-    """A file that is read back could get the memory, and no stream orders what the processor writes."""
-    rank.keep("a", Tier.DEVICE, 1, 8)
-    taken = []
-    fail_at_the_second_chunk(monkeypatch)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
     rank.saver.offload("a")
     rank.saver.drain()
