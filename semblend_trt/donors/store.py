@@ -90,7 +90,8 @@ class HostMemory:
         chosen = [min(fitting, key=len)] if fitting else sorted(self._holes, key=len, reverse=True)
         taken: dict[int, range] = {}
         for hole in chosen:
-            taken[hole.start] = hole[: rows - sum(map(len, taken.values()))]
+            taken[hole.start] = part = hole[:rows]
+            rows -= len(part)
         self._holes = [rest for hole in self._holes if (rest := hole[len(taken.get(hole.start, ())) :])]
         return [each for each in taken.values() if each]
 
