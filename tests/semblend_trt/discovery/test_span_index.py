@@ -224,15 +224,6 @@ def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phr
     assert work.hidden_end == 0
 
 
-def test_a_search_that_is_over_keeps_what_it_has_found():
-    donors = {f"donor-{i}": random_tokens(i, 100 + i) for i in range(20)}
-    prompt = np.concatenate(list(donors.values()))
-    ends = iter([False, False, True])
-    work = index_of(donors).find("space", prompt, 64, lambda: next(ends))
-    assert len(work.runs) == 16
-    assert work.hidden_end > 0
-
-
 def test_ids_are_taken_once_for_all_namespaces_and_the_index_keeps_its_own_copy():
     tokens = np.arange(100, dtype=np.int32)
     index, prompt = index_of({"donor": tokens}), tokens.copy()
