@@ -187,25 +187,17 @@ Kv = PagedKv | ContiguousKv
 
 @dataclass(frozen=True, slots=True)
 class FreshRows:
-    """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
+    """K (rotated) and V of one layer from a forward.
 
     `k`, `v`: [tokens, kv_heads, head_dim], any strides. With kv_factor 1 (MLA) there is no `v`."""
 
     k: torch.Tensor
-    v: torch.Tensor | None
-    first_position: int = 0
+    v: torch.Tensor | None = None
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
         """K, then V if there is one."""
         return (self.k,) if self.v is None else (self.k, self.v)
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self.k
-
-
-Fresh = Kv | FreshRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +234,12 @@ def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch
     if isinstance(pool, LayeredPool):
         return pool.kinds[kind][layer]
     return pool_view(pool, geometry)[:, layer, kind]
+
+
+def by_token(memory: torch.Tensor, geometry: KvGeometry, layers: int) -> torch.Tensor:
+    """View contiguous memory of whole layers, token by token, as [layers, kv_factor, kv_heads, tokens, head_dim]."""
+    shape = (layers, -1, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
+    return memory.view(shape).permute(0, 2, 3, 1, 4)
 
 
 def indexable(values: torch.Tensor) -> torch.Tensor:

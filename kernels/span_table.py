@@ -107,16 +107,15 @@ def span_table(
     moves: Sequence[Move],
     base: torch.Tensor,
     targets: tuple[Memory, Memory],
-    target_position: int,
     rotation: Rotation,
     tile_tokens: int,
     target_layers: int = 0,
 ) -> SpanTable:
     """Lay out and upload the table of the moves that have a length; all of them were checked.
 
-    Addresses count from `base`. `targets`: two records that the kernel chooses between; their first row is position
-    `target_position`, and they have `target_layers`, if those are more than the sources'. On CUDA the upload is queued
-    on the current stream of `base`'s device and the host does not wait for it."""
+    Addresses count from `base`. `targets`: two records that the kernel chooses between; they have `target_layers`, if
+    those are more than the sources'. On CUDA the upload is queued on the current stream of `base`'s device and the host
+    does not wait for it."""
     sources = {key: memory_of(source) for key, source in {id(move.source): move.source for move in moves}.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(move.source.sizes[:2] for move in moves)
@@ -142,10 +141,7 @@ def span_table(
     known = shifts if turning else []
     factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(known)}
     spans, lengths = words[SPANS_AT:tiles_at].reshape(-1, RECORD_WORDS), np.array([move.length for move in moves])
-    spans[:, :8] = [
-        (*records[id(sources[id(move.source)])], move.source_start, move.target_start - target_position)
-        for move in moves
-    ]
+    spans[:, :8] = [(*records[id(sources[id(move.source)])], move.source_start, move.target_start) for move in moves]
     factors = [factor_of.get(move.shift, -1) for move in moves]
     spans[:, 8:11] = np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
     # Of each tile its span, and its first token there.

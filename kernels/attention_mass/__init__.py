@@ -10,7 +10,7 @@ import torch
 
 from kernels.device import triton_serves
 from kernels.layout import LayeredPool, PoolLayer, SequenceRows
-from kernels.sparse_prefill import check_float32, check_queries
+from kernels.sparse_prefill import by_torch, check_float32, check_queries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +54,4 @@ def attention_mass(
         from kernels.attention_mass import triton_mass
 
         return triton_mass.attention_mass(q, kv, sequences, scale, lse, window, into)
-    from kernels.sparse_prefill import by_torch
-
     return by_torch.attention_mass(q, kv, sequences, scale, lse, window, into)

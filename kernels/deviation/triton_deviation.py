@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from kernels.device import launch
-from kernels.layout import Fresh, FreshRows, Move
 from kernels.span_table import (
     Memory,
     Tiling,
@@ -23,7 +22,6 @@ from kernels.span_table import (
     load_part,
     load_planes,
     memory_at,
-    memory_of,
     plane_at,
     rows_at,
     span_of_tile,
@@ -33,35 +31,32 @@ from kernels.span_table import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kernels.layout import FreshRows, Move
     from kernels.rope import RopeRotation
 
 TILING = Tiling(tile_bytes=4096)
 
 
-def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
+def compared(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
     """Serve `kernels.deviation.deviation`, or with `sums` 2 `squares`, of checked spans that `triton_serves`."""
     shape = (*sums, spans[0].source.sizes[1], sum(span.length for span in spans))
-    output = torch.empty(shape, dtype=torch.float32, device=fresh.memory.device)
+    output = torch.empty(shape, dtype=torch.float32, device=fresh.k.device)
     if compared := [span for span in spans if span.length]:
         prepared(output, compared, fresh, layer, rotation)()
     return output
 
 
 def prepared(
-    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
+    output: torch.Tensor, spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation
 ) -> Callable[[], None]:
     """Upload the table of spans, which all have a length; return what launches the kernel on the current stream.
 
     `output` has three axes for the squares and two for the deviation."""
-    base = fresh.memory
+    base = fresh.k
     _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
     tokens = TILING.tokens(head_dim, base.dtype)
-    if isinstance(fresh, FreshRows):
-        targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.planes[-1])
-        table = span_table(spans, base, targets, fresh.first_position, rotation, tokens)
-    else:
-        both = memory_of(fresh)
-        table = span_table(spans, base, (both, both), 0, rotation, tokens)
+    targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.planes[-1])
+    table = span_table(spans, base, targets, rotation, tokens)
 
     def run() -> None:
         launch(

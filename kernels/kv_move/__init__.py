@@ -37,12 +37,12 @@ def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
 
     float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has the layers of `target`. A shift
     of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the latent
-    ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all sources on the
-    target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on
-    another device than the target. Raises ValueError, naming the tensor and its bound, before anything is written."""
-    if moves:
-        check_moves(moves, target, rotation)
-        prepared(moves, target, rotation)(range(target.sizes[0]), 0)
+    ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves sources on the
+    target's device or in pinned host memory; torch serves calls with any other, and the CPU. A ContiguousKv source may
+    lie on another device than the target. Raises ValueError, naming the tensor and its bound, before anything is
+    written."""
+    check_moves(moves, target, rotation)
+    prepared(moves, target, rotation)(range(target.sizes[0]), 0)
 
 
 class LayerMoves:
@@ -88,26 +88,17 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
 def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[[range, int], None]:
     """Return a function that makes moves of some layers, to the target's from a first one on.
 
-    `check_moves` must have passed them. One Triton launch makes them, and torch those that it cannot serve."""
-    is_alike, memory = lie_alike(target), target.memory
-    served: list[Move] = []
-    rest: list[Move] = []
-    for move in (move for move in moves if move.length):
-        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, [move.source.memory])
-        (served if is_served else rest).append(move)
-    launch: Callable[[range, int], None] | None = None
-    if served:
+    `check_moves` must have passed them. One Triton launch makes them, or torch if Triton cannot serve one of them."""
+    moves = [move for move in moves if move.length]
+    sources = {id(move.source): move.source for move in moves}.values()
+    if moves and lie_alike(target, *sources) and triton_serves(target.memory, [source.memory for source in sources]):
         from kernels.kv_move import triton_move
 
-        launch = triton_move.prepared(served, target, rotation)
+        return triton_move.prepared(moves, target, rotation)
 
     def make(layers: range, first: int) -> None:
-        if launch is not None:
-            launch(layers, first)
-        if rest:
-            part = target.layers(first, first + len(layers))
-            own = rotation.layers(first, first + len(layers))
-            kv_move_by_torch([_of_layers(move, layers) for move in rest], part, own)
+        own = rotation.layers(first, first + len(layers))
+        kv_move_by_torch([_of_layers(move, layers) for move in moves], target.layers(first, first + len(layers)), own)
 
     return make
 
@@ -120,10 +111,7 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
     """Serve `kv_move`, of moves that were checked: one gather, rotation and scatter a span for all layers."""
     device = target.memory.device
     for move in moves:
-        if not move.length:
-            continue
-        # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
-        rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
+        rows = gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
         keys = rows[:, 0]
         if isinstance(rotation, RopeRotation) or move.shift == 0:
             keys = rotate_keys(keys, move.shift, rotation.of_layer(0))
@@ -135,7 +123,8 @@ def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> N
             _scatter(target, move.target_start, 1, rows[:, 1])
 
 
-def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
+def gather(source: Kv, start: int, length: int) -> torch.Tensor:
+    """Return some positions, [layers, kv_factor, kv_heads, length, head_dim], in the source's memory or as a copy."""
     if isinstance(source, ContiguousKv):
         return source.tensor[:, :, :, start : start + length]
     block_size = source.geometry.block_size

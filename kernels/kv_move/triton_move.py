@@ -58,7 +58,7 @@ def prepared(
     memory, rows = target.memory, memory_of(target)
     layers, kv_factor, kv_heads, head_dim = target.sizes
     tokens = tiling.tokens(head_dim, memory.dtype)
-    table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
+    table = span_table(moves, memory, (rows, rows), rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * kv_heads
     fixed = constants(table, memory.dtype, head_dim, rotation)
     sources = [move.source.memory for move in moves]

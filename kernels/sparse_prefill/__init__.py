@@ -12,6 +12,7 @@ import torch
 
 from kernels.device import triton_serves
 from kernels.layout import LayeredPool, PoolLayer, SequenceRows, check_rows, check_written, in_chunks
+from kernels.sparse_prefill import by_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +34,6 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
 
         triton_attention.write_rows(k, v, kv, sequences)
     else:
-        from kernels.sparse_prefill import by_torch
-
         by_torch.write_rows(k, v, kv, sequences)
 
 
@@ -63,8 +62,6 @@ def sparse_prefill(
         from kernels.sparse_prefill import triton_attention
 
         return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks, lse=lse)
-    from kernels.sparse_prefill import by_torch
-
     return by_torch.sparse_prefill(q, kv, sequences, scale, window, sinks, lse)
 
 

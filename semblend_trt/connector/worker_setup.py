@@ -89,7 +89,7 @@ def open_tiers(
         from semblend_trt.donors.device_tier import DeviceTier
     if settings.device_bytes:
         arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
-    store = DonorStore(HostTier(settings.host_bytes, lock=pool.is_cuda), arena)
+    store = DonorStore(HostTier(settings.host_bytes, geometry, dtype, lock=pool.is_cuda), arena)
     reader, writer = None, HostWriter(rotation, None)
     if pool.is_cuda and settings.host_bytes:
         slot = settings.staging_bytes // (_LOAD_SLOTS + 1)

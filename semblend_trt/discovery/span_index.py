@@ -11,7 +11,8 @@ import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -113,22 +114,11 @@ class ScanBounds:
 
 
 @dataclass(slots=True)
-class _Namespace:
-    """Its keys are its anchors' hashes times `factor`, odd and random: no text can be chosen to give equal keys.
-
-    Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997."""
-
-    key: str
-    factor: np.uint64
-    donors: int = 0
-
-
-@dataclass(slots=True)
 class _Donor:
     """`pages` of its anchors' places; None until these are entered."""
 
     donor_id: str
-    space: _Namespace
+    namespace_key: str
     tokens: TokenArray
     number: int
     pages: Pages | None = None
@@ -256,8 +246,8 @@ class AnchorTable:
             crowded = np.flatnonzero(filled > _MOST_FILLED)
             if not len(crowded):
                 break
-            for bucket, count in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
-                self._rebuild(bucket, count)  # words have moved; room may still be missing
+            for bucket, more in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
+                self._rebuild(bucket, more)  # words have moved; room may still be missing
         self._filled[buckets] = filled
         slots = np.empty(len(keys), dtype=np.int64)
         slots[which] = found
@@ -353,9 +343,9 @@ class SpanIndex:
         self._lock = threading.Lock()
         self._table = AnchorTable()
         self._donors: dict[str, _Donor] = {}
-        self._by_number: list[_Donor | None] = []
-        self._free_numbers: list[int] = []
-        self._namespaces: dict[str, _Namespace] = {}
+        self._by_number: dict[int, _Donor] = {}
+        self._numbers = count(1)
+        self._secret = secrets.token_bytes(32)
         self._changes = threading.Lock()  # one donor is added or removed at a time
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
@@ -371,31 +361,20 @@ class SpanIndex:
             self.wait()
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
+            donor = _Donor(donor_id, namespace_key, held, next(self._numbers))
             with self._lock:
-                if namespace_key not in self._namespaces:
-                    factor = np.uint64(secrets.randbits(64) | 1)
-                    self._namespaces[namespace_key] = _Namespace(namespace_key, factor)
-                space = self._namespaces[namespace_key]
-                space.donors += 1
-                if not self._free_numbers:
-                    self._free_numbers.append(len(self._by_number))
-                    self._by_number.append(None)
-                number = self._free_numbers.pop()
-                donor = self._donors[donor_id] = self._by_number[number] = _Donor(donor_id, space, held, number)
+                self._donors[donor_id] = self._by_number[donor.number] = donor
             self._begin(self._enter, donor)
 
     def remove(self, donor_id: str) -> bool:
         """Remove a donor; False when it is not indexed."""
         with self._changes:
             self.wait()
-            if donor_id not in self._donors:
-                return False
             with self._lock:
-                donor = self._donors.pop(donor_id)
-                self._by_number[donor.number] = None
-                donor.space.donors -= 1
-                if not donor.space.donors:
-                    del self._namespaces[donor.space.key]
+                donor = self._donors.pop(donor_id, None)
+                if donor is None:
+                    return False
+                del self._by_number[donor.number]
             self._begin(self._take_out, donor)
         return True
 
@@ -414,7 +393,7 @@ class SpanIndex:
         ids."""
         prompt, shortest = as_token_array(tokens), max(shortest, GUARANTEED_RUN)
         scan = Scan(prompt, shortest, self._bounds, is_over)
-        if namespace_key not in self._namespaces:
+        if not self._donors:
             return scan
         self.wait()
         anchors = fingerprint(prompt, len(prompt), shortest)
@@ -452,7 +431,7 @@ class SpanIndex:
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
         with self._lock:
             try:
-                donor.pages = self._table.add(donor.number, anchors.hashes * donor.space.factor, anchors.positions)
+                donor.pages = self._table.add(donor.number, self._keys(donor.namespace_key, anchors), anchors.positions)
             except CapacityError as error:
                 logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
 
@@ -460,8 +439,16 @@ class SpanIndex:
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
         with self._lock:
             if donor.pages is not None:
-                self._table.remove(donor.pages, anchors.hashes * donor.space.factor)
-            self._free_numbers.append(donor.number)
+                self._table.remove(donor.pages, self._keys(donor.namespace_key, anchors))
+
+    def _keys(self, namespace_key: str, anchors: Fingerprints) -> Keys:
+        """Return the anchors' hashes times an odd, secret factor of the namespace: no text can be chosen to give equal
+        keys.
+
+        Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997."""
+        factor = blake2b(namespace_key.encode(), digest_size=8, key=self._secret).digest()
+        keys: Keys = anchors.hashes * np.uint64(int.from_bytes(factor, "little") | 1)
+        return keys
 
     def _nominate(self, namespace_key: str, anchors: Fingerprints, scan: Scan) -> list[_Nomination]:
         """Return where the namespace's donors hold a prompt's `anchors`, those with most anchors first.
@@ -469,11 +456,8 @@ class SpanIndex:
         Of many, each anchor's best one comes first; these are kept, and others up to the bound."""
         bounds = self._bounds
         with self._lock:
-            space = self._namespaces.get(namespace_key)
-            if space is None:
-                return []
-            limit = bounds.max_pairs - scan.places
-            which, numbers, places, unread = self._table.find(anchors.hashes * space.factor, bounds.max_bucket, limit)
+            keys, limit = self._keys(namespace_key, anchors), bounds.max_pairs - scan.places
+            which, numbers, places, unread = self._table.find(keys, bounds.max_bucket, limit)
             scan.places += len(which)
             scan.unread.append(anchors.positions[unread])
             if not len(which):
@@ -494,9 +478,9 @@ class SpanIndex:
             shifts = (places[firsts] - anchors.positions[which[firsts]]).tolist()
             bounds_of = zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True)
             for number, shift, (begin, end) in zip(numbers[firsts].tolist(), shifts, bounds_of, strict=True):
-                donor = self._by_number[number]
+                donor = self._by_number.get(number)
                 # Another namespace's anchor may have the same key.
-                if donor is not None and donor.space is space:
+                if donor is not None and donor.namespace_key == namespace_key:
                     nominations.append((donor, shift, targets[begin:end]))
             return nominations
 

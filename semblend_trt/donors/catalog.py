@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain, count, islice
+from itertools import chain, count
 from typing import TYPE_CHECKING, Literal
 
 from semblend_trt.donors.eviction import DonorHistory, policy_of
@@ -283,7 +283,7 @@ class DonorCatalog:
             entry = self._entries.get(donor_id)
             if entry is None or entry.tier is not Tier.DISK or not entry.is_movable:
                 return None
-            moves = _RoomSearch(self, entry.tokens, is_held=True).on(Tier.HOST)
+            moves = _RoomSearch(self, entry.tokens).on(Tier.HOST)
             if moves is None or (moves.dropped and not may_drop):
                 return None
             entry.state = "fetching"
@@ -316,7 +316,7 @@ class DonorCatalog:
             if entry.is_promoting or entry.file == "writing":
                 return None
             entry.is_promoting = True  # so that it does not make room for itself
-            moves = _RoomSearch(self, entry.tokens, is_held=True).on(Tier.DEVICE)
+            moves = _RoomSearch(self, entry.tokens).on(Tier.DEVICE)
             lost = sum(self._entries[each].tokens for each in (() if moves is None else moves.dropped))
             if moves is None or lost > self.capacities.limit(Tier.HOST) // _PROMOTION_SHARE:
                 entry.is_promoting = False
@@ -394,13 +394,11 @@ class DonorCatalog:
     def _make_ready(self, donor_id: str, entry: _Entry) -> None:
         """Let the donor be leased or fetched, as one just used."""
         entry.state = "ready"
-        entry.last_use = next(self._ticks)
-        self._eviction[entry.tier].added(donor_id, entry)
+        self._count_use(donor_id, entry, 0)
 
-    def _count_use(self, donor_id: str, entry: _Entry) -> None:
-        entry.last_use = next(self._ticks)
-        entry.uses += 1
-        self._eviction[entry.tier].used(donor_id)
+    def _count_use(self, donor_id: str, entry: _Entry, uses: int = 1) -> None:
+        entry.last_use, entry.uses = next(self._ticks), entry.uses + uses
+        self._eviction[entry.tier].used(donor_id, entry)
 
     def _move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
         """Move the donor's room to `tier`, where it is a candidate if ready."""
@@ -409,7 +407,7 @@ class DonorCatalog:
         with self._recounting(entry):
             entry.tier = tier
         if entry.state == "ready":
-            self._eviction[tier].added(donor_id, entry)
+            self._eviction[tier].used(donor_id, entry)
 
     @contextmanager
     def _recounting(self, entry: _Entry) -> Iterator[None]:
@@ -441,7 +439,13 @@ class DonorCatalog:
         return (each for each in candidates if each != but and self._entries[each].is_movable)
 
     def _search(self, tokens: int, leaving: str = "") -> TierMoves | None:
-        in_order = (_RoomSearch(self, tokens, leaving=leaving).on(tier) for tier in (Tier.DEVICE, Tier.HOST))
+        """Return what makes room for a new donor; of a full catalog `leaving` goes, or one of the lowest tier."""
+        is_full = len(self._entries) >= self.capacities.max_donors
+        if is_full and not leaving:
+            leaving = next(chain.from_iterable(map(self._movable, reversed(Tier))), "")
+            if not leaving:
+                return None
+        in_order = (_RoomSearch(self, tokens, leaving, is_full=is_full).on(tier) for tier in (Tier.DEVICE, Tier.HOST))
         return next((moves for moves in in_order if moves is not None), None)
 
     def _apply(self, moves: TierMoves, continues: str = "") -> TierMoves:
@@ -490,11 +494,10 @@ class DonorCatalog:
 class _RoomSearch:
     """Search once for one donor's room. Nothing moves until its result is applied."""
 
-    def __init__(self, catalog: DonorCatalog, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
-        """Read each tier's room. `is_held`: the donor has a place. `leaving`: one that leaves memory in any case."""
+    def __init__(self, catalog: DonorCatalog, tokens: int, leaving: str = "", *, is_full: bool = False) -> None:
+        """Read each tier's room. `leaving`: one that leaves memory in any case, and the catalog if it `is_full`."""
         self._limits, self._entries, self._tokens = catalog.capacities, catalog._entries, tokens
-        self._leaving = [leaving] if leaving else []
-        self._places = 1 if is_held else self._limits.max_donors - len(self._entries)
+        self._leaving, self._is_full = [leaving] if leaving else [], is_full
         self._free = {tier: catalog._free(tier) for tier in Tier}
         for donor_id in self._leaving:
             tier = self._entries[donor_id].tier
@@ -535,16 +538,9 @@ class _RoomSearch:
             missing -= self._limits.room(tier, self._entries[donor_id].tokens)
         return taken
 
-    def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
-        """Return the moves, with more drops where the catalog is full; None when there are too few."""
-        leaving = self._leaving + leaving
-        released = [each for each in leaving if self._entries[each].file == "held"]
-        dropped = [each for each in leaving if each not in released]
-        # First donors on disk, then those that leave memory anyway, the host's, those moving there, the device's.
-        on_device, on_host, on_disk = self._movable.values()
-        more = chain(on_disk, released, on_host, offloaded, on_device)
-        dropped += islice(more, max(0, 1 - self._places - len(dropped)))
-        if self._places + len(dropped) < 1:
-            return None
-        kept, let_go = (tuple(each for each in ids if each not in dropped) for ids in (offloaded, released))
-        return TierMoves(tier, kept, tuple(dropped), let_go)
+    def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves:
+        dropped = self._leaving if self._is_full else []
+        others = [each for each in self._leaving + leaving if each not in dropped]
+        released = [each for each in others if self._entries[each].file == "held"]
+        dropped = dropped + [each for each in others if each not in released]
+        return TierMoves(tier, tuple(offloaded), tuple(dropped), tuple(released))

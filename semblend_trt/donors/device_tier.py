@@ -19,9 +19,6 @@ from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavaila
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Queueing one read takes milliseconds; a reader that has not ended by then never will.
-_LEAVING_TIMEOUT_SECONDS = 10.0
-
 
 @dataclass(slots=True)
 class _Donor:
@@ -39,8 +36,7 @@ class _Donor:
 class DeviceTier:
     """Donor KV in `blocks` blocks of `geometry` on `device`, which may be the CPU. Thread safe.
 
-    Reads and writes queue their work on the current stream of their `with` block. Only a writer may wait on the host,
-    for a reader in another thread that is about to leave its block."""
+    Reads and writes queue their work on the current stream of their `with` block; nothing waits on the host."""
 
     def __init__(
         self,
@@ -66,15 +62,14 @@ class DeviceTier:
             ) from error
         self._geometry = geometry
         self._donors: dict[str, _Donor] = {}
-        self._leaving = 0
         self._free = list(range(blocks - 1, -1, -1))
         self._fences: list[Event] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
 
     @property
     def free_tokens(self) -> int:
         """Positions that the free blocks hold."""
-        with self._changed:
+        with self._lock:
             return len(self._free) * self._geometry.block_size
 
     @contextmanager
@@ -84,24 +79,19 @@ class DeviceTier:
         Raises ValueError when the id is taken, and CapacityError when free blocks are too few. Raises
         DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
         needed = self._geometry.blocks_for(tokens)
-        with self._changed:
+        with self._lock:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already in the device tier; drop it first")
-            self._changed.wait_for(
-                lambda: len(self._free) >= needed or not self._leaving, timeout=_LEAVING_TIMEOUT_SECONDS
-            )
             if len(self._free) < needed:
                 raise CapacityError(
                     f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
                     "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
                 )
+            self._fences = fences = [fence for fence in self._fences if not fence.query()]
             taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
             donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
         stream = current_stream(self._arena.device)
         try:
-            with self._changed:
-                self._fences = [fence for fence in self._fences if not fence.query()]
-                fences = list(self._fences)
             wait(stream, fences)
             yield PagedKv(self._arena, donor.block_ids, self._geometry)
         except BaseException:
@@ -109,7 +99,7 @@ class DeviceTier:
             raise
         finally:
             self._end_work(donor, record(stream))
-        with self._changed:
+        with self._lock:
             if donor.is_dropped:
                 raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
             donor.is_ready = True
@@ -119,7 +109,7 @@ class DeviceTier:
         """Give the donor's blocks, which stay its own until everything queued within the block has run.
 
         Raises DonorUnavailableError when the donor is not held."""
-        with self._changed:
+        with self._lock:
             donor = self._ready(donor_id)
             donor.readers += 1
         stream = current_stream(self._arena.device)
@@ -131,22 +121,22 @@ class DeviceTier:
 
     def tokens_of(self, donor_id: str) -> int:
         """Return the positions that the donor holds; DonorUnavailableError when it is not held."""
-        with self._changed:
+        with self._lock:
             return self._ready(donor_id).tokens
 
     def drop(self, donor_id: str) -> bool:
         """Free the donor's blocks, now or when its last reader leaves; False without one."""
-        with self._changed:
+        with self._lock:
             donor = self._donors.get(donor_id)
             return donor is not None and self._let_go(donor_id, donor)
 
     def clear(self) -> None:
-        with self._changed:
+        with self._lock:
             for donor_id in list(self._donors):
                 self.drop(donor_id)
 
     def __contains__(self, donor_id: object) -> bool:
-        with self._changed:
+        with self._lock:
             donor = self._donors.get(donor_id) if isinstance(donor_id, str) else None
             return donor is not None and donor.is_ready
 
@@ -158,7 +148,7 @@ class DeviceTier:
 
     def _end_work(self, donor: _Donor, end: Event | None) -> None:
         """End a reader or writer of `donor` whose queued work ends with `end`."""
-        with self._changed:
+        with self._lock:
             donor.readers -= 1
             if end is not None:
                 if donor.is_ready:
@@ -169,12 +159,11 @@ class DeviceTier:
 
     def _let_go(self, donor_id: str, donor: _Donor) -> bool:
         """Drop `donor`, not another one of the same name; False when it was dropped before."""
-        with self._changed:
+        with self._lock:
             if self._donors.get(donor_id) is not donor:
                 return False
             del self._donors[donor_id]
             donor.is_dropped = True
-            self._leaving += 1
             self._release_unread(donor)
             return True
 
@@ -185,5 +174,3 @@ class DeviceTier:
         self._fences += donor.reads
         if donor.written is not None:
             self._fences.append(donor.written)
-        self._leaving -= 1
-        self._changed.notify_all()

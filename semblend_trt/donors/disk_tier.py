@@ -141,7 +141,7 @@ class DiskTier:
     replaced, nothing is read or written. Without `key_file` the user's key is used; a missing file is made."""
 
     def __init__(self, path: Path, form: KvForm, key_file: Path | None = None) -> None:
-        """Make and lock the folder, and clear what an unfinished write left. Raises OSError."""
+        """Make and lock the folder. Raises OSError."""
         self.form = form
         self._folder = path / FOLDER
         self._key = make_key(key_path(key_file, self._folder))
@@ -161,10 +161,6 @@ class DiskTier:
                 message = f"another engine keeps its donors in {self._folder}; give each one its own folder"
                 raise BlockingIOError(message) from error
             self._check_place()
-            names = sorted(os.listdir(self._descriptor))
-            self._unfinished = [name for name in names if name.endswith(_UNFINISHED)]
-            for left in self._unfinished:
-                self._remove(left)
             self._opened = opened.pop_all()
         # Tokens and seal of each donor's file: an exchanged file has another seal.
         self._known: dict[str, tuple[int, str]] = {}
@@ -212,17 +208,19 @@ class DiskTier:
         """Yield the donors in the folder, the longest unused first; errors of unfinished files come before them.
 
         A file that cannot be used is removed, and its error comes in its place. Raises OSError."""
-        for left in self._unfinished:
-            yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
-        names = [name for name in os.listdir(self._descriptor) if name.endswith(_SUFFIX)]
+        there = os.listdir(self._descriptor)
+        for left in (name for name in there if name.endswith(_UNFINISHED)):
+            with suppress(OSError):
+                self._remove(left)
+            yield DonorFileError("unfinished", f"{left} was not written to its end")
 
         def last_use(name: str) -> float:
             with suppress(OSError):
                 return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
             return 0.0
 
-        for name in sorted(names, key=last_use):
+        for name in sorted((name for name in there if name.endswith(_SUFFIX)), key=last_use):
             try:
                 with open_file(name, folder=self._descriptor) as file:
                     donor_id, text, seal = read_text(file, self.form, self._key)
@@ -265,17 +263,13 @@ class DiskTransfers:
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
         """Begin to scan the folder."""
         self._disk, self._host, self._link, self._events = disk, host, link, events
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._places = threading.Semaphore(MAX_WAITING)
         self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
         self._reader.submit(self._scan)
 
     def write(self, donor_id: str) -> None:
         """Begin writing a donor of host memory; with MAX_WAITING before it, it gets no file."""
-        with self._lock:
-            is_taken = self._waiting < MAX_WAITING
-            self._waiting += is_taken
-        if is_taken:
+        if self._places.acquire(blocking=False):
             self._writer.submit(lambda: self._write(donor_id))
         else:
             self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
@@ -317,13 +311,11 @@ class DiskTransfers:
             is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
             self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), is_full=is_full))
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._places.release()
 
     def _fetch(self, donor_id: str) -> None:
         try:
-            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
-            with self._host.writing(donor_id, form.geometry.shape(tokens), form.dtype) as held:
+            with self._host.writing(donor_id, self._disk.tokens_of(donor_id)) as held:
                 self._disk.read(donor_id, held)
             self._report(OffloadEventKind.FETCHED, donor_id)
         except Exception as error:
@@ -450,23 +442,19 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
     num_layers = form.geometry.num_layers
     results, errors = [""] * num_layers, []
 
-    def run(layers: range) -> None:
+    def run(first: int) -> None:
         try:
-            for layer in layers:
+            for layer in range(first, num_layers, _THREADS):
                 results[layer] = work(layer)
         except Exception as error:
             errors.append(error)
 
-    shares = [range(first, num_layers, _THREADS) for first in range(_THREADS)]
-    # Daemons: a disk that never answers must not keep the process from ending.
-    threads = [threading.Thread(target=run, args=(share,), name="semblend-layers", daemon=True) for share in shares]
-    try:
-        for thread in threads:
+    with ExitStack() as started:
+        for first in range(_THREADS):
+            # A daemon: a disk that never answers must not keep the process from ending.
+            thread = threading.Thread(target=run, args=(first,), name="semblend-layers", daemon=True)
             thread.start()
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+            started.callback(thread.join)
     if errors:
         raise errors[0]
     return results

@@ -34,27 +34,20 @@ class EvictionPolicy(Generic[HistoryT_contra]):
     history is up to date when the policy hears of it. `floor`: the highest first number of an evicted donor's rank."""
 
     def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
-        """Order donors by `rank`, which is taken when a donor is added or used."""
+        """Order donors by `rank`, which is taken at every use."""
         self._rank, self.floor = rank, 0.0
-        self._histories: dict[str, HistoryT_contra] = {}
         # A sorted list, in which a change moves some kilobytes for 10,000 names.
         self._order: list[tuple[Rank, str]] = []
         self._ranks: dict[str, Rank] = {}
 
-    def added(self, donor_id: str, history: HistoryT_contra) -> None:
-        """Add a donor that is ready in this tier; it may come from another one."""
-        self._histories[donor_id] = history
-        self.used(donor_id)
-
-    def used(self, donor_id: str) -> None:
-        """Note that the donor was leased, or its text was asked for again."""
+    def used(self, donor_id: str, history: HistoryT_contra) -> None:
+        """Note that the donor came into this tier, was leased, or its text was asked for again."""
         self._discard(donor_id)
-        rank = self._ranks[donor_id] = self._rank(self._histories[donor_id])
+        rank = self._ranks[donor_id] = self._rank(history)
         insort(self._order, (rank, donor_id))
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         """Remove a donor that left this tier; `evicted` when it had to make room."""
-        self._histories.pop(donor_id, None)
         rank = self._discard(donor_id)
         if evicted and rank is not None:
             self.floor = max(self.floor, rank[0])

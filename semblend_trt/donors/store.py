@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from bisect import bisect_left
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.device import wait
-from kernels.layout import ContiguousKv
+from kernels.layout import ContiguousKv, by_token
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
 if TYPE_CHECKING:
@@ -43,46 +42,36 @@ class HostKv:
         """Positions of all parts together."""
         return sum(part.capacity for part in self.parts)
 
-    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
-        """Yield each part of positions `start .. start + length - 1`, its first index there, and how many."""
+    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int, int]]:
+        """Yield each part of positions `start .. start + length - 1`: its first index there, its first position after
+        `start`, and how many."""
         first, end = 0, start + length
         for part in self.parts:
             begin, stop = max(start, first), min(end, first + part.capacity)
             if begin < stop:
-                yield part, begin - first, stop - begin
+                yield part, begin - first, begin - start, stop - begin
             first += part.capacity
 
 
-class Range(NamedTuple):
-    """Bytes `start .. end - 1`."""
-
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-
 class HostMemory:
-    """`size` bytes, page-locked for the GPU with `lock`; not thread safe. Elsewhere pages are taken when first written.
+    """`rows` rows of `row_bytes` bytes, page-locked for the GPU with `lock`; not thread safe. Elsewhere pages are taken
+    when first written. Every free row is usable: scattered room becomes several ranges.
 
-    While all takes have rows of one size, every free row is usable: scattered room becomes several ranges. Raises
-    ConfigurationError when the memory is not available."""
+    Raises ConfigurationError when the memory is not available."""
 
-    def __init__(self, size: int, *, lock: bool) -> None:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def __init__(self, rows: int, row_bytes: int, *, lock: bool) -> None:
+        size, physical = rows * row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if lock and size > physical:
             raise ConfigurationError(
                 f"SEMBLEND_HOST_BYTES is {size}; this machine has {physical} bytes of memory to lock, lower it"
             )
         try:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
+            self._rows = torch.empty((rows, row_bytes), dtype=torch.uint8)
         except RuntimeError as error:
             raise ConfigurationError(f"{size} bytes of host memory cannot be had; lower SEMBLEND_HOST_BYTES") from error
-        self._holes = [Range(0, size)] if size else []
+        self._holes = [range(rows)] if rows else []
         if lock and size:
-            runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()
+            runtime, address = torch.cuda.cudart(), self._rows.data_ptr()
             if code := int(runtime.cudaHostRegister(address, size, 0)):
                 raise ConfigurationError(
                     f"{size} bytes of host memory cannot be page-locked (CUDA error {code}); lower SEMBLEND_HOST_BYTES"
@@ -90,97 +79,87 @@ class HostMemory:
             # The system takes the pages back at exit; earlier, they must not be freed locked.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
-    def take(self, rows: int, row_bytes: int) -> list[Range]:
-        """Return ranges for `rows` rows in order, each a multiple of `row_bytes`: one if possible, else few.
+    @property
+    def free(self) -> int:
+        """Rows that are not taken."""
+        return sum(map(len, self._holes))
 
-        Raises CapacityError, and takes nothing, when rows are missing."""
-        fitting = [hole for hole in self._holes if hole.size >= rows * row_bytes]
-        chosen = [min(fitting, key=lambda hole: hole.size)] if fitting else sorted(self._holes, key=lambda h: -h.size)
-        taken = []
+    def take(self, rows: int) -> list[range]:
+        """Return ranges of `rows` rows, at most those that are free: one range if possible, else few."""
+        fitting = [hole for hole in self._holes if len(hole) >= rows]
+        chosen = [min(fitting, key=len)] if fitting else sorted(self._holes, key=len, reverse=True)
+        taken: dict[int, range] = {}
         for hole in chosen:
-            part = min(rows, hole.size // row_bytes)
-            if part:
-                taken.append(Range(hole.start, hole.start + part * row_bytes))
-                rows -= part
-        if rows:
-            raise CapacityError(
-                f"{rows} rows of {row_bytes} bytes more than there are free in the {self._bytes.numel()} bytes of host "
-                "memory; drop donors or raise SEMBLEND_HOST_BYTES"
-            )
-        for cut in taken:
-            at = bisect_left(self._holes, cut)
-            end = self._holes[at].end
-            self._holes[at : at + 1] = [Range(cut.end, end)] if cut.end < end else []
-        return taken
+            taken[hole.start] = part = hole[:rows]
+            rows -= len(part)
+        self._holes = [rest for hole in self._holes if (rest := hole[len(taken.get(hole.start, ())) :])]
+        return [each for each in taken.values() if each]
 
-    def give_back(self, ranges: list[Range]) -> None:
+    def give_back(self, ranges: list[range]) -> None:
         """Free ranges that were taken."""
-        for start, end in ranges:
-            at = bisect_left(self._holes, (start, end))
-            if at < len(self._holes) and self._holes[at].start == end:
-                end = self._holes.pop(at).end
-            if at and self._holes[at - 1].end == start:
-                start = self._holes.pop(at - 1).start
-                at -= 1
-            self._holes.insert(at, Range(start, end))
+        holes: list[range] = []
+        for each in sorted((*self._holes, *ranges), key=lambda each: each.start):
+            if holes and holes[-1].stop == each.start:
+                each = range(holes.pop().start, each.stop)
+            holes.append(each)
+        self._holes = holes
 
-    def view(self, part: Range, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of `part` as a contiguous tensor."""
-        return self._bytes[part.start : part.end].view(dtype).view(shape)
+    def view(self, part: range) -> torch.Tensor:
+        """Return these rows, uint8 [rows, row_bytes]."""
+        return self._rows[part.start : part.stop]
 
 
 @dataclass(slots=True)
 class _Slot:
     """One donor's room. During its copy there is no `kv`; `readers` threads queue work on it."""
 
-    size: int
-    ranges: list[Range]
+    ranges: list[range]
     kv: HostKv | None = None
     readers: int = 0
     is_dropped: bool = False
 
 
 class HostTier:
-    """Donor KV in host memory, at most `byte_budget` bytes. Thread safe; copies run outside the lock.
+    """Donor KV of one geometry in host memory, at most `byte_budget` bytes. Thread safe; copies run outside the lock.
 
     A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so any run of tokens of one layer is one
     copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU. A GPU reads it
-    asynchronously: callers of `read_until` say when such reads end, and no other donor is written before. `used_bytes`
-    counts donors held or being copied, a dropped one until its copy ends."""
+    asynchronously: callers of `read_until` say when such reads end, and no other donor is written before."""
 
-    def __init__(self, byte_budget: int, *, lock: bool = False) -> None:
+    def __init__(self, byte_budget: int, geometry: KvGeometry, dtype: torch.dtype, *, lock: bool = False) -> None:
         """Take the memory. Raises ConfigurationError when it is not available."""
-        self.byte_budget = byte_budget
-        self._memory = HostMemory(byte_budget, lock=lock)
+        self.byte_budget, self._geometry, self._dtype = byte_budget, geometry, dtype
+        self._token_bytes = geometry.bytes_per_token(dtype)
+        self._tokens = byte_budget // self._token_bytes
+        self._memory = HostMemory(self._tokens, self._token_bytes, lock=lock)
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
-        self.used_bytes = 0
         self._reads: list[Event] = []
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of donors that are held or being copied; a dropped one counts until its copy ends."""
+        return (self._tokens - self._memory.free) * self._token_bytes
+
     @contextmanager
-    def writing(
-        self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
-    ) -> Iterator[HostKv]:
-        """Give memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor.
+    def writing(self, donor_id: str, tokens: int, stream: Stream | None = None) -> Iterator[HostKv]:
+        """Give memory for `tokens` positions of a new donor.
 
         The donor is held once the `with` block ends; its bytes must be there by then. Reads of the memory's former
         donor end before the block begins; with `stream`, which alone may then write, that stream waits for them
         instead. Raises ValueError for a taken id, and CapacityError without room in the budget. Raises
         DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
-        tokens = shape[3]
-        size = torch.Size(shape).numel() * dtype.itemsize
         with self._lock:
             if donor_id in self._slots:
                 raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
-            if self.used_bytes + size > self.byte_budget:
+            if tokens > self._memory.free:
                 raise CapacityError(
-                    f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
-                    f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
+                    f"donor {donor_id} needs {tokens * self._token_bytes} bytes; {self.byte_budget - self.used_bytes} "
+                    f"of {self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
                 )
-            slot = self._slots[donor_id] = _Slot(size, self._memory.take(tokens, size // tokens))
-            self.used_bytes += size
+            slot = self._slots[donor_id] = _Slot(self._memory.take(tokens))
         try:
-            held = self._allocate(slot, shape, dtype)
+            held = HostKv(tuple(ContiguousKv(self._view(part)) for part in slot.ranges))
             with self._lock:
                 self._reads = reads = [read for read in self._reads if not read.query()]
             wait(stream, reads)
@@ -209,7 +188,7 @@ class HostTier:
             with self._lock:
                 slot.readers -= 1
                 if slot.is_dropped and not slot.readers:
-                    self._free(slot)
+                    self._memory.give_back(slot.ranges)
 
     def read_until(self, end: Event | None) -> None:
         """Note that reads queued within `reading` end with `end`; None where they have ended."""
@@ -225,7 +204,7 @@ class HostTier:
                 return False
             slot.is_dropped = True
             if slot.kv is not None and not slot.readers:
-                self._free(slot)
+                self._memory.give_back(slot.ranges)
             return True
 
     def clear(self) -> None:
@@ -237,17 +216,8 @@ class HostTier:
             slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
             return slot is not None and slot.kv is not None
 
-    def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
-        layers, kv_factor, kv_heads, tokens, head_dim = shape
-        parts = []
-        for part in slot.ranges:
-            in_memory = (layers, part.size * tokens // slot.size, kv_factor, kv_heads, head_dim)
-            parts.append(ContiguousKv(self._memory.view(part, in_memory, dtype).permute(0, 2, 3, 1, 4)))
-        return HostKv(tuple(parts))
-
-    def _free(self, slot: _Slot) -> None:
-        self.used_bytes -= slot.size
-        self._memory.give_back(slot.ranges)
+    def _view(self, part: range) -> torch.Tensor:
+        return by_token(self._memory.view(part).view(self._dtype), self._geometry, self._geometry.num_layers)
 
     def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
         """Make the copied donor readable. Without `kv`, or when it was dropped, free its room and return False."""
@@ -258,7 +228,7 @@ class HostTier:
                 return True
             if is_held:
                 del self._slots[donor_id]
-            self._free(slot)
+            self._memory.give_back(slot.ranges)
             return False
 
 
@@ -291,7 +261,7 @@ class DonorStore:
             tokens = self.device.tokens_of(donor_id)
             with (
                 self.device.reading(donor_id) as source,
-                self.host.writing(donor_id, source.geometry.shape(tokens), source.pool.dtype) as held,
+                self.host.writing(donor_id, tokens) as held,
             ):
                 copy(source, tokens, held)
         except Exception:

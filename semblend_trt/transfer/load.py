@@ -220,8 +220,6 @@ def moves_of(plan: SemanticKvPlan, donors: Mapping[str, PagedKv | HostKv]) -> li
         if not isinstance(donor, HostKv):
             moves.append(Move(donor, span.donor_start, span.target_start, span.length))
             continue
-        target = span.target_start
-        for part, start, length in donor.parts_of(span.donor_start, span.length):
-            moves.append(Move(part, start, target, length, turn=span.shift))
-            target += length
+        for part, start, done, length in donor.parts_of(span.donor_start, span.length):
+            moves.append(Move(part, start, span.target_start + done, length, turn=span.shift))
     return moves

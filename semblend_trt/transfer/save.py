@@ -239,8 +239,7 @@ class DonorSaver:
             kv_move([Move(source, 0, 0, tokens)], target, self._rotation)
             yield
         else:
-            shape, dtype = self._geometry.shape(tokens), self._pool.dtype
-            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, dtype, self._stream))
+            held = room.enter_context(self._store.host.writing(intent.donor_id, tokens, self._stream))
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.device import Event, current_stream, finish, on, record, side_stream, wait
 from kernels.kv_move import LayerMoves, Move, kv_move
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv, by_token
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Staging:
         self, byte_budget: int, slots: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.geometry = geometry
-        token_elements = geometry.kv_factor * geometry.kv_heads * geometry.head_dim
-        self.capacity = byte_budget // slots // (token_elements * dtype.itemsize)
+        self._token_elements = geometry.kv_factor * geometry.kv_heads * geometry.head_dim
+        self.capacity = byte_budget // slots // (self._token_elements * dtype.itemsize)
         if self.capacity < 1:
             raise ConfigurationError(
                 f"staging of {byte_budget} bytes has no room for {slots} tokens of one layer; raise "
@@ -54,7 +54,7 @@ class Staging:
             )
         if self.capacity > _ROOMS:
             self.capacity -= self.capacity % _ROOMS
-        self._memory = torch.empty((slots, self.capacity * token_elements), dtype=dtype, device=device)
+        self._memory = torch.empty((slots, self.capacity * self._token_elements), dtype=dtype, device=device)
         self._turns = cycle([_Slot(number, row) for number, row in enumerate(self._memory)])
 
     def next(self) -> _Slot:
@@ -63,15 +63,11 @@ class Staging:
 
     def rooms(self, layers: int) -> torch.Tensor:
         """Return all slots like `view`, each cut into `layers` equal rooms; `layers` divides the capacity."""
-        geometry = self.geometry
-        shape = (-1, self.capacity // layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
-        return self._memory.view(shape).permute(0, 2, 3, 1, 4)
+        return by_token(self._memory, self.geometry, len(self._memory) * layers)
 
     def view(self, slot: _Slot, layers: int, tokens: int) -> torch.Tensor:
         """Return `slot` as [layers, kv_factor, kv_heads, tokens, head_dim], token by token as in the host tier."""
-        geometry = self.geometry
-        shape = (layers, tokens, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
-        return slot.memory[: torch.Size(shape).numel()].view(shape).permute(0, 2, 3, 1, 4)
+        return by_token(slot.memory[: layers * tokens * self._token_elements], self.geometry, layers)
 
 
 class HostReader:
@@ -144,22 +140,18 @@ class HostWriter:
 
     def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
         """Queue the copies of `copy` on the current stream, a chunk a step, without waiting."""
-        done = 0
-        for part, _, length in held.parts_of(0, tokens):
+        for part, _, done, length in held.parts_of(0, tokens):
             yield from self._chunks_of_part(source, done, length, part.tensor)
-            done += length
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copy all of `held` to the first positions of `target`; done when it returns."""
-        moves, done = [], 0
-        for part, start, length in held.parts_of(0, held.capacity):
-            moves.append(Move(part, start, done, length, turn=0))
-            done += length
+        parts = held.parts_of(0, held.capacity)
+        moves = [Move(part, start, done, length, turn=0) for part, start, done, length in parts]
         staging, num_layers = self._staging, target.geometry.num_layers
         if staging is None:
             kv_move(moves, target, self._rotation)
         else:
-            layers = max(1, min(num_layers, staging.capacity // done))
+            layers = max(1, min(num_layers, staging.capacity // held.capacity))
             for first in range(0, num_layers, layers):
                 end = min(first + layers, num_layers)
                 for batch in batches(moves, staging.capacity // layers):

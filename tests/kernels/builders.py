@@ -1,5 +1,6 @@
 """KV and rows that the kernels' tests share: seeded values, and NaN wherever nothing may be read."""
 
+import itertools
 import math
 import os
 from dataclasses import replace
@@ -10,6 +11,7 @@ from kernels.deviation import FreshRows
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, indexable, layer_view, pool_view
 from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
+from tests.kernels import naive
 
 BLOCK = 4
 FP8 = torch.float8_e4m3fn
@@ -79,14 +81,6 @@ LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
 POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5, 0, 2, 7, 4])
 
 
-# Positions of sequences, heads, KV heads.
-ROWS = [
-    ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
-    ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
-    ([list(range(17, 40))], 3, 1),
-    ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
-    ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
-]
 # Channels, tokens of a block, heads, KV heads, dtype.
 WIDTHS = [
     (128, 32, 7, 1, torch.bfloat16),
@@ -137,14 +131,9 @@ def _layers_of(layout, sizes, device, dtype, skipped):
 def filled(layout, device, donor, block_size=BLOCK):
     """The donor's tokens in a pool whose other rows are NaN."""
     layers, kinds, heads, tokens, dim = donor.tensor.shape
-    sizes = geometry_of(heads, dim, block_size, kinds, layers)
-    pool = pool_of(layout, sizes, device, donor.tensor.dtype)
-    for token in range(tokens):
-        block, slot = TABLE[token // block_size], token % block_size
-        for layer in range(layers):
-            for kind in range(kinds):
-                row = indexable(layer_view(pool.pool, sizes, layer, kind))
-                row[block, :, slot] = indexable(donor.tensor)[layer, kind, :, token].to(device)
+    pool = pool_of(layout, geometry_of(heads, dim, block_size, kinds, layers), device, donor.tensor.dtype)
+    for layer, kind, token in itertools.product(range(layers), range(kinds), range(tokens)):
+        naive.row_of(pool, kind, layer, token).copy_(donor.tensor[layer, kind, :, token])
     return pool
 
 
@@ -153,11 +142,10 @@ def paged(donor, block_size=BLOCK):
     return filled("in_one_tensor", "cpu", donor, block_size)
 
 
-def fresh_rows(kv, layer, first_position):
-    """Rows from a position on as views of wider ones, as a fused projection makes them: K's strides are not V's."""
-    k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
-    wide = [torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1) for v in values]
-    return FreshRows(k, wide[0][:, 2:] if wide else None, first_position)
+def fresh_rows(kv, layer):
+    """Rows as views of wider ones, as a fused projection makes them: K's strides are not V's."""
+    k, *values = (plane.transpose(0, 1) for plane in kv.tensor[layer])
+    return FreshRows(k, *(torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1)[:, 2:] for v in values))
 
 
 def content(kv):
@@ -168,7 +156,7 @@ def content(kv):
 
 def on(kv, device):
     if isinstance(kv, FreshRows):
-        return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
+        return FreshRows(*(each.to(device) for each in kv.planes))
     if isinstance(kv, PagedKv):
         return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)
     return ContiguousKv(kv.tensor.to(device))
@@ -230,11 +218,6 @@ class Batch:
 
 def token_rows(kv, positions):
     """A copy of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]."""
-    size = kv.geometry.block_size
-    blocks, slots = (each.to(kv.pool.device) for each in (kv.block_ids.cpu()[positions // size], positions % size))
-    if isinstance(kv.pool, LayeredPool):
-        layers = zip(*kv.pool.kinds, strict=True)
-        taken = [torch.stack([indexable(each)[blocks, :, slots] for each in kinds]) for kinds in layers]
-        return torch.stack(taken).view(kv.pool.dtype)
-    rows = indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots]
-    return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)
+    planes = itertools.product(range(kv.geometry.num_layers), range(kv.geometry.kv_factor))
+    rows = [indexable(naive.row_of(kv, kind, layer, at)) for layer, kind in planes for at in positions.tolist()]
+    return torch.stack(rows).view(kv.pool.dtype).unflatten(0, (kv.geometry.num_layers, kv.geometry.kv_factor, -1))

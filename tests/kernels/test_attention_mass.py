@@ -1,72 +1,13 @@
-"""attention_mass, in torch and in Triton, against its plain form; what no row may read is NaN."""
+"""attention_mass where test_sparse_prefill.py does not take it along: by tile and chunk, and what it refuses."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from kernels import naive
-from kernels.attention_mass import attention_mass, seen_tokens
+from kernels.attention_mass import attention_mass
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels import builders
-from tests.kernels.builders import FP8, TOLERANCE, Batch, donor_of, error_of, filled, rows_at, seeded
-
-SCALE = 0.3
-
-
-def lse_of(q, kv, sequences, window=None, sinks=None):
-    lse = torch.full(q.shape[:2], float("nan"))
-    naive.sparse_prefill(q, kv, sequences, SCALE, window, sinks, lse)
-    return lse
-
-
-def assert_matches_naive(device, batch, window=None, sinks=None):
-    q, pool, sequences = batch.on(device)
-    plain = batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences
-    lse = lse_of(*plain, window, sinks)
-    mass = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse.to(device), window)
-    assert mass.shape == (batch.geometry.kv_heads, seen_tokens(sequences))
-    assert not mass.isnan().any()
-    # Triton multiplies 16-bit queries on tensor cores.
-    assert error_of(mass, naive.attention_mass(*plain, SCALE, lse, window)) <= TOLERANCE[batch.q.dtype]
-    if sinks is None:
-        torch.testing.assert_close(mass.sum().cpu(), torch.tensor(float(q.shape[0] * q.shape[1])), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(("head_dim", "block_size", "heads", "kv_heads", "dtype"), builders.WIDTHS)
-def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, kv_dtype):
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    positions = [[*range(50, 60), 90], [9], list(range(7))]
-    assert_matches_naive(device, Batch(positions, dtype=dtype, kv_dtype=kv_dtype, **sizes))
-
-
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    positions=st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
-    kv_heads=st.integers(1, 3),
-    block_size=st.integers(1, 5),
-    window=st.none() | st.integers(1, 50),
-    with_sinks=st.booleans(),
-)
-def test_any_positions_and_any_window_match_naive(device, positions, kv_heads, block_size, window, with_sinks):
-    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
-    batch = Batch(positions, window=window, **sizes)
-    assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
-
-
-@pytest.mark.parametrize("layout", builders.LAYOUTS)
-def test_layers_that_lie_apart_in_any_layout(device, layout):
-    donor = donor_of(builders.geometry_of(2, 16), 11, seed=1)
-    held, plain = (filled(where, at, donor) for where, at in ((layout, device), ("in_one_tensor", "cpu")))
-    q, rows = seeded(3, 4, 16, seed=2), [rows_at(0, [2, 9, 10], held.block_ids.tolist())]
-    kv = PoolLayer(plain.pool, 1, plain.geometry)
-    lse = lse_of(q, kv, rows)
-    moved = PoolLayer(held.pool, 1, held.geometry), [each.to(device) for each in rows]
-    mass = attention_mass(q.to(device), *moved, SCALE, lse.to(device))
-    expected = naive.attention_mass(q, kv, rows, SCALE, lse)
-    assert error_of(mass, expected) <= TOLERANCE[torch.float32]
+from tests.kernels.builders import Batch
+from tests.kernels.test_sparse_prefill import SCALE, assert_matches_naive
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
@@ -89,12 +30,8 @@ def test_layers_add_up(device):
     first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE, lse) for at in (0, 1))
     both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse, into=first.clone())
     torch.testing.assert_close(both, first + second)
-
-
-def test_no_rows_give_nothing():
-    batch = Batch([[3]])
-    kv = PoolLayer(batch.pool, 0, batch.geometry)
-    assert attention_mass(batch.q[:0], kv, [], SCALE, torch.zeros(0, 4)).shape == (2, 0)
+    none = attention_mass(q[:0], PoolLayer(pool, 0, batch.geometry), [], SCALE, lse[:0])
+    assert none.shape == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.device import HostCopy, triton_serves
+from kernels.device import HostCopy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,13 +16,13 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from kernels.deviation import deviation
+from kernels.deviation import FreshRows, deviation
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import RopeRotation
 donor, target = (ContiguousKv(torch.ones(1, 2, 1, 4, 8)) for _ in range(2))
 kv_move([Move(donor, 0, 1, 3)], target, RopeRotation((1.0,), 2))
-deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
+deviation([Move(donor, 0, 1, 3)], FreshRows(*target.tensor[0].transpose(1, 2)), 0, RopeRotation((1.0,), 2))
 """
 
 
@@ -42,18 +42,6 @@ def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_p
     places = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     code = f"import {package}; from kernels import theirs; from kernels.layout import PagedKv"
     run(code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": places})
-
-
-def test_triton_serves_channels_that_lie_side_by_side_and_on_the_cpu_its_interpreter_alone(triton_device, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tensor, apart = torch.zeros(8, 8, device=triton_device), torch.zeros(8, 8, device=triton_device).T
-    assert triton_serves(tensor, [])
-    assert not triton_serves(apart, [tensor])
-    assert not triton_serves(tensor, [tensor, apart])
-    on_cpu = torch.zeros(4, 8)
-    assert triton_serves(on_cpu, [on_cpu])
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert not triton_serves(on_cpu, [on_cpu])
 
 
 def test_a_copy_is_of_what_the_tensor_held():

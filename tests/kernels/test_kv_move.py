@@ -8,11 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import naive
-from kernels.kv_move import LayerMoves, Move, kv_move
+from kernels.kv_move import LayerMoves, Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
 from kernels.rope import rotary_factors, rotate
-from tests.kernels import builders
+from tests.kernels import builders, naive
 from tests.kernels.builders import assert_same, content, donor_of, geometry_of, on, pool_of, rotation_of, target_of
 
 ROTATION = rotation_of()
@@ -32,22 +31,17 @@ WIDTHS = [
     (4, 128, 128, False, 32, torch.bfloat16, 0),
     (2, 128, 64, False, 64, torch.float16, 0),
     (2, 64, 64, True, 32, torch.float32, 0),
-    (2, 256, 256, False, builders.BLOCK, torch.bfloat16, 0),
     (3, 80, 32, True, 3, torch.float16, 0),
     (3, 24, 16, False, 5, torch.bfloat16, 1),
     (1, 6, 6, False, 3, torch.float32, 1),
-    (2, 64, 64, True, 16, builders.FP8, 0),
     (2, 80, 8, False, builders.BLOCK, builders.FP8, 0),
 ]
 # Latent channels, those after them that rotate, whether in neighbouring pairs, tokens of a block, dtype.
 LATENT_WIDTHS = [
     (512, 64, True, 16, torch.bfloat16),
     (32, 8, False, 4, torch.float32),
-    (24, 6, True, 5, torch.float16),
-    (7, 2, False, 3, torch.float32),
+    (7, 2, False, 3, torch.float16),
     (512, 64, True, 16, builders.FP8),
-    (32, 8, False, 4, builders.FP8),
-    (24, 6, True, 5, builders.FP8),
     (7, 2, True, 3, builders.FP8),
 ]
 
@@ -167,44 +161,25 @@ def test_fp8_saturates_where_a_rotation_leaves_its_range(kv_factor, dim, latent,
     assert not bool(rows.isnan().any())
 
 
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("tile_bytes", [64, 16384])
-def test_tilings(tokens_first, tile_bytes, triton_device):
-    from kernels.kv_move import triton_move
-    from kernels.span_table import Tiling
-
-    geometry = geometry_of(kv_heads=3)
-    moves = [Move(donor_of(geometry, 12, seed), 1, 11 * seed, 6) for seed in range(2)]
-    actual, expected = on(target_of(geometry), triton_device), target_of(geometry)
-    placed = [replace(move, source=on(move.source, triton_device)) for move in moves]
-    tiling = Tiling(tile_bytes, tokens_first=tokens_first)
-    triton_move.prepared(placed, actual, ROTATION, tiling)(range(2), 0)
-    naive.kv_move(moves, expected, ROTATION)
-    assert_same(actual.pool, expected.pool)
-
-
 @needs_cuda
 def test_no_plan_compiles_the_kernel_again():
     from kernels.kv_move import triton_move
 
-    geometry = geometry_of(head_dim=64)
+    geometry, counts = geometry_of(head_dim=64), []
     target = on(target_of(geometry), "cuda")
-    donors = [on(donor_of(geometry, tokens, seed=tokens), "cuda") for tokens in (1, 9, 16, 20)]
-
-    def variants():
-        return len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0])
-
-    kv_move([Move(donors[3], 0, 0, 16)], target, rotation_of(64))
-    compiled = variants()
-    for moves in (
-        [Move(donors[0], 0, 5, 1)],
-        [Move(donors[3], 7, 0, 13)],
-        [Move(donors[1], 0, 0, 9), Move(donors[2], 0, 9, 1)],
-        [Move(donors[1], 1, 0, 8), Move(donors[2], 0, 9, 3), Move(donors[3], 2, 12, 8), Move(donors[0], 0, 8, 1)],
-        [Move(on(builders.paged(donor_of(geometry, 20, 1)), "cuda"), 3, 1, 17)],
+    one, nine, many = (on(donor_of(geometry, tokens, seed=tokens), "cuda") for tokens in (1, 9, 20))
+    paged, staged = on(builders.paged(donor_of(geometry, 20, 1)), "cuda"), ContiguousKv(torch.empty_like(many.tensor))
+    warm_up(geometry, torch.float32, torch.device("cuda"), rotation_of(64))
+    for moves, into in (
+        ([], target),
+        ([Move(one, 0, 5, 1)], target),
+        ([Move(nine, 1, 0, 8), Move(nine, 0, 9, 3), Move(many, 2, 12, 8), Move(one, 0, 8, 1)], target),
+        ([Move(paged, 3, 1, 17)], target),
+        ([Move(paged, 3, 1, 17)], staged),
     ):
-        kv_move(moves, target, rotation_of(64))
-    assert variants() == compiled
+        kv_move(moves, into, rotation_of(64))
+        counts.append(len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0]))
+    assert len(set(counts)) == 1
 
 
 @needs_cuda
@@ -261,8 +236,6 @@ GOOD = {"source": donor_of(geometry_of(), 9, seed=2), "source_start": 2, "target
         ({"target_start": -1}, "target_start -1"),
         ({"length": -1}, "length -1"),
         ({"target_start": 5}, "two moves write target position 5"),
-        ({"source": ContiguousKv(torch.zeros(2, 2, 3, 9, 8))}, r"moves\[1\].source has .* \(2, 2, 3, 8\)"),
-        ({"source": ContiguousKv(torch.zeros(2, 3, 2, 9, 8))}, r"moves\[1\].source.tensor has shape"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9))}, r"moves\[1\].source.tensor has shape"),
         ({"source": ContiguousKv(torch.zeros(3, 2, 2, 9, 8))}, r"moves\[1\].source has .* \(3, 2, 2, 8\)"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9, 8).half())}, r"moves\[1\].source is torch.float16"),
@@ -349,9 +322,3 @@ def test_keys_of_a_move_are_those_of_their_new_positions():
     kv_move([Move(placed, 2, 10, 3)], target, ROTATION)
     factors = rotary_factors(torch.arange(10, 13), ROTATION).float()
     assert_same(target.tensor[:, 0, :, 10:13], rotate(plain.tensor[:, 0, :, 2:5], factors, ROTATION))
-
-
-def test_moves_that_share_one_target_position_are_refused():
-    moves = [Move(donor_of(geometry_of(), 9, seed=1), 0, start, 6) for start in (0, 5)]
-    with pytest.raises(ValueError, match="two moves write target position 5"):
-        kv_move(moves, target_of(geometry_of()), ROTATION)

@@ -21,9 +21,9 @@ from transformers import DynamicCache
 
 from engine_wrapper.deviation_check import choose, sample_of, stretches, suspects_of, windows_of
 from engine_wrapper.sparse_forward import cache_keyword, latent_rows
-from kernels.deviation import Move, deviation
+from kernels.deviation import FreshRows, Move, deviation
 from kernels.kv_move import kv_move
-from kernels.layout import KvGeometry, PagedKv
+from kernels.layout import KvGeometry, PagedKv, indexable, layer_view
 from kernels.rope import saturated
 from semblend_trt.config import load_settings
 from semblend_trt.connector.model_facts import ModelFacts
@@ -144,7 +144,8 @@ class DeviationCollector:
             moves = [Move(placed, move.target_start, move.target_start, move.length) for move in moves]
         # [layers, kv_factor, tokens]; the larger of K and V decides
         layers = [
-            deviation(moves, fresh, layer, self._rotation.of_layer(layer)) for layer in range(self._geometry.num_layers)
+            deviation(moves, _rows_of(fresh, layer), layer, self._rotation.of_layer(layer))
+            for layer in range(self._geometry.num_layers)
         ]
         values = torch.stack(layers).amax(dim=1).cpu().numpy().astype(np.float32)
         lengths = tuple(span.length for span in checked)
@@ -197,6 +198,12 @@ class DeviationCollector:
         )
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
         return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
+
+
+def _rows_of(kv: PagedKv, layer: int) -> FreshRows:
+    """Return a copy of K and V, or the latent, of one layer at all positions."""
+    planes = (indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(kv.geometry.kv_factor))
+    return FreshRows(*(each[kv.block_ids].transpose(1, 2).flatten(0, 1).view(kv.pool.dtype) for each in planes))
 
 
 def _at_once(items: Iterable[int], tokens_of: Callable[[int], int]) -> Iterator[list[int]]:

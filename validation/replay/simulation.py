@@ -77,7 +77,7 @@ class BlockCache:
         self._tick += len(request)
         for block, history in hits.items():
             history.last_use, history.uses = ticks[block], history.uses + 1
-            self._policy.used(str(block))
+            self._policy.used(str(block), history)
         missing = self._missing(request, hits)
         self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
@@ -86,7 +86,7 @@ class BlockCache:
             self.held[block] = history
             self._count_child(block, 1)
             self.used_tokens += tokens[block]
-            self._policy.added(str(block), history)
+            self._policy.used(str(block), history)
         return hits
 
     def _missing(self, request: Sequence[int], hits: Collection[int]) -> list[int]:

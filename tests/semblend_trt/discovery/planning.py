@@ -15,13 +15,14 @@ NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
 
 
-def planner(donors, policy="position_fix", generations=None, chunk=None, **overrides):
-    index = SpanIndex()
+def planner(donors, policy="position_fix", generations=None, chunk=None, bounds=None, asks=None, **overrides):
+    """`asks`: the functions that the planner calls, by name."""
+    index = SpanIndex(bounds)
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
     # Tests share their processors; only those of the deadline itself may meet it.
     values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))
-    return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk)
+    return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk, **asks or {})
 
 
 def request(tokens, computed=0, mode=WRAPPER, guard=True, profile=None, profile_refusal="no_profile"):

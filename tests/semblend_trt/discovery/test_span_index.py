@@ -35,11 +35,12 @@ def index_of(donors, bounds=None):
 @pytest.fixture
 def collide(request, monkeypatch):
     """Grams of which these bits of their hashes are equal have the same hash."""
-    monkeypatch.setattr(span_index, "fingerprint", lambda *arguments: masked(fingerprint(*arguments), request.param))
 
+    def masked(*arguments):
+        anchors = fingerprint(*arguments)
+        return anchors._replace(hashes=anchors.hashes & np.uint64(request.param))
 
-def masked(anchors, bits):
-    return anchors._replace(hashes=anchors.hashes & np.uint64(bits))
+    monkeypatch.setattr(span_index, "fingerprint", masked)
 
 
 @numba.njit(cache=False)
@@ -80,15 +81,9 @@ def random_case(rng, vocabulary, longest=150):
 
 def assert_found(found, donors, prompt, shortest=32, *, every=True):
     """Runs are equal, maximal, long enough, each once and sorted; with `every`, only one repeated token is missed."""
-    right = set()
-    needed = set()
-    for donor_id, donor in donors.items():
-        for donor_start, target_start, length, varied in maximal_runs(donor, prompt, shortest):
-            run = Run(donor_id, donor_start, target_start, length)
-            right.add(run)
-            if varied and every:
-                needed.add(run)
-    assert needed <= set(found) <= right
+    held = ((name, run) for name, donor in donors.items() for run in maximal_runs(donor, prompt, shortest))
+    right = {Run(name, *run): varied for name, (*run, varied) in held}
+    assert {run for run, varied in right.items() if varied and every} <= set(found) <= set(right)
     assert len(set(found)) == len(found)
     assert found == sorted(found, key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
 
@@ -99,12 +94,6 @@ def assert_bounded(work, prompt, bounds=BOUNDS):
     assert work.places <= min(anchors * bounds.max_bucket, bounds.max_pairs)
     assert work.extensions <= max(bounds.max_extensions, len(prompt) // 32)
     assert work.compared <= bounds.max_compared + len(prompt) + 2
-
-
-def assert_equal_tokens(runs, donors, prompt):
-    for run in runs:
-        donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
-        assert np.array_equal(donor, prompt[run.target_start : run.target_end])
 
 
 @pytest.mark.promise("reuse", "A look-up finds every run of...")
@@ -200,7 +189,9 @@ def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period):
     prompt = np.concatenate([random_tokens(6, 333), text])
     work = index_of(donors).find("space", prompt)
     assert max(run.length for run in work.runs) >= len(text)
-    assert_equal_tokens(work.runs, donors, prompt)
+    for run in work.runs:
+        donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
+        assert np.array_equal(donor, prompt[run.target_start : run.target_end])
     assert_bounded(work, prompt)
 
 
@@ -212,17 +203,6 @@ def test_tight_bounds_hold():
     work = index_of(donors, bounds).find("space", text)
     assert 1 <= len(work.runs) <= 5
     assert_bounded(work, text, bounds)
-
-
-def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other():
-    pieces = [random_tokens(20 + at, 100) for at in range(100)]
-    order = np.random.default_rng(3)
-    donors = {f"donor-{i}": np.concatenate([pieces[at] for at in order.permutation(100)]) for i in range(8)}
-    prompt, bounds = np.concatenate(pieces), ScanBounds(max_extensions=1)
-    work = index_of(donors, bounds).find("space", prompt, 64)
-    assert {at for run in work.runs for at in range(run.target_start, run.target_end)} == {*range(len(prompt))}
-    assert len(work.runs) < 400
-    assert_bounded(work, prompt, bounds)
 
 
 @pytest.mark.parametrize("bounds", [ScanBounds(max_compared=100), ScanBounds(max_pairs=8)])
@@ -244,15 +224,6 @@ def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phr
     assert work.hidden_end == 0
 
 
-def test_a_search_that_is_over_keeps_what_it_has_found():
-    donors = {f"donor-{i}": random_tokens(i, 100 + i) for i in range(20)}
-    prompt = np.concatenate(list(donors.values()))
-    ends = iter([False, False, True])
-    work = index_of(donors).find("space", prompt, 64, lambda: next(ends))
-    assert len(work.runs) == 16
-    assert work.hidden_end > 0
-
-
 def test_ids_are_taken_once_for_all_namespaces_and_the_index_keeps_its_own_copy():
     tokens = np.arange(100, dtype=np.int32)
     index, prompt = index_of({"donor": tokens}), tokens.copy()
@@ -262,17 +233,6 @@ def test_ids_are_taken_once_for_all_namespaces_and_the_index_keeps_its_own_copy(
             index.add(namespace, "donor", tokens)
     assert index.find("space", prompt).runs == [Run("donor", 0, 0, 100)]
     assert index.find("space", tokens).runs == index.find("elsewhere", prompt).runs == []
-
-
-@pytest.mark.parametrize("token", [0.5, -1, -(2**31), 2**31, 2**40, 2**62])
-def test_bad_token_ids_are_refused_and_nothing_is_kept(token):
-    index, tokens = index_of({"donor": np.arange(100)}), [*range(50), token, *range(50)]
-    with pytest.raises(ValueError, match="token ids"):
-        index.find("space", tokens)
-    with pytest.raises(ValueError, match="token ids"):
-        index.add("space", "other", tokens)
-    assert "other" not in index
-    assert len(index._donors) == 1
 
 
 def test_readers_find_every_published_donor_while_the_table_grows_many_times():
@@ -352,21 +312,8 @@ def test_the_newest_places_of_each_key_are_found_through_any_change(different, m
 
 
 def test_an_equal_key_of_another_namespace_nominates_nothing(monkeypatch):
-    monkeypatch.setattr(span_index.secrets, "randbits", lambda bits: 1)
+    monkeypatch.setattr(SpanIndex, "_keys", lambda self, namespace_key, anchors: anchors.hashes)
     index, tokens = SpanIndex(), np.arange(100)
     for namespace in ("space", "elsewhere"):
         index.add(namespace, f"of {namespace}", tokens)
     assert index.find("space", tokens).runs == [Run("of space", 0, 0, 100)]
-
-
-@pytest.mark.parametrize("collide", [0, 3 << 40, 0xFF], indirect=True)
-def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(collide):
-    donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
-    index = index_of(donors)
-    prompt = np.concatenate([donors["donor-7"][1_000:3_000], random_tokens(99, 5_000), donors["donor-59"][:2_000]])
-    work = index.find("space", prompt)
-    runs = work.runs
-    assert_bounded(work, prompt)
-    assert_equal_tokens(runs, donors, prompt)
-    assert all(index.remove(donor_id) for donor_id in donors)
-    assert index.find("space", prompt).runs == []

@@ -41,21 +41,11 @@ def names(tier):
     return sorted(path.name for path in tier._folder.glob("*.donor.*"))
 
 
-def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path):
-    """The engine serves without it; another one may have it."""
-    in_the_way = tmp_path / FOLDER / "donor.donor.unfinished"
-    in_the_way.mkdir(parents=True)
-    with pytest.raises(OSError, match=r"donor\.unfinished"):
-        DiskTier(tmp_path, FORM)
-    in_the_way.rmdir()
-    DiskTier(tmp_path, FORM).close()
-
-
-@pytest.mark.promise("donors", "The folder is one engine's and one user's; links, pipes and others' files are not used")
-def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
-    for _ in range(2):
-        with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
-            at_once(lambda: DiskTier(tmp_path, FORM))
+def test_what_an_unfinished_write_left_is_cleared_where_that_can_be(tmp_path, tier):
+    for name, make in (("begun", Path.touch), ("in the way", Path.mkdir)):
+        make(tmp_path / FOLDER / f"{name}.donor.unfinished")
+    assert [each.reason for each in tier.scan()] == ["unfinished"] * 2
+    assert names(tier) == ["in the way.donor.unfinished"]
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync of the file", "fsync of the folder"])
@@ -325,6 +315,7 @@ def test_it_lies_in_the_users_state_folder_unless_it_is_named(monkeypatch, tmp_p
         assert key_path(None, sealed) == tmp_path / ".local" / "state" / "semblend-trt" / "donor-key"
 
 
+@pytest.mark.promise("donors", "The folder is one engine's and one user's; links, pipes and others' files are not used")
 def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     holds = (
         "import sys, pathlib, torch\n"
@@ -337,7 +328,7 @@ def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     arguments = [sys.executable, "-c", holds, str(tmp_path)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
+        with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
             at_once(lambda: DiskTier(tmp_path, FORM))
         other.kill()
     DiskTier(tmp_path, FORM).close()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv, KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
@@ -29,46 +30,32 @@ ARENA_BLOCKS, HOST_TOKENS = 6, 30
 SAVE_BLOCKS = 8
 
 
-def pattern(number, tokens):
-    """KV that no other donor, position, layer, kind or head has: [layers, 2, kv_heads, tokens, head_dim]."""
-    shape = (GEOMETRY.num_layers, 2, GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
-    sizes = torch.tensor([7, 3, 5, 64, 2])
-    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
-    places = sum(axis * int(sizes[dim:].prod()) for dim, axis in enumerate(axes))
-    return (number * 50_000 + places).float()
+def pattern(number, tokens, dtype=torch.float32):
+    """KV of its own for each donor: [layers, 2, kv_heads, tokens, head_dim]."""
+    return torch.randn(GEOMETRY.shape(tokens), generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
 def contents(kv, tokens):
     """A copy of the first `tokens` positions."""
     if isinstance(kv, HostKv):
         return whole(kv)[:, :, :, :tokens].clone()
-    blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids]  # [blocks, layers, 2, kv_heads, block_size, head_dim]
-    return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
-
-
-def engine_pool(blocks):
-    return torch.full((blocks, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
-
-
-def write(pool, block_ids, kv):
-    for position in range(kv.shape[3]):
-        slot = pool_view(pool, GEOMETRY)[block_ids[position // 4], :, :, :, position % 4]
-        slot.copy_(kv[:, :, :, position])
+    out = torch.empty(GEOMETRY.shape(tokens))
+    kv_move([Move(kv, 0, 0, tokens)], ContiguousKv(out), ROTATION)
+    return out
 
 
 class Rank:
-    """One rank's tiers with their saver, over an engine pool of `slots` requests."""
+    """One rank's tiers with their saver, over an engine pool of four requests."""
 
-    def __init__(self, arena=ARENA_BLOCKS, host_tokens=HOST_TOKENS, slots=4, at_once=0):
-        self.pool = engine_pool(slots * SAVE_BLOCKS)
-        device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
-        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES), device)
+    def __init__(self, at_once=0):
+        self.pool = torch.full((4 * SAVE_BLOCKS, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
+        self.store = DonorStore(tier_of(HOST_TOKENS), DeviceTier(ARENA_BLOCKS, GEOMETRY, torch.float32, CPU))
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
 
     def save(self, slot, donor_id, tier, kv):
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
-        write(self.pool, blocks, kv)
+        kv_move([Move(ContiguousKv(kv), 0, 0, kv.shape[3])], self.saver.source(blocks), ROTATION)
         self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
     def keep(self, donor_id, tier, number, tokens):
@@ -114,17 +101,6 @@ def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
     assert_all_is_free(rank)
 
 
-def test_donor_on_its_way_down_can_be_read(rank):
-    rank.keep("a", Tier.DEVICE, 1, 8)
-
-    def copy(source, tokens, held):
-        assert torch.equal(rank.read("a", 8), pattern(1, 8))
-        fill(held, contents(source, tokens))
-
-    assert rank.store.offload("a", copy)
-    assert torch.equal(rank.read("a", 8), pattern(1, 8))
-
-
 @pytest.mark.parametrize(("begins", "move"), [(Tier.HOST, "promote"), (Tier.DEVICE, "offload")])
 def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, move):
     """It is in its new tier before it leaves the old one; the look at the old one comes just too late."""
@@ -148,9 +124,12 @@ def test_blocks_that_are_read_are_given_to_no_other_donor(rank):
     rank.keep("a", Tier.DEVICE, 1, 24)
     with rank.store.reading("a") as kv:
         assert rank.store.drop("a")
-        rank.save(1, "b", Tier.DEVICE, pattern(2, 24))  # waits in the background for the reader to leave
+        rank.save(1, "b", Tier.DEVICE, pattern(2, 24))
+        rank.saver.drain()
         assert torch.equal(contents(kv, 24), pattern(1, 24))
-    rank.saver.drain()
+    ((_, refused),) = rank.saver.finished()
+    assert str(refused.error).startswith("CapacityError: donor b needs 6 blocks; 0 of 6 are free")
+    rank.keep("b", Tier.DEVICE, 2, 24)
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
 
 
@@ -174,19 +153,16 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def fail_at_the_second_chunk(monkeypatch):
+def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_ended(rank, monkeypatch):
+    """A file that is read back could get the memory, and no stream orders what the processor writes."""
+    rank.keep("a", Tier.DEVICE, 1, 8)
+    taken = []
+
     def chunks(writer, source, tokens, held):
         yield
         raise MemoryError("no table")
 
     monkeypatch.setattr(HostWriter, "chunks", chunks)
-
-
-def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_ended(rank, monkeypatch):
-    """A file that is read back could get the memory, and no stream orders what the processor writes."""
-    rank.keep("a", Tier.DEVICE, 1, 8)
-    taken = []
-    fail_at_the_second_chunk(monkeypatch)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
     rank.saver.offload("a")
     rank.saver.drain()
@@ -195,44 +171,36 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     assert_all_is_free(rank)
 
 
-def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
-    tier = rank.store.device
+@pytest.mark.parametrize(("name", "free"), [("host", "2304 bytes; 2176 of"), ("device", "5 blocks; 2 of 6")])
+def test_what_has_no_room_or_is_not_written_to_its_end_is_not_held(rank, name, free):
+    tier = getattr(rank.store, name)
     with tier.writing("a", 13):
         pass
-    with pytest.raises(CapacityError, match="needs 3 blocks; 2 of 6 are free"), tier.writing("b", 9):
-        pass
-    with pytest.raises(ValueError, match="already"), tier.writing("a", 1):
-        pass
+    for donor_id, tokens, error, message in (("b", 18, CapacityError, free), ("a", 1, ValueError, "a is already in")):
+        with pytest.raises(error, match=message), tier.writing(donor_id, tokens):
+            pass
     with pytest.raises(RuntimeError, match="copy failed"), tier.writing("c", 8):
         raise RuntimeError("copy failed")
-    with pytest.raises(DonorUnavailableError), tier.reading("c"):
-        pass
     writing = tier.writing("d", 8)
     writing.__enter__()
-    assert "d" not in tier
+    for donor_id in "cd":
+        assert donor_id not in tier
+        with pytest.raises(DonorUnavailableError, match=f"{donor_id} is not in"), tier.reading(donor_id):
+            pass
     assert tier.drop("d")
-    assert used_blocks(tier) == 6
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
         writing.__exit__(None, None, None)
-    assert used_blocks(tier) == 4
+    assert tier.drop("a")
+    assert_all_is_free(rank)
 
 
-LAYERS, HEADS, HEAD_DIM = 2, 3, 4
-DONOR_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
+def tier_of(tokens, dtype=torch.float32):
+    return HostTier(tokens * TOKEN_BYTES, GEOMETRY, dtype)
 
 
-def tier_of(tokens):
-    return HostTier(tokens * DONOR_BYTES)
-
-
-def donor_kv(tokens, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(LAYERS, 2, HEADS, tokens, HEAD_DIM, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
-    tier, wide = tier_of(100), donor_kv(20, dtype=dtype)
+    tier, wide = tier_of(100, dtype), pattern(0, 20, dtype)
     save(tier, "a", wide[:, :, :, 3:11])
     expected = wide[:, :, :, 3:11].clone()
     wide.fill_(float("nan"))
@@ -243,23 +211,6 @@ def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
     assert tier.used_bytes == expected.numel() * expected.element_size()
 
 
-def test_a_donor_that_is_not_saved_to_its_end_is_not_held():
-    tier, shape = tier_of(5), donor_kv(5).shape
-    with pytest.raises(RuntimeError, match="copy failed"), tier.writing("a", shape, torch.float32):
-        raise RuntimeError("copy failed")
-    assert tier.used_bytes == 0
-    writing = tier.writing("a", shape, torch.float32)
-    writing.__enter__()
-    assert ("a" in tier, tier.used_bytes) == (False, 5 * DONOR_BYTES)
-    with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
-        pass
-    assert tier.drop("a")
-    with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
-        writing.__exit__(None, None, None)
-    assert ("a" in tier, tier.used_bytes) == (False, 0)
-    save(tier, "a", donor_kv(5))
-
-
 @pytest.mark.promise("donors", "Each tier keeps within its byte budget")
 @settings(max_examples=80)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
@@ -268,7 +219,7 @@ def test_the_budget_holds_through_any_saves_and_drops(steps):
     tier, held = tier_of(12), {}
     for number, (donor_id, tokens) in enumerate(steps):
         used = sum(one.shape[3] for one in held.values())
-        kv = donor_kv(tokens, seed=number)
+        kv = pattern(number, tokens)
         if not tokens:
             assert tier.drop(donor_id) == (donor_id in held)
             held.pop(donor_id, None)
@@ -276,58 +227,55 @@ def test_the_budget_holds_through_any_saves_and_drops(steps):
             with pytest.raises(ValueError, match="already in host memory"):
                 save(tier, donor_id, kv)
         elif used + tokens > 12:
-            told = f"needs {tokens * DONOR_BYTES} bytes; {(12 - used) * DONOR_BYTES} of"
+            told = f"needs {tokens * TOKEN_BYTES} bytes; {(12 - used) * TOKEN_BYTES} of"
             with pytest.raises(CapacityError, match=told):
                 save(tier, donor_id, kv)
         else:
             save(tier, donor_id, kv)
             held[donor_id] = kv
         assert {each for each in "abcd" if each in tier} == set(held)
-        assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * DONOR_BYTES
+        assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * TOKEN_BYTES
     for donor_id, kv in held.items():
         assert torch.equal(whole(held_kv(tier, donor_id)), kv)
     tier.clear()
     assert tier.used_bytes == 0
-    save(tier, "all", donor_kv(12))
+    save(tier, "all", pattern(0, 12))
     assert len(held_kv(tier, "all").parts) == 1
 
 
 def test_memory_of_a_dropped_donor_waits_for_its_reader():
-    tier, kv = tier_of(5), donor_kv(5)
+    tier, kv = tier_of(5), pattern(0, 5)
     save(tier, "a", kv)
     with tier.reading("a") as held:
         assert tier.drop("a")
         with pytest.raises(CapacityError):
-            save(tier, "b", donor_kv(1, seed=1))
+            save(tier, "b", pattern(1, 1))
         assert torch.equal(whole(held), kv)
     assert tier.used_bytes == 0
-    save(tier, "b", donor_kv(5, seed=1))
+    save(tier, "b", pattern(1, 5))
     with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
         pass
 
 
 def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
     """A stream that writes waits for them itself; any other writer waits for its stream."""
-    tier, waits, shape = tier_of(10), [], donor_kv(5).shape
+    tier, waits = tier_of(10), []
     ended, first, second = (Mock(**{"query.return_value": has_ended}) for has_ended in (True, False, False))
     for end in (None, ended, first, second):
         tier.read_until(end)
-    with tier.writing("a", shape, torch.float32, Mock(wait_event=waits.append)) as held:
+    with tier.writing("a", 5, Mock(wait_event=waits.append)) as held:
         assert (waits, first.synchronize.called) == ([first, second], False)
-        fill(held, donor_kv(5))
-    with tier.writing("b", shape, torch.float32) as held:
+        fill(held, pattern(0, 5))
+    with tier.writing("b", 5) as held:
         assert first.synchronize.called
         assert second.synchronize.called
-        fill(held, donor_kv(5))
-    assert torch.equal(whole(held_kv(tier, "a")), donor_kv(5))
-
-
-ROW = 48
+        fill(held, pattern(0, 5))
+    assert torch.equal(whole(held_kv(tier, "a")), pattern(0, 5))
 
 
 def test_more_memory_than_there_is_cannot_be_locked():
     with pytest.raises(ConfigurationError, match="lower it"):
-        HostMemory(1 << 60, lock=True)
+        HostMemory(1 << 30, 1 << 30, lock=True)
 
 
 def test_locked_memory_goes_back_with_its_tier(monkeypatch):
@@ -336,7 +284,7 @@ def test_locked_memory_goes_back_with_its_tier(monkeypatch):
         cudaHostRegister=lambda address, size, flags: locked.update({address: size}) or 0, cudaHostUnregister=locked.pop
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = HostMemory(3 * ROW, lock=True)
-    assert list(locked.values()) == [3 * ROW]
+    memory = HostMemory(3, 16, lock=True)
+    assert list(locked.values()) == [48]
     del memory
     assert locked == {}

@@ -37,13 +37,19 @@ def other():
     return OtherRank()
 
 
+def saver_of(device, **parts):
+    store = DonorStore(HostTier(1 << 20, GEOMETRY, torch.float32), device)
+    pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
+    return DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), **parts)
+
+
+def arena(blocks, *setting):
+    return DeviceTier(blocks, GEOMETRY, torch.float32, torch.device("cpu"), *setting)
+
+
 @pytest.fixture
 def saver(other):
-    pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
-    device = DeviceTier(4, GEOMETRY, torch.float32, torch.device("cpu"))
-    store = DonorStore(HostTier(1 << 20), device)
-    ranks = EngineRanks(0, 2, other.gather)
-    built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), ranks=ranks)
+    built = saver_of(arena(4), ranks=EngineRanks(0, 2, other.gather))
     yield built
     built.close()
 
@@ -80,7 +86,7 @@ def test_a_donor_is_as_long_as_its_shortest_part(saver, other, theirs, error):
 
 
 def test_an_own_failure_is_told_with_its_reason(saver, other):
-    saver._store.host.byte_budget = 0
+    saver._store.host._memory.take(saver._store.host._memory.free)
     save(saver)
     other.tokens = [TOKENS]
     assert str(finished(saver).error).startswith("CapacityError: donor donor needs")
@@ -106,10 +112,7 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver, other):
 @pytest.fixture
 def snapshotting():
     """A saver of an engine that does not hold what is saved, with room for two blocks."""
-    pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
-    store = DonorStore(HostTier(1 << 20), None)
-    snapshots = DeviceTier(2, GEOMETRY, torch.float32, torch.device("cpu"), "SEMBLEND_SNAPSHOT_BYTES")
-    built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), snapshots=snapshots)
+    built = saver_of(None, snapshots=arena(2, "SEMBLEND_SNAPSHOT_BYTES"))
     yield built
     built.close()
 

@@ -1,13 +1,11 @@
 """What only a card can show: that streams are ordered. Work that must wait is put behind a kernel that takes long."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
-import triton
 
-from kernels.kv_move import Move, kv_move, warm_up
+from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
@@ -34,32 +32,12 @@ AT_ONCE = 7
 
 
 def pinned_tier(size):
-    return HostTier(size, lock=True)
+    return HostTier(size, GEOMETRY, torch.bfloat16, lock=True)
 
 
 def random_kv(seed, tokens=TOKENS):
     """[layers, 2, kv_heads, tokens, head_dim] on the host."""
     return torch.randn(12, 2, 4, tokens, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def test_neither_the_first_save_nor_the_first_load_compiles_a_move():
-    compiled = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
-    try:
-        # Sizes that no other test of the process has.
-        geometry, rotation = replace(GEOMETRY, head_dim=32, kv_heads=3), RopeRotation((1.0,) * 16, 32)
-        pool = torch.zeros(4, 12, 2, geometry.row_elements, dtype=torch.bfloat16, device="cuda")
-        warm_up(geometry, pool.dtype, pool.device, rotation)
-        assert compiled
-        compiled.clear()
-        paged = PagedKv(pool, torch.arange(4), geometry)
-        staged = ContiguousKv(torch.zeros(12, 100, 2, 3, 32, dtype=pool.dtype, device="cuda").permute(0, 2, 3, 1, 4))
-        kv_move([Move(paged, 0, 0, 100)], staged, rotation)
-        kv_move([Move(staged, 3, 7, 90)], paged, rotation)
-        kv_move([Move(paged, 3, 70, 20)], PagedKv(pool.clone(), torch.arange(4), geometry), rotation)
-        assert compiled == []
-    finally:
-        triton.knobs.runtime.jit_post_compile_hook = None
 
 
 def engine_pool():

@@ -142,12 +142,12 @@ class Model:
             self.tick += 1
             history = BlockHistory(size, self.tick, block=number, weight=WEIGHTS[kind], added=self.tick)
             self.held[donor_id] = history
-            self.policy.added(donor_id, history)
+            self.policy.used(donor_id, history)
         elif step == "use" and donor_id in self.held:
             history = self.held[donor_id]
             self.tick += 1
             history.last_use, history.uses = self.tick, history.uses + 1
-            self.policy.used(donor_id)
+            self.policy.used(donor_id, history)
         elif step in ("remove", "evict") and donor_id in self.held:
             del self.held[donor_id]
             self.policy.removed(donor_id, evicted=step == "evict")
