@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels import naive
 from kernels.deviation import FreshRows, Move, deviation, relative, squares
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import still
-from tests.kernels import builders, naive
+from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, TOLERANCE, donor_of, error_of, fresh_rows, geometry_of, on, paged
 
 ROTATION = builders.rotation_of()

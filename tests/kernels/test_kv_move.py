@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import naive
 from kernels.kv_move import LayerMoves, Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
 from kernels.rope import rotary_factors, rotate
-from tests.kernels import builders, naive
+from tests.kernels import builders
 from tests.kernels.builders import assert_same, content, donor_of, geometry_of, on, pool_of, rotation_of, target_of
 
 ROTATION = rotation_of()

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels import naive
 from kernels.deviation import deviation, relative, row_squares, squares
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, LayeredPool, PoolLayer, check_pool, layer_view
 from kernels.sparse_prefill import sparse_prefill, write_rows
-from tests.kernels import builders, naive
+from tests.kernels import builders
 from tests.kernels.builders import BLOCK, FP8, LAYOUTS, assert_same, donor_of, filled, geometry_of, on, pool_of, rows_at
 
 GEOMETRY, LATENT = geometry_of(layers=3), geometry_of(1, 40, kv_factor=1, layers=3)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from kernels import naive
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
-from tests.kernels import naive
 from tests.kernels.builders import BLOCK, Batch, assert_same, rows_at, seeded
 
 

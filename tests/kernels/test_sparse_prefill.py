@@ -7,11 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import naive
 from kernels.attention_mass import attention_mass
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels import builders, naive
+from tests.kernels import builders
 from tests.kernels.builders import FP8, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded
 
 SCALE = 0.3
