@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
+from engine_wrapper.embedded.request import BoundRequest
 from semblend_trt.connector.contract import (
     RequestData,
     ScheduledRequest,
@@ -60,7 +60,6 @@ class Contract:
     - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
     - `replays_decode`: decode steps are replays of recorded ones, in which no hook runs.
     - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches.
-    - `defers_cancel`: the engine holds the blocks of a cancelled request while a load into them is under way.
     - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
     - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on. With
       V2 it does so without the overlap scheduler alone."""
@@ -72,7 +71,6 @@ class Contract:
     is_v2: bool = False
     replays_decode: bool = False
     waits_for_initialization: bool = False
-    defers_cancel: bool = False
     tells_cut_short: bool = False
     survives_failed_forward: bool = True
 
@@ -86,7 +84,6 @@ V14 = Contract(
     is_v2=True,
     replays_decode=True,
     waits_for_initialization=True,
-    defers_cancel=True,
 )
 # The default: as 1.4, but over V1, and the connector learns of every end and of exact requests. Arrays read faster.
 EMBEDDED = replace(
@@ -117,14 +114,14 @@ def _require(holds: bool, rule: str, message: str) -> None:
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
-class Transfers:
-    """Hold the requests that a connector loads or saves (`what`), alike on all `ranks`.
+class Saves:
+    """Hold the requests that a connector saves, alike on all `ranks`.
 
     Those in `begun` are still to be named to the worker."""
 
-    def __init__(self, what: str, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}
-        self._what, self._ranks = what, ranks
+        self._ranks = ranks
         self._handed_in: dict[int, LlmRequest] = {}
         # Done on this rank, but not on every rank.
         self._done_here: dict[int, LlmRequest] = {}
@@ -153,8 +150,8 @@ class Transfers:
             if request is None:
                 raise ConnectorContractError(
                     "finished_id_handed_in",
-                    f"get_finished reported request {request_id} as done {self._what}, but it was never handed in for "
-                    "that or has been reported before",
+                    f"get_finished reported request {request_id} as saved, but it was never handed in for that or has "
+                    "been reported before",
                 )
             self._done_here[request_id] = request
         if not self._handed_in and not self._done_here:
@@ -182,7 +179,7 @@ class KvCacheConnectorManager:
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
-        self._loads, self._saves = Transfers("loading", self._ranks), Transfers("saving", self._ranks)
+        self._saves = Saves(self._ranks)
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -201,8 +198,7 @@ class KvCacheConnectorManager:
     def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
         """Ask once for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
-        V1 takes all, V2 at most `most` and never the prompt's last one. If the connector provides them asynchronously,
-        the request counts as loading from now on, even if the engine takes none."""
+        V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
         request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
         about, is_new = f"request {request_id} was", request_id not in self._asked
         _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
@@ -213,15 +209,12 @@ class KvCacheConnectorManager:
         _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
         matched, asynchronous = answer
         _require(matched >= 0, "matched_not_negative", f"{about} offered {matched} tokens; the least is 0")
-        has_tokens = bool(matched) or not asynchronous
-        _require(has_tokens, "asynchronous_needs_tokens", f"{about} answered with (0, True); nothing can be awaited")
+        _require(not asynchronous, "loads_at_once", f"{about} answered with {answer!r}; this engine awaits no load")
         offer = f"{about} offered {matched} tokens beyond {num_computed_tokens} of a prompt of {request.prompt_len}"
         leaves_one = matched <= left or self._is_v2
         _require(leaves_one, "one_token_left", f"{offer}; at least one must stay uncomputed")
         taken: int = min(matched, left if most is None else min(left, most))
-        if asynchronous:
-            self._loads.begin(request)
-        elif taken:
+        if taken:
             self._synchronous_loads[request_id] = taken
         return taken
 
@@ -243,22 +236,14 @@ class KvCacheConnectorManager:
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
-        """Describe the batch to the connector: new requests in full, known ones as deltas, no loading ones."""
+        """Describe the batch to the connector: new requests in full, known ones as deltas."""
         output: Any = self.version.scheduler_output()
         for request in batch.requests:
-            if request.request_id in self._loads.begun:
-                continue
             known = request.request_id in self._reported
             data = self._request_data(request, block_ids_of(request.request_id))
             (output.cached_requests if known else output.new_requests).append(data)
         self._synchronous_loads.clear()
         self._scheduler_output = output
-
-    def take_scheduled_requests_pending_load(self, batch: ScheduledBatch) -> None:
-        """Take the requests that wait for an asynchronous load out of the batch."""
-        for request in self._loads.begun.values():
-            request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-        batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._loads.begun]
 
     def handle_metadata(self) -> None:
         """Build the metadata on rank 0, send it to every rank through pickle, and bind it there."""
@@ -302,29 +287,24 @@ class KvCacheConnectorManager:
             self._saves.begin(request)
         return bool(saving)
 
-    def is_loading(self, request_id: int) -> bool:
-        return request_id in self._loads.ids
-
     @property
     def pending_transfers(self) -> list[int]:
-        """Ids of the requests being loaded or saved."""
-        return sorted(self._loads.ids | self._saves.ids)
+        """Ids of the requests being saved."""
+        return sorted(self._saves.ids)
 
-    def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Hand in new transfers; return (saved, loaded) requests. The executor calls it in idle iterations too.
+    def get_finished(self) -> list[LlmRequest]:
+        """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too.
 
         With several ranks, a request is returned once every rank's worker has reported it."""
-        answer = self.worker.get_finished(self._saves.hand_in(), self._loads.hand_in())
+        answer = self.worker.get_finished(self._saves.hand_in(), [])
         try:
             saved_ids, loaded_ids = answer
         except (TypeError, ValueError):
             raise ConnectorContractError(
                 "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
             ) from None
-        saved, loaded = self._saves.ended(saved_ids), self._loads.ended(loaded_ids)
-        for request in loaded:
-            request.state = LlmRequestState.CONTEXT_INIT
-        return saved, loaded
+        _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
+        return self._saves.ended(saved_ids)
 
     def reuse_of(self, request_id: int) -> Any:
         """Return the connector's report on a request's reuse, on every rank; None where it offers none."""

@@ -60,7 +60,7 @@ class Executor:
             )
         self._version = CONTRACTS[llm_args.contract]
         self._is_v2 = self._version.is_v2
-        self.replays_decode = self._version.replays_decode and llm_args.cuda_graph_config is not None
+        self.replays_decode = self._version.replays_decode
         self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(
@@ -106,8 +106,7 @@ class Executor:
     def abort(self, request: LlmRequest) -> bool:
         """End an unfinished request; False when it has finished already.
 
-        Its blocks become free at once. If a load into them is under way and the contract's version waits for it, they
-        become free when the connector reports its end."""
+        Its blocks become free at once, or when the connector has saved them."""
         with self._lock:
             if request.is_finished:
                 return False
@@ -118,7 +117,7 @@ class Executor:
                 if request.is_paused and self.connector is not None:
                     self.connector.request_finished(request, [])
             else:
-                self._cut_short(request, "cancelled")
+                self._finish(request, "cancelled")
                 if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
                     self._late_ends.append(request)
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
@@ -129,8 +128,7 @@ class Executor:
     def pause(self, request: LlmRequest) -> None:
         """Take a running request's blocks away; V2 computes it again later. Ignore other requests."""
         with self._guarded():
-            is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
-            if request.request_id in self._active and not is_loading:
+            if request.request_id in self._active:
                 self._pause(request)
 
     def drop_batch(self) -> None:
@@ -140,7 +138,7 @@ class Executor:
 
     @property
     def pending_transfers(self) -> list[int]:
-        """Ids of requests whose KV the connector is loading or saving."""
+        """Ids of requests whose KV the connector is saving."""
         return [] if self.connector is None else self.connector.pending_transfers
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -156,7 +154,6 @@ class Executor:
             if self.connector is not None:
                 self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
                 if len(batch):
-                    self.connector.take_scheduled_requests_pending_load(batch)
                     self.connector.handle_metadata()
                     self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
@@ -236,7 +233,7 @@ class Executor:
             for request in list(self._active.values()):
                 if not request.is_finished:
                     request.error = f"request {request.request_id} ran in a forward that failed: {error}"
-                    self._cut_short(request, "error")
+                    self._finish(request, "error")
             return None
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
@@ -339,16 +336,6 @@ class Executor:
         else:
             self.block_manager.pin(request_id)
 
-    def _cut_short(self, request: LlmRequest, reason: str) -> None:
-        """End a running request early: at once, or when the connector reports the end of its load.
-
-        It waits for a load that is under way, if the contract's version defers a cancel."""
-        connector = self.connector
-        if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
-            request.finish_reason = reason
-        else:
-            self._finish(request, reason)
-
     def _poll_transfers(self) -> None:
         """Ask the connector which transfers have ended, and free the blocks that they held."""
         if self.connector is None:
@@ -356,16 +343,12 @@ class Executor:
         for request in self._late_ends:
             self.connector.request_finished(request, [], is_late=True)
         self._late_ends.clear()
-        saved, loaded = self.connector.get_finished()
-        for request in saved:
+        for request in self.connector.get_finished():
             if self._holds_saved_blocks:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)
             request.state = LlmRequestState.GENERATION_COMPLETE
-        for request in loaded:
-            if request.finish_reason is not None and request.request_id in self._active:
-                self._finish(request, request.finish_reason)
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""
@@ -397,9 +380,4 @@ class Executor:
             raise CapacityError(
                 f"{asked} needs {blocks.blocks_for(total)} blocks of {blocks.block_size} tokens, the KV pool has "
                 f"{blocks.num_blocks}; raise kv_cache_config.max_tokens"
-            )
-        most = self.llm_args.max_num_tokens
-        if not self.llm_args.enable_chunked_prefill and request.prompt_len > most:
-            raise CapacityError(
-                f"{asked} exceeds the {most} rows of max_num_tokens; raise it or enable chunked prefill"
             )

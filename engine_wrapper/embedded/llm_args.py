@@ -78,9 +78,7 @@ class LlmArgs(StrictModel):
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
       "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
       blocks, and pauses requests when blocks run out.
-    - `cuda_graph_config`: if it is there, 1.2 and 1.4 replay recorded decode steps.
-    - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
-    - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
+    - `transfer_timeout`: seconds to wait for a connector's saves when no request can run.
     """
 
     model: str = Field(min_length=1)
@@ -93,7 +91,6 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=8192, ge=1)
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
-    enable_chunked_prefill: bool = True
     tensor_parallel_size: int = Field(default=1, ge=1)
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
@@ -102,12 +99,10 @@ class LlmArgs(StrictModel):
     kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
     kv_connector_config: KvCacheConnectorConfig | None = None
     disable_overlap_scheduler: bool = True
-    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
-    cache_transceiver_config: dict[str, Any] | None = None
     contract: Literal["1.2", "1.4", "embedded"] = "embedded"
-    cuda_graph_config: dict[str, Any] | None = Field(default_factory=dict)
     torch_compile_config: None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
+    attn_backend: ClassVar[str] = "TRTLLM"
     follows_transformers: ClassVar[bool] = True
     tells_kv_scales: ClassVar[bool] = False
 
@@ -115,13 +110,6 @@ class LlmArgs(StrictModel):
     def holds_saved_blocks(self) -> bool:
         """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
         return self.contract == "embedded"
-
-    @property
-    def flashinfer_layout(self) -> str:
-        """The order inside a block that the version has under `attn_backend` FLASHINFER.
-
-        This engine's own pool is always HND, so our connector refuses NHD."""
-        return "NHD" if self.contract == "1.2" else "HND"
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod
@@ -147,7 +135,7 @@ class LlmArgs(StrictModel):
                 "every running request needs one row"
             )
         for name in ("max_num_tokens", "long_prefill_token_threshold"):
-            if self.enable_chunked_prefill and 0 < getattr(self, name) < block:
+            if 0 < getattr(self, name) < block:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is below tokens_per_block {block}; "
                     "a chunk of a prompt ends on a block boundary"

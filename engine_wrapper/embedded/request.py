@@ -124,11 +124,10 @@ def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
 
 
 class LlmRequestState(str, Enum):
-    """Upstream's names: asynchronous loading is "generation in transmission", a save "context in transmission"."""
+    """Upstream's names: a save is "context in transmission"."""
 
     QUEUED = "queued"
     CONTEXT_INIT = "context_init"
-    DISAGG_GENERATION_TRANS_IN_PROGRESS = "disagg_generation_trans_in_progress"
     GENERATION_IN_PROGRESS = "generation_in_progress"
     DISAGG_CONTEXT_TRANS_IN_PROGRESS = "disagg_context_trans_in_progress"
     GENERATION_COMPLETE = "generation_complete"

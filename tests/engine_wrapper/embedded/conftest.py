@@ -87,11 +87,8 @@ class Record:
     polls: list = field(default_factory=list)
     saves: bool = False
     saves_any: bool = False
-    asynchronous: bool = False
     polls_a_save_takes: int = 0
-    polls_a_load_takes: int = 0
     to_save: dict = field(default_factory=dict)
-    to_load: dict = field(default_factory=dict)
 
     def names(self):
         return [name for name, *_ in self.calls]
@@ -130,7 +127,7 @@ class RecordingScheduler(KvCacheConnectorScheduler):
         if best is None:
             return 0, False
         self.offers[request.request_id] = (best, num_computed_tokens, length)
-        return length - num_computed_tokens, self.record.asynchronous
+        return length - num_computed_tokens, False
 
     def update_state_after_alloc(self, request, block_ids):
         self.record.calls.append(("update_state_after_alloc", request.request_id, tuple(block_ids)))
@@ -164,13 +161,13 @@ class RecordingScheduler(KvCacheConnectorScheduler):
 
 
 class RecordingWorker(KvCacheConnectorWorker):
-    """Copies KV out of the pool at the last poll of a save, and into it before the forward or at the end of a load."""
+    """Copies KV out of the pool at the last poll of a save, and into it before the forward."""
 
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.record = record_of(llm_args)
         self.view = None
-        self.waiting_saves, self.waiting_loads = {}, {}
+        self.waiting_saves = {}
 
     def register_forward_pass_callable(self):
         return lambda: self.record.calls.append(("forward_pass_callable",))
@@ -185,11 +182,8 @@ class RecordingWorker(KvCacheConnectorWorker):
 
     def start_load_kv(self, stream):
         self.record.calls.append(("start_load_kv",))
-        for request_id, *load in self._metadata["loads"]:
-            if self.record.asynchronous:
-                self.record.to_load[request_id] = load
-            else:
-                self.place(*load)
+        for _, *load in self._metadata["loads"]:
+            self.place(*load)
 
     def wait_for_layer_load(self, layer_idx, stream):
         self.record.calls.append(("wait_for_layer_load", layer_idx))
@@ -204,16 +198,13 @@ class RecordingWorker(KvCacheConnectorWorker):
         self.record.calls.append(("get_finished",))
         self.record.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
         self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.record.polls_a_save_takes))
-        self.waiting_loads.update(dict.fromkeys(started_loading_req_ids, self.record.polls_a_load_takes))
-        saved = self.ended(self.waiting_saves)
-        loaded = self.ended(self.waiting_loads)
+        saved = [request_id for request_id, polls in self.waiting_saves.items() if polls <= 0]
+        self.waiting_saves = {each: polls - 1 for each, polls in self.waiting_saves.items() if polls > 0}
         for request_id in saved:
             tokens, block_ids = self.record.to_save.pop(request_id)
             blocks, slots = self.places(block_ids, 0, len(tokens))
             self.record.donors[tokens] = self.view[blocks, :, :, :, slots].clone()  # [tokens, layers, 2, heads, dim]
-        for request_id in loaded:
-            self.place(*self.record.to_load.pop(request_id))
-        return saved, loaded
+        return saved, []
 
     def place(self, block_ids, donor, begin, end):
         blocks, slots = self.places(block_ids, begin, end)
@@ -223,15 +214,6 @@ class RecordingWorker(KvCacheConnectorWorker):
     def places(block_ids, begin, end):
         positions = torch.arange(begin, end)
         return torch.tensor(block_ids)[positions // BLOCK], positions % BLOCK
-
-    @staticmethod
-    def ended(waiting):
-        done = [request_id for request_id, polls in waiting.items() if polls <= 0]
-        for request_id in done:
-            del waiting[request_id]
-        for request_id in waiting:
-            waiting[request_id] -= 1
-        return done
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Transfers
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Saves
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from semblend_trt.errors import SemBlendError
@@ -56,7 +56,7 @@ def broken(rule):
 @pytest.mark.parametrize(
     ("answer", "rule"),
     [
-        ((0, True), "asynchronous_needs_tokens"),
+        ((0, True), "loads_at_once"),
         ((-1, False), "matched_not_negative"),
         ((8, False), "one_token_left"),
         (3, "matched_is_pair"),
@@ -148,12 +148,12 @@ def test_all_ranks_must_have_reported_a_request():
     reports = [([1], [2], []), ([1, 2], [], [3])]  # by rank, one call after another
 
     def work(ranks):
-        loads = Transfers("loading", ranks)
+        saves = Saves(ranks)
         for request_id in (1, 2, 3):
-            loads.begin(request(request_id))
-        loads.hand_in()
-        ended = [[each.request_id for each in loads.ended(now)] for now in reports[ranks.rank]]
-        assert loads.ids == {3}
+            saves.begin(request(request_id))
+        saves.hand_in()
+        ended = [[each.request_id for each in saves.ended(now)] for now in reports[ranks.rank]]
+        assert saves.ids == {3}
         return ended
 
     assert on_ranks(2, work) == [[[1], [2], []]] * 2

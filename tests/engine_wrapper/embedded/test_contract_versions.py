@@ -70,15 +70,12 @@ def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
     assert all(hasattr(asked, name) for name in BOUND_ATTRIBUTES)
 
 
-@pytest.mark.parametrize(
-    ("asynchronous", "overlap"), [(False, False), (True, True)], ids=["sync-in-step", "async-overlap"]
-)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize("contract", ALL)
-def test_loads_change_no_answer(make_engine, cold, contract, asynchronous, overlap):
+def test_loads_change_no_answer(make_engine, cold, contract, overlap):
     llm, record = make_engine(contract, disable_overlap_scheduler=not overlap, max_num_tokens=24)
     donor = prompt(60)
     conftest.teach_recorded(llm, record, donor)
-    record.asynchronous, record.polls_a_load_takes = asynchronous, 1
     prompts = [donor[:37] + prompt(20, 1), prompt(9, 2)]
     outputs = llm.generate(prompts, SIX)
     assert answers(outputs) == cold(prompts)
@@ -112,25 +109,6 @@ def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold
     assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
     assert (outputs[-1].prompt_token_ids, record.count("get_num_new_matched_tokens")) == (prompt(20), 2)
     assert sum(len(each.new_requests) for each in record.outputs) == 2
-
-
-@pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
-    llm, record = make_engine(contract)
-    donor = prompt(40)
-    conftest.teach_recorded(llm, record, donor)
-    record.asynchronous, record.polls_a_load_takes = True, 3
-    free = llm.block_manager.num_free_blocks
-    stream = llm.generate_async(donor, TWO)
-    llm.executor.step()
-    llm.abort(stream.request_id)
-    held = 0 if contract == "1.2" else 5
-    assert (free - llm.block_manager.num_free_blocks, record.count("request_finished")) == (held, 0)
-    llm.settle()
-    assert llm.block_manager.num_free_blocks == free
-    assert record.count("request_finished") == (contract == "embedded")
-    assert next(stream).outputs[0].finish_reason == "cancelled"
-    assert llm.generate([donor], TWO)[0].cached_tokens == 0  # nothing of the abandoned load was published
 
 
 def cut_short(llm, tokens, how):

@@ -146,12 +146,6 @@ def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, argum
     assert (unfinished(llm.executor), len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
-def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
-    llm = make_llm(enable_chunked_prefill=False, max_num_tokens=16)
-    with pytest.raises(CapacityError, match="exceeds the 16 rows of max_num_tokens"):
-        llm.generate([[1] * 17], FOUR)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -663,7 +663,7 @@ class DefaultExecutor(Executor):
     def _handle_errors(self, error_msg=None, *, requests=None):
         for request in requests:
             request.error = error_msg
-            self._cut_short(request, "error")
+            self._finish(request, "error")
 
 
 class TrtllmLLM(LLM):
