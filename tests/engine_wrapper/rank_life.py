@@ -10,7 +10,6 @@ from torch import distributed
 
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import joined_ranks
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
@@ -21,7 +20,6 @@ ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
 OTHER = text(7, 260)
-PREFIXED = DONOR[:180] + text(8, 40)
 
 
 class Life:
@@ -34,11 +32,11 @@ class Life:
 
     def run(self):
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
-        return self._run("cold", "shifted", "verified", "evicted", "prefix")
+        return self._run("cold", "shifted", "verified", "evicted")
 
     def run_faults(self):
         """What the last rank breaks, and all of them answer."""
-        return self._run("save_fails", "load_fails", "stock_load_fails", "disk", "refusal", "start")
+        return self._run("save_fails", "load_fails", "disk", "refusal")
 
     def _run(self, *scenarios):
         return {name: getattr(self, f"_{name}")() for name in scenarios}
@@ -107,19 +105,6 @@ class Life:
             held.append(len(host_of(llm)._slots))
         return {"told": told, "held": self._ranks.gather(held)}
 
-    def _prefix(self):
-        """The stock connector gives back what the engine has lost."""
-        with self._engine("semblend_trt.connector") as llm:
-            self._lose_donor(llm)
-            return {"told": served(llm, PREFIXED)}
-
-    @staticmethod
-    def _lose_donor(llm):
-        """Serves the donor, and then enough others that the engine's own pool has nothing of it any more."""
-        served(llm, DONOR)
-        for seed in range(20, 24):
-            llm.generate([text(seed, 260)], ANSWER)
-
     def _save_fails(self):
         with self._engine(POLICY="position_fix") as llm:
             free = llm.block_manager.num_free_blocks
@@ -139,16 +124,6 @@ class Life:
                 failed = served(llm, SHIFTED)
             return {"failed": failed, "keeps": self._ranks.gather(donor in host_of(llm)), "unread": self._unread(llm)}
 
-    def _stock_load_fails(self):
-        with self._engine("semblend_trt.connector") as llm:
-            self._lose_donor(llm)
-            with self._breaking(llm.connector_worker.loader, "_prepare"):
-                try:
-                    llm.generate([PREFIXED], ANSWER)
-                except (SemBlendError, RuntimeError) as error:
-                    return {"error": str(error)}
-        return {"error": None}
-
     def _disk(self):
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
@@ -161,14 +136,6 @@ class Life:
         shape = "semblend_trt.connector.worker.geometry_of"
         with mock.patch(shape, return_value=None) if self._is_breaking() else mock.MagicMock(), self._engine() as llm:
             return {"told": served(llm, DONOR), "refusal": runtime_for(llm.llm_args).refusal}
-
-    def _start(self):
-        """The last rank alone has been given settings that it cannot use."""
-        try:
-            with self._engine(**({"DISK_BYTES": 1} if self._is_breaking() else {})):
-                return {"error": None}
-        except SemBlendError as error:
-            return {"error": str(error)}
 
     def _breaking(self, owner, name):
         return mock.patch.object(owner, name, side_effect=FAILURE) if self._is_breaking() else nullcontext()

@@ -77,11 +77,6 @@ def test_donors_are_evicted_on_every_rank(told, alone):
     assert all(each == alone["evicted"]["held"][0] for each in ours["held"])
 
 
-def test_the_stock_connector_serves_identical_beginnings(told, alone):
-    ours = alike(told, "prefix")
-    assert (ours, ours["told"]["reused"]) == (alone["prefix"], 180)
-
-
 @pytest.mark.promise(
     "engines",
     "A donor is found only where every rank holds it; a load that fails on one is used on none",
@@ -102,12 +97,6 @@ def test_a_load_that_fails_on_one_rank_is_used_on_none(told, alone):
     assert not any(ours["unread"])
 
 
-def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told):
-    errors = [each["stock_load_fails"]["error"] for each in told]
-    assert errors[:-1] == ["another rank could not place its part of the donors"] * (len(told) - 1)
-    assert "fails in its test" in errors[-1]
-
-
 @pytest.mark.promise("donors", "Engines of several ranks keep nothing on disk, which is counted")
 def test_the_disk_tier_is_refused_and_counted(told, alone):
     ours = alike(told, "disk")
@@ -119,9 +108,3 @@ def test_the_disk_tier_is_refused_and_counted(told, alone):
 def test_what_one_rank_refuses_all_refuse(told):
     ours = alike(told, "refusal")
     assert (ours["refusal"], ours["told"]["reason"]) == ("pool_layout", "pool_layout")
-
-
-def test_no_rank_starts_where_one_cannot(told):
-    errors = [each["start"]["error"] for each in told]
-    assert all("SEMBLEND_DISK_PATH" in error for error in errors)
-    assert all(error.startswith("another rank cannot start") for error in errors[:-1])

@@ -171,16 +171,6 @@ def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields
     assert "\n" not in str(caught.value)
 
 
-def test_configurations_refuse_unknown_fields():
-    names = {"connector_module": "m", "connector_scheduler_class": "S", "connector_worker_class": "W"}
-    with pytest.raises(ConfigurationError, match=r"KvCacheConnectorConfig\.extra"):
-        KvCacheConnectorConfig(**names, extra=1)
-    with pytest.raises(ConfigurationError, match=r"KvCacheConfig\.block"):
-        KvCacheConfig(block=1)
-    with pytest.raises(ConfigurationError, match="host_cache_size: is 5, but a KV cache connector"):
-        KvCacheConfig(host_cache_size=5)
-
-
 def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
     small, large = KvGeometry(2, 2, 16, 32), KvGeometry(28, 2, 128, 32)
     args = LlmArgs(model="m", max_batch_size=4)
