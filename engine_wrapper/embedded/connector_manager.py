@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.request import BoundRequest
 from semblend_trt.connector.contract import (
     RequestData,
     ScheduledRequest,
@@ -23,7 +22,7 @@ from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -58,32 +57,29 @@ class Contract:
 
     - `request_attributes`: what V1's query can read of a request; later calls get another object.
     - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
-    - `replays_decode`: decode steps are replays of recorded ones, in which no hook runs.
-    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches.
-    - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
-    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on. With
-      V2 it does so without the overlap scheduler alone."""
+    - `is_own`: the contract is ours. The engine calls `request_finished` for a request that fails or is cancelled, too.
+      A failed forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without
+      hooks. There a failed forward ends the running requests alone; with V2 so without the overlap scheduler.
+    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches."""
 
     name: str
     request_data: type[ScheduledRequest]
     scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
     request_attributes: frozenset[str]
     is_v2: bool = False
-    replays_decode: bool = False
-    waits_for_initialization: bool = False
-    tells_cut_short: bool = False
-    survives_failed_forward: bool = True
+    is_own: bool = False
+    waits_for_initialization: bool = True
 
 
-V12 = Contract("1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, replays_decode=True)
+V12 = Contract(
+    "1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, waits_for_initialization=False
+)
 V14 = Contract(
     "1.4",
     RequestData,
     SchedulerOutput,
     BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
     is_v2=True,
-    replays_decode=True,
-    waits_for_initialization=True,
 )
 # The default: as 1.4, but over V1, and the connector learns of every end and of exact requests. Arrays read faster.
 EMBEDDED = replace(
@@ -91,9 +87,7 @@ EMBEDDED = replace(
     name="embedded",
     request_attributes=V14.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
     is_v2=False,
-    replays_decode=False,
-    tells_cut_short=True,
-    survives_failed_forward=False,
+    is_own=True,
 )
 CONTRACTS = {contract.name: contract for contract in (V12, V14, EMBEDDED)}
 
@@ -112,52 +106,6 @@ def _require(holds: bool, rule: str, message: str) -> None:
 
 
 # -- the manager ------------------------------------------------------------------------------------------------------
-
-
-class Saves:
-    """Hold the requests that a connector saves, alike on all `ranks`.
-
-    Those in `begun` are still to be named to the worker."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.begun: dict[int, LlmRequest] = {}
-        self._ranks = ranks
-        self._handed_in: dict[int, LlmRequest] = {}
-        # Done on this rank, but not on every rank.
-        self._done_here: dict[int, LlmRequest] = {}
-
-    @property
-    def ids(self) -> set[int]:
-        """Requests whose transfer has not ended."""
-        return {*self.begun, *self._handed_in, *self._done_here}
-
-    def begin(self, request: LlmRequest) -> None:
-        self.begun[request.request_id] = request
-
-    def hand_in(self) -> list[int]:
-        """Mark the new transfers as handed to the worker; return their ids."""
-        handed_in = list(self.begun)
-        self._handed_in.update(self.begun)
-        self.begun.clear()
-        return handed_in
-
-    def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
-        """Take the ids that this rank's worker reports; return the requests that every rank's worker has reported.
-
-        Raises ConnectorContractError for an id that was not handed in, or was reported before."""
-        for request_id in reported:
-            request = self._handed_in.pop(request_id, None)
-            if request is None:
-                raise ConnectorContractError(
-                    "finished_id_handed_in",
-                    f"get_finished reported request {request_id} as saved, but it was never handed in for that or has "
-                    "been reported before",
-                )
-            self._done_here[request_id] = request
-        if not self._handed_in and not self._done_here:
-            return []  # the same on every rank, so no rank waits for an answer
-        everywhere = set.intersection(*self._ranks.gather(set(self._done_here)))
-        return [self._done_here.pop(request_id) for request_id in list(self._done_here) if request_id in everywhere]
 
 
 class KvCacheConnectorManager:
@@ -179,7 +127,10 @@ class KvCacheConnectorManager:
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
-        self._saves = Saves(self._ranks)
+        # Requests that are saved, those that `get_finished` has not named yet, and those that are saved on this rank.
+        self._saving: dict[int, LlmRequest] = {}
+        self._unnamed: list[int] = []
+        self._saved_here: set[int] = set()
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -203,7 +154,7 @@ class KvCacheConnectorManager:
         about, is_new = f"request {request_id} was", request_id not in self._asked
         _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
-        handed: Any = request if self._is_v2 else BoundRequest(request, self.version.request_attributes)
+        handed: Any = request if self._is_v2 else request.bound(self.version.request_attributes)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
         is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
         _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
@@ -271,7 +222,7 @@ class KvCacheConnectorManager:
 
         With `is_late` it is reported in any case: the request has ended before this iteration."""
         self.forget(request.request_id)
-        if request.was_cut_short and not self.version.tells_cut_short and not is_late:
+        if request.was_cut_short and not self.version.is_own and not is_late:
             return False
         if self._is_v2:
             groups = [list(block_ids)]
@@ -284,19 +235,21 @@ class KvCacheConnectorManager:
         has_blocks = bool(block_ids) or not saving
         _require(has_blocks, "nothing_to_save", f"{about} ended without blocks; none can be held for a save")
         if saving:
-            self._saves.begin(request)
+            self._saving[request.request_id] = request
+            self._unnamed.append(request.request_id)
         return bool(saving)
 
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of the requests being saved."""
-        return sorted(self._saves.ids)
+        return sorted(self._saving)
 
     def get_finished(self) -> list[LlmRequest]:
         """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too.
 
         With several ranks, a request is returned once every rank's worker has reported it."""
-        answer = self.worker.get_finished(self._saves.hand_in(), [])
+        named, self._unnamed = self._unnamed, []
+        answer = self.worker.get_finished(named, [])
         try:
             saved_ids, loaded_ids = answer
         except (TypeError, ValueError):
@@ -304,7 +257,16 @@ class KvCacheConnectorManager:
                 "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
             ) from None
         _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
-        return self._saves.ended(saved_ids)
+        for request_id in saved_ids:
+            is_awaited = request_id in self._saving and request_id not in self._saved_here
+            about = f"get_finished reported request {request_id} as saved"
+            _require(is_awaited, "finished_id_handed_in", f"{about}, but it was never handed in or has been reported")
+            self._saved_here.add(request_id)
+        if not self._saving:
+            return []  # the same on every rank, so no rank waits for an answer
+        everywhere = set.intersection(*self._ranks.gather(set(self._saved_here)))
+        self._saved_here -= everywhere
+        return [self._saving.pop(request_id) for request_id in sorted(everywhere)]
 
     def reuse_of(self, request_id: int) -> Any:
         """Return the connector's report on a request's reuse, on every rank; None where it offers none."""

@@ -60,8 +60,8 @@ class Executor:
             )
         self._version = CONTRACTS[llm_args.contract]
         self._is_v2 = self._version.is_v2
-        self.replays_decode = self._version.replays_decode
-        self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
+        self.replays_decode = not self._version.is_own
+        self._holds_saved_blocks = self._is_v2 or self._version.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(
             facts.num_layers, runner.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor
@@ -226,7 +226,7 @@ class Executor:
             return logits
         except Exception as error:
             overlaps = not self.llm_args.disable_overlap_scheduler
-            if not self._version.survives_failed_forward or (self._is_v2 and overlaps):
+            if self._version.is_own or (self._is_v2 and overlaps):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()

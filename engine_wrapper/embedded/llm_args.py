@@ -28,22 +28,15 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
-    "fp8": e4m3 by a scale of 1. `host_cache_size`: None for what the cache manager takes by itself."""
+    "fp8": e4m3 by a scale of 1."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    host_cache_size: int | None = Field(default=None, ge=0)
-
-    @field_validator("host_cache_size")
-    @classmethod
-    def _no_host_cache(cls, size: int | None) -> int | None:
-        # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
-        if size:
-            raise ValueError(f"is {size}, but a KV cache connector needs every block in the primary pool; set 0")
-        return size
+    # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
+    host_cache_size: Literal[0] = 0
 
 
 class KvCacheConnectorConfig(StrictModel):
@@ -115,16 +108,6 @@ class LlmArgs(StrictModel):
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
-
-    @model_validator(mode="after")
-    def _fits_the_contract(self) -> LlmArgs:
-        takes_host_memory = self.contract == "1.4" and self.kv_cache_config.host_cache_size is None
-        if takes_host_memory and self.kv_connector_config is not None:
-            raise ValueError(
-                "the V2 cache manager takes host memory by itself, so that no connector starts; set "
-                "kv_cache_config.host_cache_size to 0"
-            )
-        return self
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:

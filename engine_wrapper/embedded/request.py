@@ -298,24 +298,11 @@ class LlmRequest:
         self.set_prepopulated_prompt_len(0, 0)
         self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
 
-
-class BoundRequest:
-    """A request as V1's C++ cache manager gives it to the connector's query: another object, with `attributes` only."""
-
-    __slots__ = ("_attributes", "_request")
-
-    def __init__(self, request: LlmRequest, attributes: frozenset[str]) -> None:
-        self._request, self._attributes = request, attributes
-
-    @property
-    def is_generation_only_request(self) -> bool:
-        """A property here, and a method of the Python class."""
-        return self._request.is_generation_only_request()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._attributes:
-            raise AttributeError(f"the bound LlmRequest has no attribute {name}")
-        return getattr(self._request, name)
+    def bound(self, attributes: frozenset[str]) -> SimpleNamespace:
+        """Return what V1's C++ manager gives to the connector's query: another object, with these alone."""
+        values = {name: getattr(self, name) for name in attributes}
+        # A property there, and a method here.
+        return SimpleNamespace(**values | {"is_generation_only_request": self.is_generation_only_request()})
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ DOCUMENT = text(10, 200)
 DONOR = INSTRUCTION + DOCUMENT + text(4, 9)
 SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
 
-CACHE = {"tokens_per_block": BLOCK, "max_tokens": 4096, "host_cache_size": 0}
+CACHE = {"tokens_per_block": BLOCK, "max_tokens": 4096}
 
 
 class Engines:

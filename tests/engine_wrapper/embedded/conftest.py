@@ -30,11 +30,6 @@ def answers(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def form(contract, **fields):
-    """The arguments of an engine."""
-    return fields | {"contract": contract, "cache": {"host_cache_size": 0} | fields.pop("cache", {})}
-
-
 def teach(llm, tokens, **options):
     llm.generate([tokens], TWO, **options)
     llm.settle()

@@ -47,12 +47,12 @@ class Case:
 
     version = property(lambda self: CONTRACTS[self.contract])
     v2 = property(lambda self: self.version.is_v2)
-    survives = property(lambda self: self.version.survives_failed_forward and not (self.v2 and self.overlap))
+    survives = property(lambda self: not (self.version.is_own or (self.v2 and self.overlap)))
 
     @property
     def holds_saved_blocks(self):
         """Whether a request keeps its own blocks until its save has ended."""
-        return self.v2 or self.contract == "embedded"
+        return self.v2 or self.version.is_own
 
 
 CASES = (
@@ -100,7 +100,7 @@ def random_life(case, folder):
         disable_overlap_scheduler=not case.overlap,
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
-        kv_cache_config=KvCacheConfig(host_cache_size=0, **POOL),
+        kv_cache_config=KvCacheConfig(**POOL),
     )
     with llm:
         life = Life(llm, case)

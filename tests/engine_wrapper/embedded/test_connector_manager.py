@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Saves
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from semblend_trt.errors import SemBlendError
@@ -148,12 +148,14 @@ def test_all_ranks_must_have_reported_a_request():
     reports = [([1], [2], []), ([1, 2], [], [3])]  # by rank, one call after another
 
     def work(ranks):
-        saves = Saves(ranks)
+        manager = KvCacheConnectorManager(Worker(), Scheduler(saving=True) if ranks.rank == 0 else None, ranks=ranks)
+        ended = []
         for request_id in (1, 2, 3):
-            saves.begin(request(request_id))
-        saves.hand_in()
-        ended = [[each.request_id for each in saves.ended(now)] for now in reports[ranks.rank]]
-        assert saves.ids == {3}
+            manager.request_finished(request(request_id), [1])
+        for now in reports[ranks.rank]:
+            manager.worker.finished = now, []
+            ended.append([each.request_id for each in manager.get_finished()])
+        assert manager.pending_transfers == [3]
         return ended
 
     assert on_ranks(2, work) == [[[1], [2], []]] * 2

@@ -7,10 +7,10 @@ import pytest
 from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import SemBlendError
 from tests.builders.engine import evict_prefixes, published_nodes
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, form, prompt
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, prompt
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -22,7 +22,7 @@ V1_CONTRACTS, ALL = ["1.2", "embedded"], ["1.2", "1.4", "embedded"]
 
 @pytest.fixture
 def make_engine(make_recorded_llm):
-    return lambda contract, **fields: make_recorded_llm(**form(contract, **fields))
+    return lambda contract, **fields: make_recorded_llm(contract=contract, **fields)
 
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
@@ -221,8 +221,3 @@ def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract)
     (data,) = record.outputs[0].new_requests
     assert (data.computed_position, data.num_scheduled_tokens) == (0, 40)
     assert (output.cached_tokens, output.reused_tokens, answers([output])) == (0, 0, cold([donor]))
-
-
-def test_1_4_does_not_start_with_host_memory_of_its_own(make_engine):
-    with pytest.raises(ConfigurationError, match=r"set kv_cache_config\.host_cache_size to 0"):
-        make_engine("1.4", cache={"host_cache_size": None})

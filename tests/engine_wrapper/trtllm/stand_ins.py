@@ -627,7 +627,7 @@ def runner_of(path):
 @contextmanager
 def engine_of(path, runner, *, connector="engine_wrapper.connector", overlap=True, cache=None, **options):
     """An engine with our connector."""
-    fields = {"tokens_per_block": BLOCK, "max_tokens": 1200, "host_cache_size": 0} | (cache or {})
+    fields = {"tokens_per_block": BLOCK, "max_tokens": 1200} | (cache or {})
     with TrtllmLLM(
         path,
         runner=runner,
