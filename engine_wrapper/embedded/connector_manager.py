@@ -1,8 +1,8 @@
 """Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of 1.4, or our own.
 
 Sources: `KvCacheConnectorManager` of NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main, which becomes 1.4). The scheduler is on rank
-0, which sends its answers to every rank. With one rank, metadata still goes through pickle, as sending needs it."""
+`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main, which becomes 1.4). There is one
+rank. Metadata still goes through pickle, as sending it to others needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from semblend_trt.connector.contract import (
     SchedulerOutput,
 )
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.ranks import Ranks
-from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,28 +107,20 @@ def _require(holds: bool, rule: str, message: str) -> None:
 
 
 class KvCacheConnectorManager:
-    """One connector: its `scheduler`, None on all ranks but 0, decides; its `worker` moves KV.
+    """One connector: its `scheduler` decides; its `worker` moves KV.
 
-    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's. All `ranks` make the
-    same calls."""
+    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's."""
 
-    def __init__(
-        self,
-        worker: Any,
-        scheduler: Any,
-        version: Contract = EMBEDDED,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, worker: Any, scheduler: Any, version: Contract = EMBEDDED) -> None:
         self.worker, self.scheduler, self.version = worker, scheduler, version
-        self._is_v2, self._ranks = version.is_v2, ranks or Ranks()
+        self._is_v2 = version.is_v2
         self._asked: set[int] = set()
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
-        # Requests that are saved, those that `get_finished` has not named yet, and those that are saved on this rank.
+        # Requests that are saved, and those of them that `get_finished` has not named yet.
         self._saving: dict[int, LlmRequest] = {}
         self._unnamed: list[int] = []
-        self._saved_here: set[int] = set()
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -141,7 +131,7 @@ class KvCacheConnectorManager:
             self.worker.register_kv_caches(pool)
         else:
             self.worker.register_kv_cache_layout(layout)
-        if self.scheduler is not None and self.version.waits_for_initialization:
+        if self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
 
     # -- a new request --------------------------------------------------------------------------------------------
@@ -155,7 +145,7 @@ class KvCacheConnectorManager:
         _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
         handed: Any = request if self._is_v2 else request.bound(self.version.request_attributes)
-        answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
+        answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
         is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
         _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
         matched, asynchronous = answer
@@ -170,9 +160,7 @@ class KvCacheConnectorManager:
         return taken
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
-        """Report to the scheduler, on its own rank, which blocks the request has."""
-        if self.scheduler is None:
-            return
+        """Report to the scheduler which blocks the request has."""
         if self._is_v2:
             self.scheduler.update_state_after_alloc_by_layer_group(request, [list(block_ids)])
         else:
@@ -197,18 +185,15 @@ class KvCacheConnectorManager:
         self._scheduler_output = output
 
     def handle_metadata(self) -> None:
-        """Build the metadata on rank 0, send it to every rank through pickle, and bind it there."""
-
-        def build() -> bytes:
-            metadata = self.scheduler.build_connector_meta(self._scheduler_output)
-            try:
-                return pickle.dumps(metadata)
-            except Exception as error:
-                raise ConnectorContractError(
-                    "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
-                ) from error
-
-        self.worker.bind_connector_meta(pickle.loads(self._on_leader(build)))
+        """Have the scheduler build the metadata, and bind a pickled copy, as every rank gets one."""
+        metadata = self.scheduler.build_connector_meta(self._scheduler_output)
+        try:
+            sent = pickle.dumps(metadata)
+        except Exception as error:
+            raise ConnectorContractError(
+                "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
+            ) from error
+        self.worker.bind_connector_meta(pickle.loads(sent))
 
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
@@ -226,9 +211,9 @@ class KvCacheConnectorManager:
             return False
         if self._is_v2:
             groups = [list(block_ids)]
-            saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
+            saving = self.scheduler.request_finished_by_layer_group(request, groups)
         else:
-            saving = self._on_leader(lambda: self.scheduler.request_finished(request, list(block_ids)))
+            saving = self.scheduler.request_finished(request, list(block_ids))
         about = f"request {request.request_id}"
         is_told = isinstance(saving, bool)
         _require(is_told, "finished_returns_bool", f"{about} was answered with {saving!r}; True or False")
@@ -245,9 +230,7 @@ class KvCacheConnectorManager:
         return sorted(self._saving)
 
     def get_finished(self) -> list[LlmRequest]:
-        """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too.
-
-        With several ranks, a request is returned once every rank's worker has reported it."""
+        """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
         named, self._unnamed = self._unnamed, []
         answer = self.worker.get_finished(named, [])
         try:
@@ -257,20 +240,16 @@ class KvCacheConnectorManager:
                 "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
             ) from None
         _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
+        saved, unknown = [], "was never handed in or has been reported"
         for request_id in saved_ids:
-            is_awaited = request_id in self._saving and request_id not in self._saved_here
-            about = f"get_finished reported request {request_id} as saved"
-            _require(is_awaited, "finished_id_handed_in", f"{about}, but it was never handed in or has been reported")
-            self._saved_here.add(request_id)
-        if not self._saving:
-            return []  # the same on every rank, so no rank waits for an answer
-        everywhere = set.intersection(*self._ranks.gather(set(self._saved_here)))
-        self._saved_here -= everywhere
-        return [self._saving.pop(request_id) for request_id in sorted(everywhere)]
+            about = f"get_finished reported request {request_id} as saved, but it {unknown}"
+            _require(request_id in self._saving, "finished_id_handed_in", about)
+            saved.append(self._saving.pop(request_id))
+        return saved
 
     def reuse_of(self, request_id: int) -> Any:
-        """Return the connector's report on a request's reuse, on every rank; None where it offers none."""
-        return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
+        """Return the connector's report on a request's reuse; None where it offers none."""
+        return getattr(self.scheduler, "reuse_of", lambda _: None)(request_id)
 
     def close(self) -> None:
         """Close scheduler and worker where they can be closed."""
@@ -278,22 +257,6 @@ class KvCacheConnectorManager:
             getattr(part, "close", lambda: None)()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _on_leader(self, call: Callable[[], Any]) -> Any:
-        """Return rank 0's result of `call`, or raise its error, on every rank, so that no rank waits for ever."""
-        answer = failure = None
-        if self.scheduler is not None:
-            try:
-                answer = call()
-            except Exception as error:
-                failure = error
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answer, said = self._ranks.broadcast((answer, said))
-        if failure is not None:
-            raise failure
-        if said is not None:
-            raise SemBlendError(f"the connector failed on rank 0 ({said})")
-        return answer
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
@@ -318,16 +281,15 @@ class KvCacheConnectorManager:
 # -- building it ------------------------------------------------------------------------------------------------------
 
 
-def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
+def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
-    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Every rank has a worker, and rank 0 a scheduler;
-    both are built at once, each in a thread of its own. Raises ConfigurationError when the module or a class is missing
+    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Both are built at once, each in a thread of its
+    own. Raises ConfigurationError when the module or a class is missing
     or an abstract method is not implemented. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None
-    runtime_for(llm_args).ranks = ranks
     try:
         module = importlib.import_module(config.connector_module)
     except ImportError as error:
@@ -338,9 +300,8 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
     scheduler_class = _class(module, config.connector_scheduler_class)
     with ThreadPoolExecutor(max_workers=2) as threads:
         worker = threads.submit(worker_class, llm_args)
-        scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
-    version = CONTRACTS[llm_args.contract]
-    return KvCacheConnectorManager(worker.result(), scheduler and scheduler.result(), version, ranks)
+        scheduler = threads.submit(scheduler_class, llm_args)
+    return KvCacheConnectorManager(worker.result(), scheduler.result(), CONTRACTS[llm_args.contract])
 
 
 def _class(module: Any, name: str) -> Any:

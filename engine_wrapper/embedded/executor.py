@@ -63,9 +63,7 @@ class Executor:
         self.replays_decode = not self._version.is_own
         self._holds_saved_blocks = self._is_v2 or self._version.is_own
         self._eos_token_ids = runner.eos_token_ids
-        geometry = KvGeometry(
-            facts.num_layers, runner.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor
-        )
+        geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
         self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
         self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
@@ -80,7 +78,7 @@ class Executor:
         self._closed = self._drops = False
         self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
-        self.connector = load_connector(llm_args, runner.ranks)
+        self.connector = load_connector(llm_args)
         if self.connector is not None:
             self._register(self.connector)
         pause = self._pause if self._is_v2 else None

@@ -24,7 +24,6 @@ from engine_wrapper.embedded.request import (
     token_ids_of,
 )
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,35 +87,19 @@ class LLM:
 
     Several engines can share the weights of one `runner`, which has loaded `model`. Use it as a context manager, or
     call `shutdown`. `connector_scheduler` and `connector_worker` are the connector's halves, None without a connector.
-
-    With `tensor_parallel_size` N, N processes of one `torch.distributed` group build the same LLM and make the same
-    calls in the same order. Each holds its part of the model and of the KV; all have the same outputs. Raises
-    ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
+    Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
 
     executor_type = Executor
 
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
-        size = asked.tensor_parallel_size
         if runner is None:
-            ranks = joined_ranks(size)
-            if ranks is None:
-                raise ConfigurationError(
-                    f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of "
-                    f"{size}; start that number of processes, and call torch.distributed.init_process_group in each"
-                )
-            runner = ModelRunner(
-                asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision, ranks=ranks
-            )
-        if runner.ranks.size != size:
-            raise ConfigurationError(
-                f"tensor_parallel_size is {size}, and the runner holds one of {runner.ranks.size} parts of its model; "
-                "both must be the same"
-            )
+            names = {"tokenizer": asked.tokenizer, "revision": asked.revision}
+            runner = ModelRunner(asked.model, asked.dtype, asked.device, **names)
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
-        self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
+        self._vocabulary = int(runner.config.vocab_size)
         self.tokenizer = runner.tokenizer
         self.executor = self.executor_type(args, runner)
         self.block_manager = self.executor.block_manager
@@ -180,7 +163,7 @@ class LLM:
         nothing at all, under a salt of its own, so that no other request reuses anything of it."""
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         if cold:
-            salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
+            salt = f"cold-{secrets.token_hex(8)}"
         params = sampling_params or SamplingParams()
         options = {"priority": priority, "exact_only": exact_only, "cold": cold}
         request = self._request(prompt, params, salt, lora_request, **options)

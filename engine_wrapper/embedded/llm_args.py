@@ -64,7 +64,6 @@ class LlmArgs(StrictModel):
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
     - `long_prefill_token_threshold`, as in vLLM: the most of them for one prompt, 0 for all.
-    - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
@@ -84,7 +83,7 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=8192, ge=1)
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Literal[1] = 1
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
     lora_config: dict[str, int] | None = None

@@ -112,7 +112,7 @@ def geometry_of(llm):
     """The sizes of the engine's pool."""
     runner, block = llm.executor.model_runner, llm.llm_args.kv_cache_config.tokens_per_block
     facts = runner.facts
-    return KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
+    return KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, block, facts.kv_factor)
 
 
 def disk_tier(folder, size=1 << 30):

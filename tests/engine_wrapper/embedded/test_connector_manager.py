@@ -1,12 +1,10 @@
-"""Calls of the connector in their order, the rules that it is held to, and several ranks that agree."""
+"""Calls of the connector in their order, the rules that it is held to."""
 
 import pytest
 
 from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
-from semblend_trt.errors import SemBlendError
-from tests.semblend_trt.rank_threads import on_ranks
 
 
 class Scheduler(KvCacheConnectorScheduler):
@@ -111,51 +109,3 @@ def test_answers_about_ends_that_break_a_rule(saving, finished, rule):
     with broken(rule):
         manager.request_finished(request(), [1])
         manager.get_finished()
-
-
-def on_two_ranks(work, **answers):
-    return on_ranks(2, lambda ranks: work(
-        KvCacheConnectorManager(Worker(), Scheduler(**answers) if ranks.rank == 0 else None, ranks=ranks)
-    ))  # fmt: skip
-
-
-def test_the_scheduler_of_rank_0_answers_for_every_rank():
-    def work(manager):
-        matched = manager.ask(request(), 0)
-        manager.update_state_after_alloc(request(), [1])
-        manager.handle_metadata()
-        saving = manager.request_finished(request(), [1])
-        return matched, manager.worker.get_connector_meta(), saving, manager.pending_transfers, manager.reuse_of(1)
-
-    assert (
-        on_two_ranks(work, answer=(5, False), saving=True, metadata={"plan": 1})
-        == [(5, {"plan": 1}, True, [1], None)] * 2
-    )
-
-
-def test_what_the_scheduler_raises_is_raised_on_every_rank():
-    def work(manager):
-        with pytest.raises(SemBlendError) as raised:
-            manager.handle_metadata()
-        return str(raised.value)
-
-    first, second = on_two_ranks(work, metadata=lambda: None)
-    assert "metadata_picklable" in first
-    assert second == f"the connector failed on rank 0 (ConnectorContractError: {first})"
-
-
-def test_all_ranks_must_have_reported_a_request():
-    reports = [([1], [2], []), ([1, 2], [], [3])]  # by rank, one call after another
-
-    def work(ranks):
-        manager = KvCacheConnectorManager(Worker(), Scheduler(saving=True) if ranks.rank == 0 else None, ranks=ranks)
-        ended = []
-        for request_id in (1, 2, 3):
-            manager.request_finished(request(request_id), [1])
-        for now in reports[ranks.rank]:
-            manager.worker.finished = now, []
-            ended.append([each.request_id for each in manager.get_finished()])
-        assert manager.pending_transfers == [3]
-        return ended
-
-    assert on_ranks(2, work) == [[[1], [2], []]] * 2

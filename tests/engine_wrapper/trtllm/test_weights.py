@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.outcome import Outcome
 from tests.builders.engine import text
+from tests.builders.shards import keep_shard
 from tests.engine_wrapper.test_connector import Service
 from tests.engine_wrapper.trtllm.stand_ins import LlmRequest
 from tests.semblend_trt.rank_threads import on_ranks
