@@ -79,11 +79,11 @@ V14 = Contract(
     BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
     is_v2=True,
 )
-# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests. Arrays read faster.
+# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
 EMBEDDED = replace(
     V14,
     name="embedded",
-    request_attributes=V14.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
+    request_attributes=V14.request_attributes | {"cache_salt_id", "exact_only", "cold"},
     is_v2=False,
     is_own=True,
 )
@@ -114,7 +114,6 @@ class KvCacheConnectorManager:
     def __init__(self, worker: Any, scheduler: Any, version: Contract = EMBEDDED) -> None:
         self.worker, self.scheduler, self.version = worker, scheduler, version
         self._is_v2 = version.is_v2
-        self._asked: set[int] = set()
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
@@ -137,13 +136,11 @@ class KvCacheConnectorManager:
     # -- a new request --------------------------------------------------------------------------------------------
 
     def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
-        """Ask once for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
+        """Ask for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
         V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
         request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
-        about, is_new = f"request {request_id} was", request_id not in self._asked
-        _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
-        self._asked.add(request_id)
+        about = f"request {request_id} was"
         handed: Any = request if self._is_v2 else request.bound(self.version.request_attributes)
         answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
         is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
@@ -168,7 +165,6 @@ class KvCacheConnectorManager:
 
     def forget(self, request_id: int) -> None:
         """Drop an ended or a paused request: a paused one is asked about and described in full again."""
-        self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
 
@@ -187,13 +183,7 @@ class KvCacheConnectorManager:
     def handle_metadata(self) -> None:
         """Have the scheduler build the metadata, and bind a pickled copy, as every rank gets one."""
         metadata = self.scheduler.build_connector_meta(self._scheduler_output)
-        try:
-            sent = pickle.dumps(metadata)
-        except Exception as error:
-            raise ConnectorContractError(
-                "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
-            ) from error
-        self.worker.bind_connector_meta(pickle.loads(sent))
+        self.worker.bind_connector_meta(pickle.loads(pickle.dumps(metadata)))
 
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
@@ -232,13 +222,7 @@ class KvCacheConnectorManager:
     def get_finished(self) -> list[LlmRequest]:
         """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
         named, self._unnamed = self._unnamed, []
-        answer = self.worker.get_finished(named, [])
-        try:
-            saved_ids, loaded_ids = answer
-        except (TypeError, ValueError):
-            raise ConnectorContractError(
-                "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
-            ) from None
+        saved_ids, loaded_ids = self.worker.get_finished(named, [])
         _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
         saved, unknown = [], "was never handed in or has been reported"
         for request_id in saved_ids:

@@ -205,7 +205,7 @@ class Life:
         self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
         assert not self.leaked_blocks
         assert unfinished(self._executor) == 0
-        assert (self._executor.pending_transfers, connector._asked, connector._reported) == ([], set(), {})
+        assert (self._executor.pending_transfers, connector._reported) == ([], {})
         assert len(scheduler._requests) == 0
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults

@@ -64,7 +64,7 @@ def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
     llm.generate([prompt(5)], TWO, cache_salt="s")
     (asked,) = llm.connector_scheduler.asked
     assert asked.is_generation_only_request is False  # a property, not a method
-    assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params", "token_array"))
+    assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params"))
     assert hasattr(asked, "cache_salt_id")
     assert not hasattr(asked, "cache_salt")
     assert all(hasattr(asked, name) for name in BOUND_ATTRIBUTES)
