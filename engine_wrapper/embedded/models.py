@@ -27,7 +27,7 @@ SUPPORTED_MODEL_TYPES = (
     *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """Return the torch dtype of a setting; None for "auto". Raises ConfigurationError."""
     if dtype == "auto":
         return None
-    resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
+    if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
         raise ConfigurationError(f"dtype {dtype} is not supported; use auto, {', '.join(_DTYPES)}")
-    return resolved
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -182,14 +182,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
         assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
 
 
-@pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
-def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
-    llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered", GROUPS))
-    assert right == GROUPS
-    assert reused > 0.2 * GROUPS * TOKENS
-
-
 @pytest.mark.promise("engines", "In the embedded engine traps are...")
 def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     path = shipped_model() / PROFILE_NAME

@@ -118,16 +118,6 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     ]
 
 
-@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
-def test_heads_are_computed_without_a_check(bench, make_plan):
-    tokens = tokens_of(50)
-    logits, donor = bench.cold(tokens)
-    donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
-    bench.place(1, donor, 4, 40)
-    assert close(bench.run(bench.planned(make_plan(tokens, [(4, 20), (20, 40)], head=3)))[0], logits[40:])
-    assert bench.evidence == []
-
-
 @contextmanager
 def rows_by_layer(model, part=""):
     """Counts the rows that really enter each of the model's own layers, or this part of them."""

@@ -88,26 +88,6 @@ def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     assert (engine.step(), engine.step()) == ([(5, 0, 3), (3, 3, 1)], [(2, 0, 3)])
 
 
-def test_a_cached_prefix_costs_no_budget():
-    engine = Engine((16, 1), rows=10)
-    while engine.active or engine.waiting:
-        engine.step()
-    again = LlmRequest(2, request(1, 16).tokens(0, 16), SamplingParams(), max_new_tokens=1)
-    engine.waiting.append(again)
-    assert (engine.step(), again.cached_tokens) == ([(2, 15, 1)], 15)
-
-
-@pytest.mark.parametrize("position", range(12, 16))
-def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
-    engine = Engine((40,), rows=9)
-    engine.step()
-    running = engine.active[1]
-    running.context_current_position = position
-    engine.scheduler.resize_chunk(running)
-    assert running.context_chunk_size >= 1
-    assert running.chunk_end % BLOCK == 0
-
-
 @settings(max_examples=60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=8),

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -45,40 +44,6 @@ def test_of_all_children_the_first_with_the_longest_beginning_is_named(children,
     expected = nodes[lengths.index(longest)] if longest else None
     assert (match.nodes, match.partial, match.partial_tokens) == ((), expected, longest)
     assert tree.match(KEY, prompt, partial=False).partial is None
-
-
-@pytest.mark.parametrize("is_touched", [False, True])
-def test_eviction_takes_the_least_recently_used_leaf_first(is_touched):
-    tree = RadixTree(BLOCK)
-    old = put(tree, range(8), first_block=0)
-    put(tree, [50, 51, 52, 53], first_block=10)
-    if is_touched:
-        tree.touch(old[1])
-    else:
-        tree.acquire(old)
-        tree.release(old)
-    assert [tree.evict() for _ in range(4)] == [10, 1, 0, None]
-    assert len(tree) == tree.num_evictable == 0
-
-
-def admit(blocks, request_id, tokens, total=None, key=KEY):
-    matched = blocks.add_sequence(request_id, key, blocks.match(key, tokens), total or len(tokens))
-    blocks.allocate(request_id, len(tokens))
-    return matched
-
-
-def run(blocks, request_id, tokens, key=KEY):
-    matched = admit(blocks, request_id, tokens, key=key)
-    blocks.publish(request_id, tokens)
-    blocks.release(request_id)
-    return matched
-
-
-@pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
-def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
-    blocks = manager(**{option: False})
-    run(blocks, 1, list(range(8)))
-    assert run(blocks, 2, list(range(8))) == matched
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

@@ -139,7 +139,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
-    published = len(llm.block_manager._tree)
+    published = len(list(published_nodes(llm.block_manager)))
     record.calls.clear()
     with conftest.fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
         assert llm.executor.step()
@@ -147,7 +147,7 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
     assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
-    assert (record.count("request_finished"), len(llm.block_manager._tree)) == (0, published)
+    assert (record.count("request_finished"), len(list(published_nodes(llm.block_manager)))) == (0, published)
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
@@ -203,12 +203,6 @@ def test_which_blocks_a_save_holds(make_engine, contract):
     assert {node.block_id for _, node in published_nodes(blocks)} == shared  # no other request gets them meanwhile
     llm.settle()
     assert blocks.num_free_blocks == blocks.num_blocks
-
-
-def test_a_save_pins_nothing_without_block_reuse(make_engine):
-    llm, _ = twins_being_saved(make_engine, "1.2", cache={"enable_block_reuse": False})
-    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    llm.settle()
 
 
 @pytest.mark.parametrize("contract", ALL)

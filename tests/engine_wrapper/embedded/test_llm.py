@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.block_manager import DEFAULT_POOL_BYTES, pool_blocks
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, LlmArgs, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.builders.engine import token_ids, unfinished
 from tests.conftest import FAMILIES
@@ -169,17 +167,6 @@ def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields
     assert "\n" not in str(caught.value)
 
 
-def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
-    small, large = KvGeometry(2, 2, 16, 32), KvGeometry(28, 2, 128, 32)
-    args = LlmArgs(model="m", max_batch_size=4)
-    assert pool_blocks(args, 1000, small, torch.float32) == 4 * 32
-    blocks = pool_blocks(args, 32768, large, torch.bfloat16)
-    block_bytes = large.bytes_per_token(torch.bfloat16) * 32
-    assert DEFAULT_POOL_BYTES - block_bytes < blocks * block_bytes <= DEFAULT_POOL_BYTES
-    asked = LlmArgs(model="m", kv_cache_config=KvCacheConfig(max_tokens=100))
-    assert pool_blocks(asked, 1000, small, torch.float32) == 3
-
-
 def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen2_path, tmp_path):
     copy = shutil.copytree(tiny_qwen2_path, tmp_path / tiny_qwen2_path.name)
     for other in (tiny_llama_path, copy):
@@ -190,14 +177,6 @@ def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen
     link = tmp_path / "link"
     link.symlink_to(tiny_qwen2_path)
     LLM(model=link, tokenizer=link, runner=runner).shutdown()
-
-
-def test_the_tokenizer_of_the_runner_is_what_the_connector_hears_of(tiny_qwen2_path, tmp_path):
-    copy = shutil.copytree(tiny_qwen2_path, tmp_path / "words")
-    runner = ModelRunner(tiny_qwen2_path, device="cpu", tokenizer=copy)
-    for asked in (None, copy):
-        with LLM(model=tiny_qwen2_path, tokenizer=asked, runner=runner) as llm:
-            assert llm.llm_args.tokenizer == str(copy)
 
 
 def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_path):
