@@ -6,14 +6,11 @@ suffix. If nothing can be attached, it does what the stock connector does."""
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.kv_scales import digest_of
 from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, scales_of
 from engine_wrapper.trtllm.hooks import fail_requests, find_executor
-from kernels.layout import PagedKv
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -21,10 +18,10 @@ from semblend_trt.errors import LayoutError, SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
 
-# Blocks of an embedded engine's pool over which costs are measured, before it has requests.
-_TIMED_BLOCKS = 16
+logger = logging.getLogger(__name__)
 
 __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
 
@@ -72,9 +69,6 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         elif runtime.pool is not None:  # else the worker has refused the caches
             # The runner waits for loads layer by layer, and reports what its checks find.
             runner, blocks = runtime.engine.model_runner, runtime.engine.block_manager
-            if self.facts is not None and self._settings.min_saving > 0:
-                kv = PagedKv(pool, torch.arange(min(len(pool), _TIMED_BLOCKS)), runtime.pool.geometry)
-                runtime.costs = runner.measured_costs(kv, self.facts.rotation, runtime.engine.max_seq_len)
             runner.plan_source, runner.readiness = runtime.active_plans.take, runtime.readiness
             runner.evidence_sink = runtime.note_evidence
             runtime.readiness.is_awaited = runtime.publication_guard = True

@@ -132,16 +132,9 @@ class LLM:
             self._request(prompt, param, salt, lora_request)
             for prompt, param, salt in zip(texts, params, salts, strict=True)
         ]
-        try:
-            self._enqueue(requests)
-            self.run_until(lambda: all(request.is_finished for request in requests))
-        finally:
-            for request in requests:
-                self.forget(request)
-        return [
-            output_of(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
-            for request, prompt in zip(requests, texts, strict=True)
-        ]
+        self._enqueue(requests)
+        streams = [self._stream(request, prompt, False) for request, prompt in zip(requests, texts, strict=True)]
+        return [next(stream) for stream in streams]
 
     def generate_async(
         self,
@@ -168,7 +161,7 @@ class LLM:
         options = {"priority": priority, "exact_only": exact_only, "cold": cold}
         request = self._request(prompt, params, salt, lora_request, **options)
         self._enqueue([request])
-        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
+        return self._stream(request, prompt, streaming)
 
     def abort(self, request_id: int) -> bool:
         """End a request with finish reason "cancelled"; False when it is unknown or has finished."""
@@ -227,6 +220,9 @@ class LLM:
             arrival_time=arrival_time,
             **options,
         )
+
+    def _stream(self, request: LlmRequest, prompt: Prompt, streaming: bool) -> RequestStream:
+        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         self.executor.enqueue(requests)

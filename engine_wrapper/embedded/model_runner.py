@@ -7,28 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine_wrapper.batch import EngineForward
 from engine_wrapper.embedded.models import adopt_model, load_model
-from engine_wrapper.self_check import measured
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
-from kernels.layout import indexable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
-    from kernels.layout import KvGeometry, PagedKv
-    from kernels.rope import Rotation
+    from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.cost import CostModel
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
@@ -149,18 +145,6 @@ class ModelRunner:
             return self.forward(slices)
         finally:
             self.plan_source, self.before_layer, self.after_layer = hooks
-
-    def measured_costs(self, kv: PagedKv, rotation: Rotation, longest: int) -> CostModel | None:
-        """Measure what plans cost, over blocks that are zero before and after it (`engine_wrapper.self_check`)."""
-
-        def run(tokens: list[int], begin: int, blocks: list[int], plan: SemanticKvPlan | None) -> None:
-            self.forward([SequenceSlice(0, begin, tuple(tokens[begin:]), tuple(blocks), plan)])
-
-        with torch.inference_mode():
-            some = range(min(997, self.config.get_text_config().vocab_size))
-            found = measured(run, some, kv, rotation, Ranks(), min(longest, self._max_rows or longest))
-            indexable(kv.memory)[kv.block_ids] = 0
-        return found
 
     def _before_layer(self) -> LayerHook | None:
         """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""

@@ -9,9 +9,7 @@ from engine_wrapper import self_check
 from engine_wrapper.self_check import LayoutError, difference, differences, measured, raise_difference
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
-from semblend_trt.cost import CostModel
 from semblend_trt.ranks import Ranks
-from tests.builders.engine import DONOR, SHIFTED, serve, teach
 
 
 def test_everything_is_run_though_the_first_differs():
@@ -108,26 +106,6 @@ def test_what_fails_is_not_measured(caplog):
 
     assert measure(fails) is None
     assert "could not be measured" in caplog.text
-
-
-@pytest.mark.promise("reuse", "Where the engine has measured that...")
-@pytest.mark.usefixtures("position_fix")
-@pytest.mark.parametrize(
-    ("share", "costs", "reason"),
-    [(0.0, None, None), (1.0, None, "does_not_pay"), (0.1, CostModel((0, 1, 0), (0, 1, 0, 0), 0), None)],
-)
-def test_reuse_in_an_engine_has_to_pay(engine, share, costs, reason):
-    llm = engine(MIN_SAVING=share)
-    runtime = llm.connector_scheduler._runtime
-    assert (runtime.costs is None) is (share == 0)
-    assert not llm.executor.pool.tensor.any()
-    runtime.costs = costs or runtime.costs
-    teach(llm, DONOR)
-    answer = serve(llm, SHIFTED)
-    assert answer.reuse_reason == reason
-    assert answer.reused_tokens == (0 if reason else 200)
-    cold = serve(engine.cold(), SHIFTED)
-    assert reason is None or answer.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
 def test_rows_that_are_no_numbers_differ():
