@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # nanobind binds these; the request that V1 gives to the query has nothing else.
 _BOUND_ATTRIBUTES = (
-    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
+    "request_id get_tokens get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
     "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
     "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
     "is_context_only_request is_generation_only_request is_dummy_request client_id"
@@ -60,7 +60,6 @@ class Contract:
       hooks. There a failed forward ends the running requests alone; with V2 so without the overlap scheduler.
     - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches."""
 
-    name: str
     request_data: type[ScheduledRequest]
     scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
     request_attributes: frozenset[str]
@@ -70,10 +69,9 @@ class Contract:
 
 
 V12 = Contract(
-    "1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, waits_for_initialization=False
+    ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, waits_for_initialization=False
 )
 V14 = Contract(
-    "1.4",
     RequestData,
     SchedulerOutput,
     BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
@@ -82,12 +80,11 @@ V14 = Contract(
 # The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
 EMBEDDED = replace(
     V14,
-    name="embedded",
     request_attributes=V14.request_attributes | {"cache_salt_id", "exact_only", "cold"},
     is_v2=False,
     is_own=True,
 )
-CONTRACTS = {contract.name: contract for contract in (V12, V14, EMBEDDED)}
+CONTRACTS = {"1.2": V12, "1.4": V14, "embedded": EMBEDDED}
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):

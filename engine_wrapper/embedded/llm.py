@@ -94,8 +94,8 @@ class LLM:
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         if runner is None:
-            names = {"tokenizer": asked.tokenizer, "revision": asked.revision}
-            runner = ModelRunner(asked.model, asked.dtype, asked.device, **names)
+            which = {"tokenizer": asked.tokenizer, "revision": asked.revision}
+            runner = ModelRunner(asked.model, asked.dtype, asked.device, **which)
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)

@@ -83,6 +83,7 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=8192, ge=1)
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
+    enable_chunked_prefill: Literal[True] = True
     tensor_parallel_size: Literal[1] = 1
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1

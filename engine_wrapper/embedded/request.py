@@ -189,9 +189,6 @@ class LlmRequest:
         """Return prompt and generated tokens."""
         return list(self._tokens)
 
-    def get_token(self, beam: int, position: int) -> int:  # noqa: ARG002
-        return self._tokens[position]
-
     def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
         return len(self._tokens)
 

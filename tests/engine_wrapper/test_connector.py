@@ -90,6 +90,21 @@ class Service:
         self.worker.close()
 
 
+def on_two_ranks(path, work, before=lambda _: None):
+    """What `work` returns of the service of each of two ranks, each with its part of the model."""
+    sources = [AutoModelForCausalLM.from_pretrained(path) for _ in range(2)]
+
+    def run(ranks):
+        before(ranks)
+        keep_shard(sources[ranks.rank], ranks)
+        service = Service(path, ranks, sources[ranks.rank])
+        found = work(service)
+        service.close()
+        return found
+
+    return on_ranks(2, run)
+
+
 def write_profile(path, model, ranks=1, **fields):
     """The path of a profile for engines of so many ranks."""
     service = Service(model)
@@ -268,29 +283,20 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(se
 @pytest.mark.known_defect(23)
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
-def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch, policy):
+def test_ranks_execute_one_plan_together(tiny_qwen2_path, service_of, tmp_path, monkeypatch, policy):
     document = text(1, 90)
     prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
 
-    def serve(ranks, source=None):
-        service = Service(tiny_qwen2_path, ranks, source)
+    def serve(service):
         logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
         assert service.worker._runtime.mode is EngineMode.WRAPPER
-        report = service.report(2)
-        service.close()
-        return logits[-1], report
+        return logits[-1], service.report(2)
 
     monkeypatch.setenv("SEMBLEND_POLICY", policy)
     monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "alone.json", tiny_qwen2_path))
-    expected, alone = serve(Ranks())
+    expected, alone = serve(service_of())
     monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "together.json", tiny_qwen2_path, ranks=2))
-    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
-
-    def serve_part(ranks):
-        keep_shard(sources[ranks.rank], ranks)
-        return serve(ranks, sources[ranks.rank])
-
-    (first, report), (second, _) = on_ranks(2, serve_part)
+    (first, report), (second, _) = on_two_ranks(tiny_qwen2_path, serve)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, atol=1e-3, rtol=0)
     for name in ("outcome", "offered_tokens", "reused_tokens"):
@@ -312,25 +318,24 @@ def test_what_one_rank_cannot_save_or_load_is_used_on_none(tiny_qwen2_path, tmp_
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     monkeypatch.setenv("SEMBLEND_DISK_BYTES", str(1 << 20))
     monkeypatch.setenv("SEMBLEND_DISK_PATH", str(tmp_path))
-    document, sources = text(1, 90), [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+    document = text(1, 90)
 
-    def serve(ranks):
-        keep_shard(sources[ranks.rank], ranks)
-        service = Service(tiny_qwen2_path, ranks, sources[ranks.rank])
-        worker, request = service.worker, LlmRequest(3, [*text(5, 30), *document, *text(6, 9)])
+    def serve(service):
+        request, worker = LlmRequest(3, [*text(5, 30), *document, *text(6, 9)]), service.worker
+        is_last = service.ranks.rank == 1
         events = [each.kind.value for each in worker._runtime.offload_events]
         service.serve(LlmRequest(1, text(2, 80)))  # proves that plans can run
-        if ranks.rank and step == "save":
+        if is_last and step == "save":
             worker.store.host.writing = fails
         service.serve(LlmRequest(2, [*text(3, 10), *document, *text(4, 5)]))
-        if ranks.rank and step == "load":
+        if is_last and step == "load":
             worker.loader._prepare = fails
         is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
         report = service.report(3)
-        service.close()
         return (is_right, report.reused_tokens, report.reason), "disk_unavailable" in events
 
-    assert on_ranks(2, serve) == [((True, 0, "no_donor_match" if step == "save" else "load_failed"), True)] * 2
+    reason = "no_donor_match" if step == "save" else "load_failed"
+    assert on_two_ranks(tiny_qwen2_path, serve) == [((True, 0, reason), True)] * 2
 
 
 @pytest.mark.promise("engines", "What one rank refuses, all refuse; ranks of two versions reuse nothing")
@@ -341,14 +346,12 @@ def test_what_one_rank_refuses_all_refuse(tiny_qwen2_path, monkeypatch):
         "semblend_trt.connector.worker.geometry_of",
         lambda *given: None if threading.get_ident() in refusing else geometry_of(*given),
     )
-    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
 
-    def serve(ranks):
-        refusing.update([threading.get_ident()] * ranks.rank)
-        keep_shard(sources[ranks.rank], ranks)
-        service = Service(tiny_qwen2_path, ranks, sources[ranks.rank])
+    def serve(service):
         service.serve(LlmRequest(1, text(1, 90)))
-        service.close()
         return service.worker._runtime.refusal
 
-    assert on_ranks(2, serve) == ["pool_layout"] * 2
+    def breaks(ranks):
+        refusing.update([threading.get_ident()] * ranks.rank)
+
+    assert on_two_ranks(tiny_qwen2_path, serve, breaks) == ["pool_layout"] * 2

@@ -50,15 +50,6 @@ def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
     assert token_ids(ignored) == token_ids(plain)
 
 
-def test_settings_for_each_prompt(make_llm):
-    llm = make_llm()
-    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 2)]
-    outputs = llm.generate([TEXT] * 3, lengths, cache_salt=["a", None, "b"])
-    assert [len(token_ids(output)) for output in outputs] == [1, 3, 2]
-    assert llm.generate([TEXT], FOUR, cache_salt="b")[0].cached_tokens > 0
-    assert llm.generate([TEXT], FOUR, cache_salt="c")[0].cached_tokens == 0
-
-
 def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner):
     ids = runner.tokenizer.encode(TEXT)
     forced = (5, 6, 7)
