@@ -3,8 +3,6 @@
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
@@ -86,26 +84,3 @@ def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     line_up(engine.waiting, request(2, 3, 1, 1), first=True)
     assert [each.request_id for each in engine.waiting] == [5, 2]
     assert (engine.step(), engine.step()) == ([(5, 0, 3), (3, 3, 1)], [(2, 0, 3)])
-
-
-@settings(max_examples=60)
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=8),
-    rows=st.integers(4, 24),
-    blocks=st.integers(9, 30),
-)
-def test_every_request_runs_once_through_and_in_bounds(shapes, rows, blocks):
-    engine = Engine(*shapes, blocks=blocks, rows=rows)
-    positions = dict.fromkeys(range(1, len(shapes) + 1), 0)
-    for _ in range(500):
-        ran = engine.step()
-        assert sum(count for *_, count in ran) <= rows
-        for request_id, begin, count in ran:
-            prompt_len = shapes[request_id - 1][0]
-            assert begin == positions[request_id]
-            assert count == 1 or begin + count == prompt_len or (begin + count) % BLOCK == 0
-            positions[request_id] += count
-        if not engine.active and not engine.waiting:
-            break
-    assert positions == {index: length + new - 1 for index, (length, new) in enumerate(shapes, start=1)}
-    assert engine.blocks.num_free_blocks == blocks
