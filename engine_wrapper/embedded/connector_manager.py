@@ -12,11 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import (
-    RequestData,
-    ScheduledRequest,
-    SchedulerOutput,
-)
+from semblend_trt.connector.contract import RequestData, ScheduledRequest, SchedulerOutput
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
