@@ -14,28 +14,6 @@ from tests.builders.engine import token_ids, unfinished
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
 
 
-def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
-    llm, record = make_recorded_llm()
-    record.calls.clear()
-    assert llm.executor.step() is False
-    llm.executor.poll_transfers()
-    assert record.names() == ["get_finished"] * 2
-
-
-def test_blocks_are_held_until_the_save_is_reported(make_recorded_llm):
-    llm, record = make_recorded_llm(cache={"max_tokens": 8 * BLOCK})
-    record.saves, record.polls_a_save_takes = True, 2
-    free = llm.block_manager.num_free_blocks
-    llm.generate([prompt(20)], TWO)
-    assert llm.block_manager.num_free_blocks == free - 3
-    assert llm.executor.pending_transfers == [1]
-    llm.executor.poll_transfers()
-    assert llm.block_manager.num_free_blocks == free - 3
-    llm.executor.poll_transfers()
-    assert llm.block_manager.num_free_blocks == free
-    assert [saves for saves, _ in record.polls if saves] == [[1]]
-
-
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
     llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
     record.saves, record.polls_a_save_takes = True, 10**9
