@@ -75,7 +75,7 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._closed = self._drops = False
+        self._closed = False
         self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args)
@@ -129,11 +129,6 @@ class Executor:
             if request.request_id in self._active:
                 self._pause(request)
 
-    def drop_batch(self) -> None:
-        """Run nothing of the next batch, of which the connector gets metadata: it comes again, as in TensorRT-LLM."""
-        with self._lock:
-            self._drops = True
-
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is saving."""
@@ -155,8 +150,7 @@ class Executor:
                     self.connector.handle_metadata()
                     self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
-            drops, self._drops = self._drops and len(batch) > 0, False
-            if drops or not len(batch):
+            if not len(batch):
                 self._take_tokens()
             elif (logits := self._forward(batch, stream)) is not None:
                 self._update(batch, logits)

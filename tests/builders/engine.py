@@ -132,6 +132,17 @@ def evict_prefixes(llm):
         pass
 
 
+def drop_batch(executor):
+    """Has an engine run nothing of its next batch, of which the connector gets metadata: it comes again, as in
+    TensorRT-LLM."""
+
+    def drop(*_):
+        del executor._forward
+        executor._take_tokens()
+
+    executor._forward = drop
+
+
 def unfinished(executor):
     """The number of requests that wait or run."""
     return len(executor._waiting) + sum(not request.is_finished for request in executor._active.values())

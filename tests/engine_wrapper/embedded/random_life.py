@@ -13,7 +13,7 @@ from engine_wrapper.embedded.request import LlmRequest, SamplingParams, Schedule
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import disk_tier, drain, evict_block, published_nodes, unfinished
+from tests.builders.engine import disk_tier, drain, drop_batch, evict_block, published_nodes, unfinished
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.random_models import random_model
 from tests.semblend_trt.held_donors import whole
@@ -231,7 +231,7 @@ class Life:
             self._runner.fails_behind = self._random.choice((0.0, 0.5))
         if self._case.v2 and self._random.random() < DROPS:
             self.counts["dropped_batches"] += 1
-            self._executor.drop_batch()
+            drop_batch(self._executor)
 
     def _watch_pins(self):
         manager = self._llm.block_manager
