@@ -20,14 +20,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.deviation_check import share_for
-from engine_wrapper.layer_schedule import (
-    MASS_ROWS,
-    AttentionMass,
-    EvidenceSink,
-    LayerSchedule,
-    lowest_schedule,
-    schedule_of,
-)
+from engine_wrapper.layer_schedule import MASS_ROWS, AttentionMass, lowest_schedule, schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.device import HostCopy
 from kernels.layout import to_device
@@ -37,6 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from kernels.layout import KvGeometry
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
@@ -226,8 +220,8 @@ class EngineForward:
     """How one engine runs a schedule of at most `max_rows` rows on its device.
 
     `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink and queries to the
-    schedule's `mass`. `ranks` share the heads. `lowest` runs a schedule up
-    to its check and returns the deviations. `keys_per_row`: as for `works_of`."""
+    schedule's `mass`. `ranks` share the heads. `lowest` runs a schedule up to its check and returns the deviations.
+    `keys_per_row`: as for `works_of`."""
 
     geometry: KvGeometry
     ranks: Ranks

@@ -116,7 +116,7 @@ class BatchScheduler:
         block = self._blocks.block_size
         if remaining <= budget:
             return remaining
-        if not self._args.enable_chunked_prefill or budget < block:
+        if budget < block:
             return 0
         return (position + budget) // block * block - position
 

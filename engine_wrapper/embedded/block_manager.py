@@ -149,11 +149,6 @@ class RadixTree:
         self._block_size = block_size
         self._roots: dict[RootKey, BlockNode] = {}
         self._unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
-        self._num_nodes = 0
-
-    def __len__(self) -> int:
-        """Return the number of blocks owned by the tree."""
-        return self._num_nodes
 
     @property
     def num_evictable(self) -> int:
@@ -192,7 +187,6 @@ class RadixTree:
         """Give a written block to the tree, below a referenced node or the root; the caller has one reference."""
         above = parent or self._roots.setdefault(key, BlockNode(key, -1, None))
         node = above.children[tokens] = BlockNode(tokens, block_id, above, references=1)
-        self._num_nodes += 1
         return node
 
     def acquire(self, path: Sequence[BlockNode]) -> None:
@@ -222,7 +216,6 @@ class RadixTree:
         node, _ = self._unreferenced.popitem(last=False)
         parent = cast("BlockNode", node.parent)
         del parent.children[node.tokens]
-        self._num_nodes -= 1
         if parent.parent is None and not parent.children:
             del self._roots[cast("RootKey", parent.tokens)]
         return node.block_id
@@ -337,8 +330,8 @@ class BlockManager:
             sequence.path.append(node)
 
     def reset_reuse_state(self) -> bool:
-        """Free all reusable blocks. Returns False, and frees none, while a sequence or a pin reads one."""
-        if self._tree.num_evictable < len(self._tree):
+        """Free all reusable blocks. Returns False, and frees none, while there is a sequence or a pin."""
+        if self._sequences or self._pins:
             return False
         while (block := self._tree.evict()) is not None:
             self._free.append(block)

@@ -1,8 +1,8 @@
 """Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of 1.4, or our own.
 
 Sources: `KvCacheConnectorManager` of NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main, which becomes 1.4). The scheduler is on rank
-0, which sends its answers to every rank. With one rank, metadata still goes through pickle, as sending needs it."""
+`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main, which becomes 1.4). There is one
+rank. Metadata still goes through pickle, as sending it to others needs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
-from semblend_trt.connector.contract import (
-    RequestData,
-    ScheduledRequest,
-    SchedulerOutput,
-)
+from semblend_trt.connector.contract import RequestData, ScheduledRequest, SchedulerOutput
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.ranks import Ranks
-from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -33,7 +26,7 @@ if TYPE_CHECKING:
 
 # nanobind binds these; the request that V1 gives to the query has nothing else.
 _BOUND_ATTRIBUTES = (
-    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
+    "request_id get_tokens get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
     "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
     "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
     "is_context_only_request is_generation_only_request is_dummy_request client_id"
@@ -58,47 +51,36 @@ class Contract:
 
     - `request_attributes`: what V1's query can read of a request; later calls get another object.
     - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
-    - `replays_decode`: decode steps are replays of recorded ones, in which no hook runs.
-    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches.
-    - `defers_cancel`: the engine holds the blocks of a cancelled request while a load into them is under way.
-    - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
-    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on. With
-      V2 it does so without the overlap scheduler alone."""
+    - `is_own`: the contract is ours. The engine calls `request_finished` for a request that fails or is cancelled, too.
+      A failed forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without
+      hooks. There a failed forward ends the running requests alone; with V2 so without the overlap scheduler.
+    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches."""
 
-    name: str
     request_data: type[ScheduledRequest]
     scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
     request_attributes: frozenset[str]
     is_v2: bool = False
-    replays_decode: bool = False
-    waits_for_initialization: bool = False
-    defers_cancel: bool = False
-    tells_cut_short: bool = False
-    survives_failed_forward: bool = True
+    is_own: bool = False
+    waits_for_initialization: bool = True
 
 
-V12 = Contract("1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, replays_decode=True)
+V12 = Contract(
+    ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, waits_for_initialization=False
+)
 V14 = Contract(
-    "1.4",
     RequestData,
     SchedulerOutput,
     BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
     is_v2=True,
-    replays_decode=True,
-    waits_for_initialization=True,
-    defers_cancel=True,
 )
-# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests. Arrays read faster.
+# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
 EMBEDDED = replace(
     V14,
-    name="embedded",
-    request_attributes=V14.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
+    request_attributes=V14.request_attributes | {"cache_salt_id", "exact_only", "cold"},
     is_v2=False,
-    replays_decode=False,
-    tells_cut_short=True,
-    survives_failed_forward=False,
+    is_own=True,
 )
-CONTRACTS = {contract.name: contract for contract in (V12, V14, EMBEDDED)}
+CONTRACTS = {"1.2": V12, "1.4": V14, "embedded": EMBEDDED}
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):
@@ -117,72 +99,20 @@ def _require(holds: bool, rule: str, message: str) -> None:
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
-class Transfers:
-    """Hold the requests that a connector loads or saves (`what`), alike on all `ranks`.
-
-    Those in `begun` are still to be named to the worker."""
-
-    def __init__(self, what: str, ranks: Ranks) -> None:
-        self.begun: dict[int, LlmRequest] = {}
-        self._what, self._ranks = what, ranks
-        self._handed_in: dict[int, LlmRequest] = {}
-        # Done on this rank, but not on every rank.
-        self._done_here: dict[int, LlmRequest] = {}
-
-    @property
-    def ids(self) -> set[int]:
-        """Requests whose transfer has not ended."""
-        return {*self.begun, *self._handed_in, *self._done_here}
-
-    def begin(self, request: LlmRequest) -> None:
-        self.begun[request.request_id] = request
-
-    def hand_in(self) -> list[int]:
-        """Mark the new transfers as handed to the worker; return their ids."""
-        handed_in = list(self.begun)
-        self._handed_in.update(self.begun)
-        self.begun.clear()
-        return handed_in
-
-    def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
-        """Take the ids that this rank's worker reports; return the requests that every rank's worker has reported.
-
-        Raises ConnectorContractError for an id that was not handed in, or was reported before."""
-        for request_id in reported:
-            request = self._handed_in.pop(request_id, None)
-            if request is None:
-                raise ConnectorContractError(
-                    "finished_id_handed_in",
-                    f"get_finished reported request {request_id} as done {self._what}, but it was never handed in for "
-                    "that or has been reported before",
-                )
-            self._done_here[request_id] = request
-        if not self._handed_in and not self._done_here:
-            return []  # the same on every rank, so no rank waits for an answer
-        everywhere = set.intersection(*self._ranks.gather(set(self._done_here)))
-        return [self._done_here.pop(request_id) for request_id in list(self._done_here) if request_id in everywhere]
-
-
 class KvCacheConnectorManager:
-    """One connector: its `scheduler`, None on all ranks but 0, decides; its `worker` moves KV.
+    """One connector: its `scheduler` decides; its `worker` moves KV.
 
-    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's. All `ranks` make the
-    same calls."""
+    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's."""
 
-    def __init__(
-        self,
-        worker: Any,
-        scheduler: Any,
-        version: Contract = EMBEDDED,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, worker: Any, scheduler: Any, version: Contract = EMBEDDED) -> None:
         self.worker, self.scheduler, self.version = worker, scheduler, version
-        self._is_v2, self._ranks = version.is_v2, ranks or Ranks()
-        self._asked: set[int] = set()
+        self._is_v2 = version.is_v2
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
-        self._loads, self._saves = Transfers("loading", self._ranks), Transfers("saving", self._ranks)
+        # Requests that are saved, and those of them that `get_finished` has not named yet.
+        self._saving: dict[int, LlmRequest] = {}
+        self._unnamed: list[int] = []
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -193,42 +123,34 @@ class KvCacheConnectorManager:
             self.worker.register_kv_caches(pool)
         else:
             self.worker.register_kv_cache_layout(layout)
-        if self.scheduler is not None and self.version.waits_for_initialization:
+        if self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
 
     # -- a new request --------------------------------------------------------------------------------------------
 
     def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
-        """Ask once for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
+        """Ask for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
-        V1 takes all, V2 at most `most` and never the prompt's last one. If the connector provides them asynchronously,
-        the request counts as loading from now on, even if the engine takes none."""
+        V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
         request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
-        about, is_new = f"request {request_id} was", request_id not in self._asked
-        _require(is_new, "asked_once", f"request {request_id} would be asked about a second time")
-        self._asked.add(request_id)
-        handed: Any = request if self._is_v2 else BoundRequest(request, self.version.request_attributes)
-        answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
+        about = f"request {request_id} was"
+        handed: Any = request if self._is_v2 else request.bound(self.version.request_attributes)
+        answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
         is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
         _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
         matched, asynchronous = answer
         _require(matched >= 0, "matched_not_negative", f"{about} offered {matched} tokens; the least is 0")
-        has_tokens = bool(matched) or not asynchronous
-        _require(has_tokens, "asynchronous_needs_tokens", f"{about} answered with (0, True); nothing can be awaited")
+        _require(not asynchronous, "loads_at_once", f"{about} answered with {answer!r}; this engine awaits no load")
         offer = f"{about} offered {matched} tokens beyond {num_computed_tokens} of a prompt of {request.prompt_len}"
         leaves_one = matched <= left or self._is_v2
         _require(leaves_one, "one_token_left", f"{offer}; at least one must stay uncomputed")
         taken: int = min(matched, left if most is None else min(left, most))
-        if asynchronous:
-            self._loads.begin(request)
-        elif taken:
+        if taken:
             self._synchronous_loads[request_id] = taken
         return taken
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
-        """Report to the scheduler, on its own rank, which blocks the request has."""
-        if self.scheduler is None:
-            return
+        """Report to the scheduler which blocks the request has."""
         if self._is_v2:
             self.scheduler.update_state_after_alloc_by_layer_group(request, [list(block_ids)])
         else:
@@ -236,43 +158,25 @@ class KvCacheConnectorManager:
 
     def forget(self, request_id: int) -> None:
         """Drop an ended or a paused request: a paused one is asked about and described in full again."""
-        self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
 
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
-        """Describe the batch to the connector: new requests in full, known ones as deltas, no loading ones."""
+        """Describe the batch to the connector: new requests in full, known ones as deltas."""
         output: Any = self.version.scheduler_output()
         for request in batch.requests:
-            if request.request_id in self._loads.begun:
-                continue
             known = request.request_id in self._reported
             data = self._request_data(request, block_ids_of(request.request_id))
             (output.cached_requests if known else output.new_requests).append(data)
         self._synchronous_loads.clear()
         self._scheduler_output = output
 
-    def take_scheduled_requests_pending_load(self, batch: ScheduledBatch) -> None:
-        """Take the requests that wait for an asynchronous load out of the batch."""
-        for request in self._loads.begun.values():
-            request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-        batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._loads.begun]
-
     def handle_metadata(self) -> None:
-        """Build the metadata on rank 0, send it to every rank through pickle, and bind it there."""
-
-        def build() -> bytes:
-            metadata = self.scheduler.build_connector_meta(self._scheduler_output)
-            try:
-                return pickle.dumps(metadata)
-            except Exception as error:
-                raise ConnectorContractError(
-                    "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
-                ) from error
-
-        self.worker.bind_connector_meta(pickle.loads(self._on_leader(build)))
+        """Have the scheduler build the metadata, and bind a pickled copy, as every rank gets one."""
+        metadata = self.scheduler.build_connector_meta(self._scheduler_output)
+        self.worker.bind_connector_meta(pickle.loads(pickle.dumps(metadata)))
 
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
@@ -286,49 +190,43 @@ class KvCacheConnectorManager:
 
         With `is_late` it is reported in any case: the request has ended before this iteration."""
         self.forget(request.request_id)
-        if request.was_cut_short and not self.version.tells_cut_short and not is_late:
+        if request.was_cut_short and not self.version.is_own and not is_late:
             return False
         if self._is_v2:
             groups = [list(block_ids)]
-            saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
+            saving = self.scheduler.request_finished_by_layer_group(request, groups)
         else:
-            saving = self._on_leader(lambda: self.scheduler.request_finished(request, list(block_ids)))
+            saving = self.scheduler.request_finished(request, list(block_ids))
         about = f"request {request.request_id}"
         is_told = isinstance(saving, bool)
         _require(is_told, "finished_returns_bool", f"{about} was answered with {saving!r}; True or False")
         has_blocks = bool(block_ids) or not saving
         _require(has_blocks, "nothing_to_save", f"{about} ended without blocks; none can be held for a save")
         if saving:
-            self._saves.begin(request)
+            self._saving[request.request_id] = request
+            self._unnamed.append(request.request_id)
         return bool(saving)
-
-    def is_loading(self, request_id: int) -> bool:
-        return request_id in self._loads.ids
 
     @property
     def pending_transfers(self) -> list[int]:
-        """Ids of the requests being loaded or saved."""
-        return sorted(self._loads.ids | self._saves.ids)
+        """Ids of the requests being saved."""
+        return sorted(self._saving)
 
-    def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Hand in new transfers; return (saved, loaded) requests. The executor calls it in idle iterations too.
-
-        With several ranks, a request is returned once every rank's worker has reported it."""
-        answer = self.worker.get_finished(self._saves.hand_in(), self._loads.hand_in())
-        try:
-            saved_ids, loaded_ids = answer
-        except (TypeError, ValueError):
-            raise ConnectorContractError(
-                "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
-            ) from None
-        saved, loaded = self._saves.ended(saved_ids), self._loads.ended(loaded_ids)
-        for request in loaded:
-            request.state = LlmRequestState.CONTEXT_INIT
-        return saved, loaded
+    def get_finished(self) -> list[LlmRequest]:
+        """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
+        named, self._unnamed = self._unnamed, []
+        saved_ids, loaded_ids = self.worker.get_finished(named, [])
+        _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
+        saved, unknown = [], "was never handed in or has been reported"
+        for request_id in saved_ids:
+            about = f"get_finished reported request {request_id} as saved, but it {unknown}"
+            _require(request_id in self._saving, "finished_id_handed_in", about)
+            saved.append(self._saving.pop(request_id))
+        return saved
 
     def reuse_of(self, request_id: int) -> Any:
-        """Return the connector's report on a request's reuse, on every rank; None where it offers none."""
-        return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
+        """Return the connector's report on a request's reuse; None where it offers none."""
+        return getattr(self.scheduler, "reuse_of", lambda _: None)(request_id)
 
     def close(self) -> None:
         """Close scheduler and worker where they can be closed."""
@@ -336,22 +234,6 @@ class KvCacheConnectorManager:
             getattr(part, "close", lambda: None)()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _on_leader(self, call: Callable[[], Any]) -> Any:
-        """Return rank 0's result of `call`, or raise its error, on every rank, so that no rank waits for ever."""
-        answer = failure = None
-        if self.scheduler is not None:
-            try:
-                answer = call()
-            except Exception as error:
-                failure = error
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answer, said = self._ranks.broadcast((answer, said))
-        if failure is not None:
-            raise failure
-        if said is not None:
-            raise SemBlendError(f"the connector failed on rank 0 ({said})")
-        return answer
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
@@ -376,16 +258,15 @@ class KvCacheConnectorManager:
 # -- building it ------------------------------------------------------------------------------------------------------
 
 
-def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
+def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
-    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Every rank has a worker, and rank 0 a scheduler;
-    both are built at once, each in a thread of its own. Raises ConfigurationError when the module or a class is missing
+    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Both are built at once, each in a thread of its
+    own. Raises ConfigurationError when the module or a class is missing
     or an abstract method is not implemented. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None
-    runtime_for(llm_args).ranks = ranks
     try:
         module = importlib.import_module(config.connector_module)
     except ImportError as error:
@@ -396,9 +277,8 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
     scheduler_class = _class(module, config.connector_scheduler_class)
     with ThreadPoolExecutor(max_workers=2) as threads:
         worker = threads.submit(worker_class, llm_args)
-        scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
-    version = CONTRACTS[llm_args.contract]
-    return KvCacheConnectorManager(worker.result(), scheduler and scheduler.result(), version, ranks)
+        scheduler = threads.submit(scheduler_class, llm_args)
+    return KvCacheConnectorManager(worker.result(), scheduler.result(), CONTRACTS[llm_args.contract])
 
 
 def _class(module: Any, name: str) -> Any:

@@ -60,12 +60,10 @@ class Executor:
             )
         self._version = CONTRACTS[llm_args.contract]
         self._is_v2 = self._version.is_v2
-        self.replays_decode = self._version.replays_decode and llm_args.cuda_graph_config is not None
-        self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
+        self.replays_decode = not self._version.is_own
+        self._holds_saved_blocks = self._is_v2 or self._version.is_own
         self._eos_token_ids = runner.eos_token_ids
-        geometry = KvGeometry(
-            facts.num_layers, runner.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor
-        )
+        geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
         self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
         self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
@@ -77,10 +75,10 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._closed = self._drops = False
+        self._closed = False
         self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
-        self.connector = load_connector(llm_args, runner.ranks)
+        self.connector = load_connector(llm_args)
         if self.connector is not None:
             self._register(self.connector)
         pause = self._pause if self._is_v2 else None
@@ -106,8 +104,7 @@ class Executor:
     def abort(self, request: LlmRequest) -> bool:
         """End an unfinished request; False when it has finished already.
 
-        Its blocks become free at once. If a load into them is under way and the contract's version waits for it, they
-        become free when the connector reports its end."""
+        Its blocks become free at once, or when the connector has saved them."""
         with self._lock:
             if request.is_finished:
                 return False
@@ -118,7 +115,7 @@ class Executor:
                 if request.is_paused and self.connector is not None:
                     self.connector.request_finished(request, [])
             else:
-                self._cut_short(request, "cancelled")
+                self._finish(request, "cancelled")
                 if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
                     self._late_ends.append(request)
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
@@ -129,18 +126,12 @@ class Executor:
     def pause(self, request: LlmRequest) -> None:
         """Take a running request's blocks away; V2 computes it again later. Ignore other requests."""
         with self._guarded():
-            is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
-            if request.request_id in self._active and not is_loading:
+            if request.request_id in self._active:
                 self._pause(request)
-
-    def drop_batch(self) -> None:
-        """Run nothing of the next batch, of which the connector gets metadata: it comes again, as in TensorRT-LLM."""
-        with self._lock:
-            self._drops = True
 
     @property
     def pending_transfers(self) -> list[int]:
-        """Ids of requests whose KV the connector is loading or saving."""
+        """Ids of requests whose KV the connector is saving."""
         return [] if self.connector is None else self.connector.pending_transfers
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -156,12 +147,10 @@ class Executor:
             if self.connector is not None:
                 self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
                 if len(batch):
-                    self.connector.take_scheduled_requests_pending_load(batch)
                     self.connector.handle_metadata()
                     self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
-            drops, self._drops = self._drops and len(batch) > 0, False
-            if drops or not len(batch):
+            if not len(batch):
                 self._take_tokens()
             elif (logits := self._forward(batch, stream)) is not None:
                 self._update(batch, logits)
@@ -229,14 +218,14 @@ class Executor:
             return logits
         except Exception as error:
             overlaps = not self.llm_args.disable_overlap_scheduler
-            if not self._version.survives_failed_forward or (self._is_v2 and overlaps):
+            if self._version.is_own or (self._is_v2 and overlaps):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()
             for request in list(self._active.values()):
                 if not request.is_finished:
                     request.error = f"request {request.request_id} ran in a forward that failed: {error}"
-                    self._cut_short(request, "error")
+                    self._finish(request, "error")
             return None
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
@@ -339,16 +328,6 @@ class Executor:
         else:
             self.block_manager.pin(request_id)
 
-    def _cut_short(self, request: LlmRequest, reason: str) -> None:
-        """End a running request early: at once, or when the connector reports the end of its load.
-
-        It waits for a load that is under way, if the contract's version defers a cancel."""
-        connector = self.connector
-        if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
-            request.finish_reason = reason
-        else:
-            self._finish(request, reason)
-
     def _poll_transfers(self) -> None:
         """Ask the connector which transfers have ended, and free the blocks that they held."""
         if self.connector is None:
@@ -356,16 +335,12 @@ class Executor:
         for request in self._late_ends:
             self.connector.request_finished(request, [], is_late=True)
         self._late_ends.clear()
-        saved, loaded = self.connector.get_finished()
-        for request in saved:
+        for request in self.connector.get_finished():
             if self._holds_saved_blocks:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)
             request.state = LlmRequestState.GENERATION_COMPLETE
-        for request in loaded:
-            if request.finish_reason is not None and request.request_id in self._active:
-                self._finish(request, request.finish_reason)
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""
@@ -397,9 +372,4 @@ class Executor:
             raise CapacityError(
                 f"{asked} needs {blocks.blocks_for(total)} blocks of {blocks.block_size} tokens, the KV pool has "
                 f"{blocks.num_blocks}; raise kv_cache_config.max_tokens"
-            )
-        most = self.llm_args.max_num_tokens
-        if not self.llm_args.enable_chunked_prefill and request.prompt_len > most:
-            raise CapacityError(
-                f"{asked} exceeds the {most} rows of max_num_tokens; raise it or enable chunked prefill"
             )

@@ -24,7 +24,6 @@ from engine_wrapper.embedded.request import (
     token_ids_of,
 )
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,35 +87,19 @@ class LLM:
 
     Several engines can share the weights of one `runner`, which has loaded `model`. Use it as a context manager, or
     call `shutdown`. `connector_scheduler` and `connector_worker` are the connector's halves, None without a connector.
-
-    With `tensor_parallel_size` N, N processes of one `torch.distributed` group build the same LLM and make the same
-    calls in the same order. Each holds its part of the model and of the KV; all have the same outputs. Raises
-    ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
+    Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
 
     executor_type = Executor
 
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
-        size = asked.tensor_parallel_size
         if runner is None:
-            ranks = joined_ranks(size)
-            if ranks is None:
-                raise ConfigurationError(
-                    f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of "
-                    f"{size}; start that number of processes, and call torch.distributed.init_process_group in each"
-                )
-            runner = ModelRunner(
-                asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision, ranks=ranks
-            )
-        if runner.ranks.size != size:
-            raise ConfigurationError(
-                f"tensor_parallel_size is {size}, and the runner holds one of {runner.ranks.size} parts of its model; "
-                "both must be the same"
-            )
+            which = {"tokenizer": asked.tokenizer, "revision": asked.revision}
+            runner = ModelRunner(asked.model, asked.dtype, asked.device, **which)
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
-        self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
+        self._vocabulary = int(runner.config.vocab_size)
         self.tokenizer = runner.tokenizer
         self.executor = self.executor_type(args, runner)
         self.block_manager = self.executor.block_manager
@@ -149,16 +132,9 @@ class LLM:
             self._request(prompt, param, salt, lora_request)
             for prompt, param, salt in zip(texts, params, salts, strict=True)
         ]
-        try:
-            self._enqueue(requests)
-            self.run_until(lambda: all(request.is_finished for request in requests))
-        finally:
-            for request in requests:
-                self.forget(request)
-        return [
-            output_of(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
-            for request, prompt in zip(requests, texts, strict=True)
-        ]
+        self._enqueue(requests)
+        streams = [self._stream(request, prompt, False) for request, prompt in zip(requests, texts, strict=True)]
+        return [next(stream) for stream in streams]
 
     def generate_async(
         self,
@@ -180,12 +156,12 @@ class LLM:
         nothing at all, under a salt of its own, so that no other request reuses anything of it."""
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         if cold:
-            salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
+            salt = f"cold-{secrets.token_hex(8)}"
         params = sampling_params or SamplingParams()
         options = {"priority": priority, "exact_only": exact_only, "cold": cold}
         request = self._request(prompt, params, salt, lora_request, **options)
         self._enqueue([request])
-        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
+        return self._stream(request, prompt, streaming)
 
     def abort(self, request_id: int) -> bool:
         """End a request with finish reason "cancelled"; False when it is unknown or has finished."""
@@ -244,6 +220,9 @@ class LLM:
             arrival_time=arrival_time,
             **options,
         )
+
+    def _stream(self, request: LlmRequest, prompt: Prompt, streaming: bool) -> RequestStream:
+        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         self.executor.enqueue(requests)

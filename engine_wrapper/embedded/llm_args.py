@@ -28,22 +28,15 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
-    "fp8": e4m3 by a scale of 1. `host_cache_size`: None for what the cache manager takes by itself."""
+    "fp8": e4m3 by a scale of 1."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    host_cache_size: int | None = Field(default=None, ge=0)
-
-    @field_validator("host_cache_size")
-    @classmethod
-    def _no_host_cache(cls, size: int | None) -> int | None:
-        # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
-        if size:
-            raise ValueError(f"is {size}, but a KV cache connector needs every block in the primary pool; set 0")
-        return size
+    # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
+    host_cache_size: Literal[0] = 0
 
 
 class KvCacheConnectorConfig(StrictModel):
@@ -71,16 +64,13 @@ class LlmArgs(StrictModel):
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
     - `long_prefill_token_threshold`, as in vLLM: the most of them for one prompt, 0 for all.
-    - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
       "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
       blocks, and pauses requests when blocks run out.
-    - `cuda_graph_config`: if it is there, 1.2 and 1.4 replay recorded decode steps.
-    - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
-    - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
+    - `transfer_timeout`: seconds to wait for a connector's saves when no request can run.
     """
 
     model: str = Field(min_length=1)
@@ -93,8 +83,8 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=8192, ge=1)
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
-    enable_chunked_prefill: bool = True
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    enable_chunked_prefill: Literal[True] = True
+    tensor_parallel_size: Literal[1] = 1
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
     lora_config: dict[str, int] | None = None
@@ -102,12 +92,10 @@ class LlmArgs(StrictModel):
     kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
     kv_connector_config: KvCacheConnectorConfig | None = None
     disable_overlap_scheduler: bool = True
-    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
-    cache_transceiver_config: dict[str, Any] | None = None
     contract: Literal["1.2", "1.4", "embedded"] = "embedded"
-    cuda_graph_config: dict[str, Any] | None = Field(default_factory=dict)
     torch_compile_config: None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
+    attn_backend: ClassVar[str] = "TRTLLM"
     follows_transformers: ClassVar[bool] = True
     tells_kv_scales: ClassVar[bool] = False
 
@@ -116,27 +104,10 @@ class LlmArgs(StrictModel):
         """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
         return self.contract == "embedded"
 
-    @property
-    def flashinfer_layout(self) -> str:
-        """The order inside a block that the version has under `attn_backend` FLASHINFER.
-
-        This engine's own pool is always HND, so our connector refuses NHD."""
-        return "NHD" if self.contract == "1.2" else "HND"
-
     @field_validator("model", "tokenizer", mode="before")
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
-
-    @model_validator(mode="after")
-    def _fits_the_contract(self) -> LlmArgs:
-        takes_host_memory = self.contract == "1.4" and self.kv_cache_config.host_cache_size is None
-        if takes_host_memory and self.kv_connector_config is not None:
-            raise ValueError(
-                "the V2 cache manager takes host memory by itself, so that no connector starts; set "
-                "kv_cache_config.host_cache_size to 0"
-            )
-        return self
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:
@@ -147,7 +118,7 @@ class LlmArgs(StrictModel):
                 "every running request needs one row"
             )
         for name in ("max_num_tokens", "long_prefill_token_threshold"):
-            if self.enable_chunked_prefill and 0 < getattr(self, name) < block:
+            if 0 < getattr(self, name) < block:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is below tokens_per_block {block}; "
                     "a chunk of a prompt ends on a block boundary"

@@ -36,7 +36,7 @@ PlanSource = Callable[[int], "SemanticKvPlan | None"]
 
 
 class ModelRunner:
-    """One model over one pool. Several `ranks` run each forward together, on the same slices, and have the same logits.
+    """One model over one pool.
 
     The engine wrapper sets three attributes. `forward` asks `plan_source` once for each slice that has no plan yet.
     With `readiness`, while KV is on its way into the pool, every layer waits for its own. `evidence_sink` gets what the
@@ -50,33 +50,28 @@ class ModelRunner:
         *,
         tokenizer: str | Path | None = None,
         revision: str | None = None,
-        ranks: Ranks | None = None,
     ) -> None:
         """Load the model; see `load_model` for the settings and errors."""
-        ranks = ranks or Ranks()
-        self._own(*load_model(model_path, dtype, device, tokenizer, revision, ranks), ranks)
+        self._own(*load_model(model_path, dtype, device, tokenizer, revision))
 
     @classmethod
-    def from_model(
-        cls, model: Any, config_path: str | Path, tokenizer: Any = None, ranks: Ranks | None = None
-    ) -> ModelRunner:
+    def from_model(cls, model: Any, config_path: str | Path, tokenizer: Any = None) -> ModelRunner:
         """Return a runner of a model in memory, as it is: on its device, in its dtype.
 
         `config_path` is a folder with the model's config.json, which engine and connector read again. Without a
         `tokenizer`, prompts are token ids. No file identifies the weights, so no other engine shares their KV unless
         SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does."""
-        runner, ranks = cls.__new__(cls), ranks or Ranks()
-        runner._own(*adopt_model(model, config_path, tokenizer, ranks), ranks)
+        runner = cls.__new__(cls)
+        runner._own(*adopt_model(model, config_path, tokenizer))
         return runner
 
-    def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource, ranks: Ranks) -> None:
+    def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource) -> None:
         # The Transformers model; called directly, it runs plain SDPA and touches no pool.
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
-        self.facts, self.source, self.ranks = facts, source, ranks
+        self.facts, self.source = facts, source
         # Of weights and hidden rows, and of the pool unless it is in fp8.
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.kv_heads = facts.kv_heads // ranks.size  # of this rank
         self._detach()
 
     def _detach(self) -> None:
@@ -107,7 +102,7 @@ class ModelRunner:
         """Set the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward.
 
         Plans that add more rows run in several (see `engine_wrapper.batch`)."""
-        self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
+        self._forward = SparseForward(self.model, pool, geometry)
         self._max_rows = max_rows
 
     def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:
@@ -135,7 +130,7 @@ class ModelRunner:
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
             return decoder.lowest(schedule, self._before_layer(), self.after_layer)
 
-        forward = EngineForward(decoder.geometry, self.ranks, run, lowest, self._max_rows)
+        forward = EngineForward(decoder.geometry, Ranks(), run, lowest, self._max_rows)
         arriving = self.readiness is not None and self.readiness.is_arriving
         return decoder.logits(forward.hidden(works, self.device, self.evidence_sink, is_arriving=arriving))
 
@@ -163,7 +158,7 @@ class ModelRunner:
 
         with torch.inference_mode():
             some = range(min(997, self.config.get_text_config().vocab_size))
-            found = measured(run, some, kv, rotation, self.ranks, min(longest, self._max_rows or longest))
+            found = measured(run, some, kv, rotation, Ranks(), min(longest, self._max_rows or longest))
             indexable(kv.memory)[kv.block_ids] = 0
         return found
 

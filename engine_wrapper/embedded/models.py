@@ -1,8 +1,4 @@
-"""Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not.
-
-Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
-heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
-their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank."""
+"""Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.sparse_forward import check_latent_cache
@@ -26,30 +21,13 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.llm_args import LlmArgs
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.model_files import FileState
-    from semblend_trt.ranks import Ranks
 
 SUPPORTED_MODEL_TYPES = (
     *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
     *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class SharedLinear(nn.Linear):
-    """This rank's part of a linear layer's inputs. The ranks add up their results; rank 0 alone adds the bias."""
-
-    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
-        nn.Module.__init__(self)
-        inputs = _part(linear.in_features, ranks)
-        self.weight = nn.Parameter(linear.weight[:, inputs].clone(), requires_grad=False)
-        self.bias = linear.bias if ranks.rank == 0 else None  # type: ignore[assignment]
-        self.out_features, self.in_features = self.weight.shape
-        self.ranks = ranks
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return [..., outputs] of all ranks. `input`: [..., this rank's inputs]."""
-        return self.ranks.add_up(super().forward(input))
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +66,11 @@ def load_model(
     device: str | torch.device,
     tokenizer: str | Path | None,
     revision: str | None,
-    ranks: Ranks,
 ) -> tuple[Any, Any, ModelFacts, ModelSource]:
     """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    Returns the model, of which each rank keeps its part, its tokenizer, the whole model's facts, and its source. Raises
-    ConfigurationError when something cannot be read or a setting is unknown, UnsupportedModelError when the model's
-    architecture or positions are not supported."""
+    Returns the model, its tokenizer, its facts and its source. Raises ConfigurationError when something cannot be read
+    or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported."""
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
@@ -114,16 +90,14 @@ def load_model(
             raise ConfigurationError(
                 f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
-    weights = _rank_part(loaded, ranks).to(target_device)
+    weights = _text_part(loaded).to(target_device)
     files = files or _states(str(model), revision)  # the model was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
     return weights, loaded_tokenizer, facts, source
 
 
-def adopt_model(
-    model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks
-) -> tuple[Any, Any, ModelFacts, ModelSource]:
-    """Prepare a whole model that is in memory; `config_path` is a folder with its config.json.
+def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> tuple[Any, Any, ModelFacts, ModelSource]:
+    """Prepare a model that is in memory; `config_path` is a folder with its config.json.
 
     Returns what `load_model` does. Raises as it does, and ConfigurationError for a folder that describes another
     model."""
@@ -135,7 +109,7 @@ def adopt_model(
             "configuration there"
         )
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return _rank_part(model, ranks), tokenizer, facts, source
+    return _text_part(model), tokenizer, facts, source
 
 
 def _digest(config: Any) -> str:
@@ -175,10 +149,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """Return the torch dtype of a setting; None for "auto". Raises ConfigurationError."""
     if dtype == "auto":
         return None
-    resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
+    if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
         raise ConfigurationError(f"dtype {dtype} is not supported; use auto, {', '.join(_DTYPES)}")
-    return resolved
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -198,8 +171,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def _rank_part(model: Any, ranks: Ranks) -> Any:
-    """Return this rank's part of the model; of one that takes images, only what reads and writes text."""
+def _text_part(model: Any) -> Any:
+    """Return the model; of one that takes images, only what reads and writes text."""
     text = model
     if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
         text = model.language_model
@@ -209,54 +182,4 @@ def _rank_part(model: Any, ranks: Ranks) -> Any:
         text.model, text.lm_head = model.model.language_model, model.lm_head
         text.config, text.generation_config = text.model.config, model.generation_config
     check_latent_cache(text)
-    keep_shard(text, ranks)
     return text.eval().requires_grad_(False)
-
-
-def keep_shard(model: Any, ranks: Ranks) -> None:
-    """Cut `model` to this rank's part of the layers, and its configuration to the part's sizes.
-
-    Raises ConfigurationError, and changes nothing, for a mixture of experts or latent rows, for KV heads or channels
-    that the ranks do not divide, and for a norm that needs all heads."""
-    if ranks.size == 1:
-        return
-    config, layers = model.config, model.model.layers
-    if getattr(config, "kv_lora_rank", None):
-        raise ConfigurationError(
-            f"model type {config.model_type} keeps one latent row a token for all heads, which ranks cannot "
-            "share; use 1 rank"
-        )
-    # A mixture's layers have experts in place of one `down_proj`, and some layers give `mlp` another name.
-    if not all(hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers):
-        raise ConfigurationError(
-            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (count := getattr(config, name)) % ranks.size:
-            raise ConfigurationError(
-                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
-            )
-    norm = getattr(layers[0].self_attn, "k_norm", None)
-    if norm is not None and len(norm.weight) != layers[0].self_attn.head_dim:
-        raise ConfigurationError(
-            f"model type {config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
-            "which ranks with some of the heads cannot; use 1 rank"
-        )
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-            kept = _part(linear.out_features, ranks)
-            linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
-            if linear.bias is not None:
-                linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
-            linear.out_features //= ranks.size
-        attention.o_proj = SharedLinear(attention.o_proj, ranks)
-        mlp.down_proj = SharedLinear(mlp.down_proj, ranks)
-    config.num_attention_heads //= ranks.size
-    config.num_key_value_heads //= ranks.size
-
-
-def _part(count: int, ranks: Ranks) -> slice:
-    share = count // ranks.size
-    return slice(ranks.rank * share, (ranks.rank + 1) * share)

@@ -5,7 +5,6 @@ Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and 
 from __future__ import annotations
 
 import hashlib
-import struct
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
@@ -13,7 +12,6 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
-import numpy as np
 import torch
 
 from engine_wrapper.embedded.block_manager import RootKey
@@ -22,8 +20,6 @@ from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 Prompt = Union[str, "Sequence[int]"]
 
@@ -45,23 +41,18 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int32]:
-    """Return a prompt's token ids, int32 [n]. Raises ConfigurationError for ids outside of 0..`vocabulary` - 1."""
-    listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
+    """Return a prompt's token ids. Raises ConfigurationError for ids outside of 0..`vocabulary` - 1."""
+    tokens = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     # A tokenizer may begin even an empty text with a token of its own.
-    if len(prompt) == 0 or not listed:
+    if len(prompt) == 0 or not tokens:
         raise ConfigurationError("the prompt is empty; at least one token is needed")
-    try:
-        # An array of the standard library, or NumPy's own, reads a list three times as slowly.
-        tokens = np.frombuffer(struct.pack(f"{len(listed)}q", *listed), dtype=np.int64)
-    except struct.error:
-        if not all(isinstance(token, Integral) for token in listed):
-            raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
-        raise ConfigurationError(f"the prompt holds a token id beyond the model's ids, 0..{vocabulary - 1}") from None
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+    if not all(isinstance(token, Integral) for token in tokens):
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        outside = next(token for token in tokens if not 0 <= token < vocabulary)
         raise ConfigurationError(f"the prompt holds token id {outside}; the model's ids are 0..{vocabulary - 1}")
-    return tokens.astype(np.int32)
+    return list(map(int, tokens))
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
@@ -124,11 +115,10 @@ def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
 
 
 class LlmRequestState(str, Enum):
-    """Upstream's names: asynchronous loading is "generation in transmission", a save "context in transmission"."""
+    """Upstream's names: a save is "context in transmission"."""
 
     QUEUED = "queued"
     CONTEXT_INIT = "context_init"
-    DISAGG_GENERATION_TRANS_IN_PROGRESS = "disagg_generation_trans_in_progress"
     GENERATION_IN_PROGRESS = "generation_in_progress"
     DISAGG_CONTEXT_TRANS_IN_PROGRESS = "disagg_context_trans_in_progress"
     GENERATION_COMPLETE = "generation_complete"
@@ -169,7 +159,7 @@ class LlmRequest:
     def __init__(
         self,
         request_id: int,
-        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
+        prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         *,
         max_new_tokens: int,
@@ -193,15 +183,11 @@ class LlmRequest:
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.priority, self.exact_only, self.cold = priority, exact_only, cold
         self.generation_logits: list[torch.Tensor] = []
-        self._prompt = np.asarray(prompt_token_ids, dtype=np.int32)
-        self._tokens: list[int] = self._prompt.tolist()
+        self._tokens = list(prompt_token_ids)
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Return prompt and generated tokens."""
         return list(self._tokens)
-
-    def get_token(self, beam: int, position: int) -> int:  # noqa: ARG002
-        return self._tokens[position]
 
     def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
         return len(self._tokens)
@@ -213,12 +199,6 @@ class LlmRequest:
     def all_tokens(self) -> Sequence[int]:
         """The list that `get_tokens` copies: do not change or keep it."""
         return self._tokens
-
-    def token_array(self, end: int) -> npt.NDArray[np.int32]:
-        """Return the first `end` tokens, int32 [end]; not a copy as long as they are the prompt's."""
-        if end <= self.prompt_len:
-            return self._prompt[:end]
-        return np.concatenate([self._prompt, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
 
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)
@@ -293,30 +273,16 @@ class LlmRequest:
 
     def pause(self) -> None:
         """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
-        self._prompt = self.token_array(len(self._tokens))
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
         self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
 
-
-class BoundRequest:
-    """A request as V1's C++ cache manager gives it to the connector's query: another object, with `attributes` only."""
-
-    __slots__ = ("_attributes", "_request")
-
-    def __init__(self, request: LlmRequest, attributes: frozenset[str]) -> None:
-        self._request, self._attributes = request, attributes
-
-    @property
-    def is_generation_only_request(self) -> bool:
-        """A property here, and a method of the Python class."""
-        return self._request.is_generation_only_request()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._attributes:
-            raise AttributeError(f"the bound LlmRequest has no attribute {name}")
-        return getattr(self._request, name)
+    def bound(self, attributes: frozenset[str]) -> SimpleNamespace:
+        """Return what V1's C++ manager gives to the connector's query: another object, with these alone."""
+        values = {name: getattr(self, name) for name in attributes}
+        # A property there, and a method here.
+        return SimpleNamespace(**values | {"is_generation_only_request": self.is_generation_only_request()})
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------

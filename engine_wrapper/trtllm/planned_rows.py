@@ -94,12 +94,9 @@ class PlannedRows:
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return, after the last layer, the scheduled rows of `hidden`, [active rows, ...], in the engine's order."""
-        kept: list[torch.Tensor | None] = [hidden]
-        if self.found is not None:
-            self._decide()
-            kept = self._enter(self._schedule.stages[0], kept)
-        assert kept[0] is not None
-        return kept[0].index_select(0, self._schedule.output_rows)
+        (kept,) = self.begin(self._geometry.num_layers, hidden)
+        assert kept is not None
+        return kept.index_select(0, self._schedule.output_rows)
 
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
         """Return the attention of `layer`, [rows, heads * head_dim].

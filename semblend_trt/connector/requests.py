@@ -355,7 +355,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
 
 
 def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """Return the first tokens, int32 [count]. The embedded engine's array is faster to read than its list."""
+    """Return the first tokens, int32 [count]. An array is faster to read than a list."""
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)

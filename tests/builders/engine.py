@@ -37,7 +37,7 @@ DOCUMENT = text(10, 200)
 DONOR = INSTRUCTION + DOCUMENT + text(4, 9)
 SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
 
-CACHE = {"tokens_per_block": BLOCK, "max_tokens": 4096, "host_cache_size": 0}
+CACHE = {"tokens_per_block": BLOCK, "max_tokens": 4096}
 
 
 class Engines:
@@ -112,7 +112,7 @@ def geometry_of(llm):
     """The sizes of the engine's pool."""
     runner, block = llm.executor.model_runner, llm.llm_args.kv_cache_config.tokens_per_block
     facts = runner.facts
-    return KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
+    return KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, block, facts.kv_factor)
 
 
 def disk_tier(folder, size=1 << 30):
@@ -130,6 +130,17 @@ def evict_block(llm):
 def evict_prefixes(llm):
     while evict_block(llm):
         pass
+
+
+def drop_batch(executor):
+    """Has an engine run nothing of its next batch, of which the connector gets metadata: it comes again, as in
+    TensorRT-LLM."""
+
+    def drop(*_):
+        del executor._forward
+        executor._take_tokens()
+
+    executor._forward = drop
 
 
 def unfinished(executor):

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.batch import attention_of, run_works
-from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.ranks import Ranks
+from tests.builders.shards import keep_shard
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
 TOLERANCE = 1e-4

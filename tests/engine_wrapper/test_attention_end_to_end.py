@@ -83,17 +83,6 @@ def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_nam
 
 
 @with_windows
-def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine):
-    """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
-    llm = engine("semblend_trt.connector", contract="1.4", POLICY="exact")
-    teach(llm, DONOR)
-    evict_prefixes(llm)
-    output = serve(llm, DONOR + text(7, 20))
-    assert output.reused_tokens >= len(DONOR) // 16 * 16
-    assert_same(output, serve(engine.cold(), DONOR + text(7, 20)))
-
-
-@with_windows
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

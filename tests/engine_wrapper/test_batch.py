@@ -138,24 +138,6 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
-@pytest.mark.parametrize("most", [None, MAX_ROWS])
-def test_ranks_that_share_the_heads_decide_what_one_would(tiny_qwen2_path, make_plan, most):
-    plan = long_plan(make_plan, "largest share")
-
-    def run(model, ranks, max_rows):
-        bench = Bench(model, ranks)
-        place_donor(bench, plan)
-        return bench.run(bench.planned(plan), max_rows=max_rows)[0], bench.evidence
-
-    expected, evidence = run(load(tiny_qwen2_path), Ranks(), None)
-    models = [load(tiny_qwen2_path) for _ in range(2)]
-    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, most))
-    assert torch.equal(first, second)
-    assert close(first, expected)
-    assert found == told
-    assert alike(found, evidence)
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cuts=st.lists(st.integers(0, 80), min_size=2, max_size=8, unique=True).map(sorted),
@@ -252,12 +234,6 @@ def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
-def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan):
-    """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
-    works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
-    assert sum(map(rows_of, micro_batches(works, NUM_LAYERS, 10))) == 55
-
-
 KEEP_ALL = 1e30
 # A check whose thresholds never decide: the levels alone do.
 LEVELLED = SpanCheck(1, KEEP_ALL, window_tokens=4, sample_every=2, sample_threshold=KEEP_ALL)
@@ -348,23 +324,6 @@ def test_samples_and_attention_of_several_requests_run_together(bench, make_plan
     assert all(close(together[index], alone[index][0][0]) for index in (0, 2))
     by_request = {each.request_id: each for each in evidence}
     assert alike([by_request[plan.request_id] for plan in plans], [found for _, [found] in alone])
-
-
-def test_the_tokens_with_the_largest_product_of_deviation_and_attention_are_computed(bench, make_plan):
-    """They are those that deviate, however many others the last rows read more."""
-    check = replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, 0.4),))
-    plan = make_plan(tokens_of(LENGTH), SPANS, check=check)
-    wanted, kv = bench.cold(tokens_of(LENGTH), 1)
-    other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
-    for start, end in SPANS:
-        # The layers below the check agree, so that only these tokens deviate.
-        kv[1:, :, :, start + 2 : start + 7] = other[1:, :, :, start + 2 : start + 7]
-        bench.place(1, kv, start, end)
-    (logits,) = bench.run(bench.planned(plan))
-    assert close(logits, wanted[plan.prefix_end :])
-    (work,) = bench.weighed
-    assert work.pending is None
-    assert not set(work.positions) & {at for span in SPANS for at in range(*span)}
 
 
 @pytest.mark.parametrize("most", [3, 64])

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,15 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
-from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
+from semblend_trt.pool_facts import geometry_of
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
 from tests.builders.engine import text
+from tests.builders.shards import keep_shard
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
@@ -86,6 +88,21 @@ class Service:
         if self.scheduler is not None:
             self.scheduler.close()
         self.worker.close()
+
+
+def on_two_ranks(path, work, before=lambda _: None):
+    """What `work` returns of the service of each of two ranks, each with its part of the model."""
+    sources = [AutoModelForCausalLM.from_pretrained(path) for _ in range(2)]
+
+    def run(ranks):
+        before(ranks)
+        keep_shard(sources[ranks.rank], ranks)
+        service = Service(path, ranks, sources[ranks.rank])
+        found = work(service)
+        service.close()
+        return found
+
+    return on_ranks(2, run)
 
 
 def write_profile(path, model, ranks=1, **fields):
@@ -262,33 +279,79 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(se
     assert service.report(3).reason == "hole_needs_wrapper"
 
 
+@pytest.mark.promise("engines", "A check decides once over all heads")
+@pytest.mark.known_defect(23)
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
-def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch, policy):
+def test_ranks_execute_one_plan_together(tiny_qwen2_path, service_of, tmp_path, monkeypatch, policy):
     document = text(1, 90)
     prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
 
-    def serve(ranks, source=None):
-        service = Service(tiny_qwen2_path, ranks, source)
+    def serve(service):
         logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
         assert service.worker._runtime.mode is EngineMode.WRAPPER
-        report = service.report(2)
-        service.close()
-        return logits[-1], report
+        return logits[-1], service.report(2)
 
     monkeypatch.setenv("SEMBLEND_POLICY", policy)
     monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "alone.json", tiny_qwen2_path))
-    expected, alone = serve(Ranks())
+    expected, alone = serve(service_of())
     monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "together.json", tiny_qwen2_path, ranks=2))
-    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
-
-    def serve_part(ranks):
-        keep_shard(sources[ranks.rank], ranks)
-        return serve(ranks, sources[ranks.rank])
-
-    (first, report), (second, _) = on_ranks(2, serve_part)
+    (first, report), (second, _) = on_two_ranks(tiny_qwen2_path, serve)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, atol=1e-3, rtol=0)
     for name in ("outcome", "offered_tokens", "reused_tokens"):
         assert getattr(report, name) == getattr(alone, name)
     assert report.reused_tokens == 90 if policy == "position_fix" else 0 < report.reused_tokens < 90
+
+
+def fails(*_arguments, **_options):
+    raise RuntimeError("this rank fails in its test")
+
+
+@pytest.mark.promise(
+    "engines",
+    "A donor is found only where every rank holds it; a load that fails on one is used on none",
+)
+@pytest.mark.promise("donors", "Engines of several ranks keep nothing on disk, which is counted")
+@pytest.mark.parametrize("step", ["save", "load"])
+def test_what_one_rank_cannot_save_or_load_is_used_on_none(tiny_qwen2_path, tmp_path, monkeypatch, step):
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    monkeypatch.setenv("SEMBLEND_DISK_BYTES", str(1 << 20))
+    monkeypatch.setenv("SEMBLEND_DISK_PATH", str(tmp_path))
+    document = text(1, 90)
+
+    def serve(service):
+        request, worker = LlmRequest(3, [*text(5, 30), *document, *text(6, 9)]), service.worker
+        is_last = service.ranks.rank == 1
+        events = [each.kind.value for each in worker._runtime.offload_events]
+        service.serve(LlmRequest(1, text(2, 80)))  # proves that plans can run
+        if is_last and step == "save":
+            worker.store.host.writing = fails
+        service.serve(LlmRequest(2, [*text(3, 10), *document, *text(4, 5)]))
+        if is_last and step == "load":
+            worker.loader._prepare = fails
+        is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
+        report = service.report(3)
+        return (is_right, report.reused_tokens, report.reason), "disk_unavailable" in events
+
+    reason = "no_donor_match" if step == "save" else "load_failed"
+    assert on_two_ranks(tiny_qwen2_path, serve) == [((True, 0, reason), True)] * 2
+
+
+@pytest.mark.promise("engines", "What one rank refuses, all refuse; ranks of two versions reuse nothing")
+def test_what_one_rank_refuses_all_refuse(tiny_qwen2_path, monkeypatch):
+    """The last rank alone cannot read its pool."""
+    refusing = set()
+    monkeypatch.setattr(
+        "semblend_trt.connector.worker.geometry_of",
+        lambda *given: None if threading.get_ident() in refusing else geometry_of(*given),
+    )
+
+    def serve(service):
+        service.serve(LlmRequest(1, text(1, 90)))
+        return service.worker._runtime.refusal
+
+    def breaks(ranks):
+        refusing.update([threading.get_ident()] * ranks.rank)
+
+    assert on_two_ranks(tiny_qwen2_path, serve, breaks) == ["pool_layout"] * 2

@@ -17,7 +17,6 @@ from engine_wrapper.deviation_check import (
     sample_of,
     share_for,
     suspects_of,
-    window_means,
 )
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
@@ -88,11 +87,6 @@ def test_the_largest_share_is_the_share_that_deviates_most(spans, share):
     assert choice.is_dropped == (count == values.size)
 
 
-def test_of_equal_deviations_the_earlier_tokens_are_computed():
-    choice = choose(SpanCheck(1, largest_share=0.5), np.full(6, 0.3, np.float32), [2, 4], 0, 6)
-    assert choice.computed.tolist() == [True, True, True, False, False, False]
-
-
 @given(
     rows=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=40), keys_per_row=st.integers(0, 8)
 )
@@ -110,18 +104,6 @@ def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_r
     outer = bounds and [*range(bounds[0]), *range(bounds[-1] + 1, len(rows))]
     assert not found[outer].any()
     assert closed(found, positions, keys_per_row).tolist() == found.tolist()
-
-
-@pytest.mark.parametrize(
-    ("chosen", "computed"), [(range(0, 100, 8), 13), ([*range(20), *range(21, 40)], 40)], ids=["apart", "together"]
-)
-def test_a_budget_closes_gaps_unless_its_rows_stand_apart(chosen, computed):
-    plan = SimpleNamespace(execution=SimpleNamespace(check=SpanCheck(1, 2.0)), exact_tokens=0, matched_tokens=100)
-    deviations = np.zeros(100, dtype=np.float32)
-    deviations[list(chosen)] = 1
-    pending = PendingCheck(plan, (range(100),), 4, budget=Budget(len(chosen) / 100, np.ones(100, dtype=np.float32)))
-    choice = pending.choose(deviations, np.arange(101))
-    assert 100 - choice.kept_tokens == computed
 
 
 @pytest.mark.promise(
@@ -217,20 +199,6 @@ def test_a_sample_that_is_no_number_exceeds_every_level(value):
     values = np.array([0.0, value, 0.0], dtype=np.float32)
     suspects, sample, share = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
     assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)
-
-
-def test_a_sample_estimates_the_mean_of_all_tokens_and_of_their_windows():
-    """The first window of a run, which is sampled whole and deviates most, counts for no more than its tokens."""
-    lengths, window = (200, 40), 32
-    rng = np.random.default_rng(0)
-    of_all = np.where(np.arange(240) % 200 < window, 0.5, 0.01).astype(np.float32) * rng.uniform(0.9, 1.1, 240)
-    compared = sample_of(lengths, 16, window, seed=0)
-    found = window_means(compared, of_all[compared].astype(np.float32), lengths, window)
-    assert found.mean() == pytest.approx(of_all.mean(), rel=0.05)
-    assert of_all[compared].mean() > 1.5 * found.mean()
-    assert found[:window] == pytest.approx(of_all[:window].mean())
-    broken = np.where(compared == compared[-1], np.nan, of_all[compared]).astype(np.float32)
-    assert np.isinf(window_means(compared, broken, lengths, window)).tolist() == [False] * 232 + [True] * 8
 
 
 def test_a_short_last_window_is_judged_by_its_own_mean():

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
-from engine_wrapper.sparse_forward import cache_keyword
 from kernels.layout import pool_view
-from kernels.rope import saturated
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
@@ -21,7 +18,6 @@ from tests.builders.engine import (
     assert_same,
     evict_prefixes,
     geometry_of,
-    logits_of,
     serve,
     serve_and_drain,
     teach,
@@ -80,44 +76,6 @@ def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engi
     assert llm.connector_scheduler.reuse_of(outputs[1].request_id).offered_tokens > 100
     for output, wanted in zip(outputs, expected, strict=True):
         assert_same(output, wanted, tolerance=0.0)
-
-
-@pytest.mark.parametrize("any_engine", [each for each in FAMILIES if each != "deepseek_v3"], indirect=True)
-def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine):
-    rounded, plain = (logits_of(serve(any_engine(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
-    assert 1e-4 < error_of(rounded, plain) < 0.5  # in a mixture, rounding may send a token to another expert
-
-
-class Rounded(DynamicCache):
-    """Transformers' own cache, of which layers read numbers that e4m3 has."""
-
-    def update(self, keys, values, *rest, **options):
-        return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
-
-
-@pytest.mark.promise("engines", "In the embedded engine KV in...")
-def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(engines_of, tmp_path):
-    """In a model of one layer: with more of them a random model's rounding grows."""
-    path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
-    engines = engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
-    rounded, plain = (logits_of(serve(engines(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
-    model = load(path).cpu()
-    cache = {cache_keyword(type(model).forward): Rounded()}
-    with torch.inference_mode():
-        expected = model(torch.tensor([DONOR]), use_cache=True, **cache).logits[0, -1]
-    assert error_of(rounded, expected) < 1e-5
-    assert 1e-4 < error_of(rounded, plain) < 0.1
-
-
-@pytest.mark.parametrize("options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"contract": "1.4"}], ids=str)
-def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
-    """Sums of another length end at the next number of e4m3 here and there."""
-    llm, cold = engine(None, **options), engine.cold()
-    expected = serve(cold, SHIFTED)
-    first, again = serve(llm, SHIFTED), serve(llm, SHIFTED)
-    assert again.cached_tokens >= (len(SHIFTED) - 1) // serving.BLOCK * serving.BLOCK
-    for output in (first, again):
-        assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
 def held_while_served(llm, prompt, positions):
@@ -222,14 +180,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
         assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
-
-
-@pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
-def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
-    llm = shipped(PROFILE=rebound(**changes))
-    right, _, reused = answers(llm, serving.cases_of(llm.tokenizer, "reordered", GROUPS))
-    assert right == GROUPS
-    assert reused > 0.2 * GROUPS * TOKENS
 
 
 @pytest.mark.promise("engines", "In the embedded engine traps are...")

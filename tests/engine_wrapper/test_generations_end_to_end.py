@@ -75,17 +75,6 @@ def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     assert max(event["generation"] for event in plans) == min(allowed, max(kept, default=0))
 
 
-def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(cold, verified):
-    llm = verified(1)
-    first, again = [serve(llm, prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[1])][1:]
-    assert generations_of(llm) == [1]
-    assert max(first.cached_tokens, again.cached_tokens) < 8
-    report = llm.connector_scheduler.reuse_of(again.request_id)
-    assert again.reused_tokens > first.reused_tokens
-    assert report.checked_tokens >= report.reused_tokens
-    assert token_ids(again) == token_ids(serve(cold, PROMPTS[1]))
-
-
 @pytest.mark.promise("reuse", "A request whose plan failed, or...")
 def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified):
     llm = verified(3)
@@ -95,17 +84,6 @@ def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified):
     assert generations_of(llm) == []
     catalog = llm.connector_scheduler.donor_index.catalog.stats()
     assert (catalog.ready, catalog.saving, catalog.leases) == (1, 0, 0)
-
-
-def test_a_dropped_plan_leaves_an_exact_donor(verified):
-    llm = verified(1)
-    serve(llm, PROMPTS[0])
-    headings, rows = zip(*(each.text.split("\n", 1) for each in LISTS), strict=True)
-    # The same rows under other headings: the check finds that they mean something else.
-    traps = [f"{headings[4]}\n{rows[1]}", f"{headings[5]}\n{rows[2]}"]
-    output = serve(llm, render("Use the documents.", [*traps, LISTS[3].text], LISTS[3].questions[0].text))
-    assert (output.reused_tokens, output.reuse_reason) == (0, "deviation")
-    assert (generations_of(llm), llm.connector_scheduler.donor_index.catalog.stats().ready) == ([], 2)
 
 
 @pytest.mark.promise("reuse", "A donor keeps its generation on disk, and the fleet does not hear of it")

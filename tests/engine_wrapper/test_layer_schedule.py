@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from engine_wrapper.layer_schedule import schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
-from kernels.layout import KvGeometry, PoolLayer, pool_view
-from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import PlanKind, SpanCheck
-from semblend_trt.ranks import Ranks
+from semblend_trt.plan import SpanCheck
 
 NUM_LAYERS, BLOCK_SIZE = 5, 8
 SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
@@ -194,14 +191,6 @@ def check_evidence(evidence, plan, deviating, keys_per_row):
     assert (evidence.is_dropped, evidence.largest_kept) == (expected.is_dropped, 0.0)
 
 
-def test_a_discovery_plan_changes_nothing(make_plan):
-    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
-    slice_ = slice_of(plan)
-    bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
-    assert len(schedule.stages) == 1
-    assert torch.equal(schedule.positions, bare.positions)
-
-
 @pytest.mark.parametrize(
     ("change", "invariant"),
     [
@@ -215,40 +204,3 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invari
     with pytest.raises(PlanError) as refusal:
         build_schedule([replace(slice_of(plan), **change)])
     assert refusal.value.invariant == invariant
-
-
-def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan):
-    """Planted: fresh K and V differ from the pool at known positions of two requests, in both tensors in turn."""
-    geometry = KvGeometry(NUM_LAYERS, 2, 16, BLOCK_SIZE)
-    pool = torch.full((12, NUM_LAYERS, 2, geometry.row_elements), float("nan"))
-    options = {"check": SpanCheck(1, 0.5), **SIZES}
-    first = make_plan(tokens_of(30, 1), [(2, 6), (8, 20)], exact={0}, **options)
-    second = make_plan(tokens_of(26, 2), [(9, 24)], request_id=2, num_computed=8, head=2, **options)
-    slices = [
-        replace(slice_of(first), block_ids=(7, 2, 0, 9)),
-        SequenceSlice(3, 3, (5,), (4,)),
-        replace(slice_of(second), block_ids=(1, 11, 3, 8)),
-    ]
-    schedule = build_schedule(slices)
-    heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
-    _, keys, values = heads.split([4, 2, 2], 1)
-    write_rows(keys, values, PoolLayer(pool, 1, geometry), schedule.stages[0].sequences)
-    view = pool_view(pool, geometry)
-    view[2, 1, 0, :, 9 % BLOCK_SIZE] *= 2  # request 1, position 9, K
-    view[3, 1, 1, :, 20 % BLOCK_SIZE] *= 4  # request 2, position 20, V
-    wanted = torch.zeros(12 + 13)
-    wanted[9 - 8] = 0.5
-    wanted[12 + 20 - 11] = 0.75
-    torch.testing.assert_close(
-        schedule.check.deviations(keys, values, pool, geometry, Ranks()), wanted, atol=1e-6, rtol=0
-    )
-    # Where heads have scales of their own, what is stored by them deviates as what was stored.
-    scales = torch.tensor([[0.5, 8.0], [4.0, 0.25]])
-    view[2, 1, 0, 1, 10 % BLOCK_SIZE] *= 2  # request 1, position 10, K of head 1
-    by_head = [each / own[:, None] for each, own in zip((keys, values), scales, strict=True)]
-    stored = (view / scales[:, :, None, None]).reshape(pool.shape)
-    found = schedule.check.deviations(*by_head, stored, geometry, Ranks(), scales)
-    torch.testing.assert_close(
-        found, schedule.check.deviations(keys, values, pool, geometry, Ranks()), atol=1e-6, rtol=0
-    )
-    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry, Ranks())[10 - 8])) > 0.1

@@ -84,19 +84,6 @@ def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path,
     assert (output.reused_tokens > 0) == (embedder == "static")
 
 
-@pytest.mark.parametrize(
-    ("variables", "is_reused", "near"),
-    [({"DISCOVERY_ONLY": 1}, False, 1), ({"EMBEDDER": "off"}, True, 0), ({"MIN_SIMILARITY": "0.999"}, True, 0)],
-)
-def test_settings_silence_reuse_or_neighbours_alone(served, variables, is_reused, near):
-    llm = served(**variables)
-    sentences = document(8)
-    serve(llm, " ".join(sentences))
-    output, report = serve(llm, "Read this, all of it, and then answer: " + " ".join(sentences))
-    assert (output.reused_tokens > 0, len(report.nearest)) == (is_reused, near)
-    assert (report.outcome == "semantic_discovery_only") == (not is_reused)
-
-
 @pytest.mark.promise("donors", "Without the extra `semantic` serving goes on")
 @pytest.mark.parametrize(
     ("package", "embedder", "extra"), [("onnxruntime", "onnx", "onnx"), ("faiss", "static", "semantic")]

@@ -170,11 +170,6 @@ def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profi
     assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
 
 
-@pytest.mark.promise("reuse", "Every request ends in one outcome,...")
-def test_the_largest_deviation_kept_is_within_the_threshold(shifted, profile):
-    assert 0 < report_of(*shifted(PROFILE=profile(check=SOME_KEPT))).largest_kept <= 1.0
-
-
 def test_evidence_that_never_arrives_is_said_to_be_unknown(engine, profile):
     llm = engine(PROFILE=profile(check=SOME_KEPT))
     llm.executor.model_runner.evidence_sink = None  # as on an engine whose wrapper runs in another process

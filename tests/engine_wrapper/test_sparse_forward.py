@@ -1,25 +1,15 @@
 """The sparse forward equals Hugging Face's own wherever nothing approximate is used."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
-from engine_wrapper.sparse_forward import PagedAttention, latent_attention, latent_rows
-from kernels.layout import KvGeometry, pool_view
-from kernels.rope import saturated
-from kernels.sparse_prefill import SequenceRows
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
-from tests.kernels.builders import FP8
-
-FREE, TURNING, BLOCK, LAYERS = 12, 6, 4, 2
-GEOMETRY = KvGeometry(LAYERS, 1, FREE + TURNING, BLOCK, kv_factor=1)
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +118,6 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     ]
 
 
-@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do...")
-def test_heads_are_computed_without_a_check(bench, make_plan):
-    tokens = tokens_of(50)
-    logits, donor = bench.cold(tokens)
-    donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
-    bench.place(1, donor, 4, 40)
-    assert close(bench.run(bench.planned(make_plan(tokens, [(4, 20), (20, 40)], head=3)))[0], logits[40:])
-    assert bench.evidence == []
-
-
 @contextmanager
 def rows_by_layer(model, part=""):
     """Counts the rows that really enter each of the model's own layers, or this part of them."""
@@ -175,15 +155,6 @@ def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, fa
     with rows_by_layer(bench.model, part) as counts:
         bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary)))
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
-
-
-def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
-    tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16))
-    half.place(1, half.cold(tokens)[1], 5, 40)
-    logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1)))[0]
-    reference = half.reference(tokens)[40:]
-    assert logits.dtype == torch.float32
-    assert (logits - reference).norm() <= 0.05 * reference.norm()
 
 
 @pytest.mark.promise(
@@ -242,86 +213,3 @@ def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(family_ben
     assert all(close(actual, expected) for actual, expected in zip(logits, wanted, strict=True))
     # The lower layer decides first.
     assert [(each.request_id, each.recomputed_tokens) for each in bench.evidence] == [(2, 1), (1, 2)]
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the tests above run the kernels there")
-def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret):
-    """The kernels through Triton's interpreter against torch."""
-    tokens = tokens_of(44)
-    plain, kernels = (Bench(load(tiny_qwen3_path)) for _ in range(2))
-    donor, other = plain.cold(tokens)[1], plain.cold(tokens_of(44, seed=3))[1]
-    donor[:, :, :, 18:27] = other[:, :, :, 18:27]
-    plan = make_plan(tokens, [(5, 20), (22, 40)], check=SpanCheck(1, 0.2))
-    plain.place(1, donor, 5, 40)
-    kernels.place(1, donor, 5, 40)
-    wanted = plain.run(plain.planned(plan))[0]
-    interpret()
-    logits = kernels.run(kernels.planned(plan))[0]
-    assert close(logits, wanted)
-    assert close(kernels.kv(1, 44), plain.kv(1, 44))
-    (found,), (expected,) = kernels.evidence, plain.evidence
-    assert expected.recomputed_tokens == 7
-    assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
-
-
-def parts(tokens, seed):
-    rows = torch.randn(1, 1, tokens, FREE + TURNING, generator=torch.Generator().manual_seed(seed))
-    return rows[..., :FREE], rows[..., FREE:]
-
-
-def test_channels_that_turn_stand_in_pairs():
-    free, turning = torch.zeros(1, 1, 1, 2), torch.tensor([0.0, 2.0, 4.0, 1.0, 3.0, 5.0]).view(1, 1, 1, 6)
-    assert latent_rows(free, turning).flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_a_version_that_caches_every_head_is_refused():
-    expanded = torch.zeros(1, 4, 8, 96)
-    with pytest.raises(ConfigurationError, match="caches K and V of every head"):
-        latent_rows(expanded, expanded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
-def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype):
-    """Two sequences, the first in two chunks; in e4m3 it is what the pool can hold."""
-    pool = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")).to(dtype)
-    watched = []
-    first, second = parts(10, 1), parts(5, 2)
-    first[0][0, 0, 3, 1] = 1e4 if dtype is FP8 else 1.0
-
-    def held(part):
-        return saturated(part, dtype).float()
-
-    def watch(rows, values):
-        assert values is None
-        watched.append(rows)
-
-    def update(*rows, chunk):
-        return PagedAttention(pool, GEOMETRY, rows, watch).update(*chunk, 1)
-
-    blocks = torch.tensor([5, 2, 7])
-    begun = update(SequenceRows(0, torch.arange(6), blocks), chunk=[each[:, :, :6] for each in first])
-    assert all(torch.equal(got, held(each[:, :, :6])) for got, each in zip(begun, first, strict=True))
-    rest = SequenceRows(0, torch.arange(6, 10), blocks), SequenceRows(4, torch.arange(5), torch.tensor([1, 0]))
-    chunk = [torch.cat([one[:, :, 6:], other], dim=2) for one, other in zip(first, second, strict=True)]
-    found = update(*rest, chunk=chunk)
-    expected = DynamicCache().update(*(torch.cat(each, dim=2) for each in zip(first, second, strict=True)), 0)
-    assert all(got.dtype == torch.float32 for got in found)
-    assert all(torch.equal(got, held(each)) for got, each in zip(found, expected, strict=True))
-    assert torch.equal(watched[1][:, 0], latent_rows(*chunk)[0, 0])
-    assert bool(pool_view(pool, GEOMETRY)[:, 0].float().isnan().all()), "rows of the other layer are left"
-
-
-def test_rows_attend_to_their_own_sequence_up_to_themselves():
-    generator = torch.Generator().manual_seed(3)
-    sequences = (
-        SequenceRows(0, torch.tensor([1, 4]), torch.tensor([0, 1])),
-        SequenceRows(2, torch.tensor([2]), torch.tensor([2])),
-    )
-    query = torch.randn(1, 2, 3, 8, generator=generator)
-    key, value = (torch.randn(1, 2, 5 + 3, size, generator=generator) for size in (8, 6))
-    found = latent_attention(query, key, value, sequences, 0.3)
-    assert found.shape == (1, 3, 2, 6)
-    for row, (begin, end) in enumerate([(0, 2), (0, 5), (5, 8)]):
-        scores = torch.einsum("hc,htc->ht", query[0, :, row], key[0, :, begin:end]) * 0.3
-        expected = torch.einsum("ht,htc->hc", scores.softmax(-1), value[0, :, begin:end])
-        torch.testing.assert_close(found[0, row], expected)

@@ -4,14 +4,11 @@ import random
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import pytest
-import torch
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from tests.builders.engine import evict_prefixes
 
@@ -30,24 +27,10 @@ def answers(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def form(contract, **fields):
-    """The arguments of an engine."""
-    return fields | {"contract": contract, "cache": {"host_cache_size": 0} | fields.pop("cache", {})}
-
-
 def teach(llm, tokens, **options):
     llm.generate([tokens], TWO, **options)
     llm.settle()
     evict_prefixes(llm)
-
-
-def teach_recorded(llm, record, tokens):
-    """Has the recording connector keep `tokens`, then clears its record. The salt keeps the exact cache out of it."""
-    record.saves = True
-    teach(llm, tokens, cache_salt="donor")
-    record.saves = False
-    for kept in (record.calls, record.outputs, record.polls):
-        kept.clear()
 
 
 @contextmanager
@@ -83,15 +66,10 @@ class Record:
 
     calls: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
-    donors: dict = field(default_factory=dict)
     polls: list = field(default_factory=list)
     saves: bool = False
     saves_any: bool = False
-    asynchronous: bool = False
     polls_a_save_takes: int = 0
-    polls_a_load_takes: int = 0
-    to_save: dict = field(default_factory=dict)
-    to_load: dict = field(default_factory=dict)
 
     def names(self):
         return [name for name, *_ in self.calls]
@@ -108,12 +86,12 @@ def record_of(llm_args):
 
 
 class RecordingScheduler(KvCacheConnectorScheduler):
-    """Offers the longest common beginning with any donor; saves finished requests when told to."""
+    """Offers nothing; saves finished requests when told to."""
 
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.record = record_of(llm_args)
-        self.offers, self.loads, self.asked = {}, [], []
+        self.asked = []
 
     def wait_for_initialization(self):
         self.record.calls.append(("wait_for_initialization",))
@@ -121,41 +99,21 @@ class RecordingScheduler(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.asked.append(request)
         self.record.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
-        prompt = request.get_tokens(0)[: request.prompt_len - 1]
-        best, length = None, num_computed_tokens
-        for tokens in self.record.donors:
-            common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, prompt, strict=False))))
-            if common > length:
-                best, length = tokens, common
-        if best is None:
-            return 0, False
-        self.offers[request.request_id] = (best, num_computed_tokens, length)
-        return length - num_computed_tokens, self.record.asynchronous
+        return 0, False
 
     def update_state_after_alloc(self, request, block_ids):
         self.record.calls.append(("update_state_after_alloc", request.request_id, tuple(block_ids)))
-        offer = self.offers.pop(request.request_id, None)
-        if offer is not None:
-            self.loads.append((request.request_id, tuple(block_ids), *offer))
 
     def build_connector_meta(self, scheduler_output):
         self.record.calls.append(("build_connector_meta",))
         self.record.outputs.append(scheduler_output)
-        loads, self.loads = self.loads, []
-        return {"loads": loads}
 
     def request_finished(self, request, cache_block_ids):
         self.record.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
-        if self.record.saves and (self.record.saves_any or request.finish_reason in ("length", "stop")):
-            self.record.to_save[request.request_id] = (tuple(request.get_tokens(0)[:-1]), tuple(cache_block_ids))
-            return True
-        return False
+        return self.record.saves and (self.record.saves_any or request.finish_reason in ("length", "stop"))
 
     def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
         self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
-        if request.request_id in self.offers:
-            donor, begin, _ = self.offers[request.request_id]
-            self.offers[request.request_id] = (donor, begin, begin + request.py_num_connector_matched_tokens)
         self.update_state_after_alloc(request, block_ids_by_layer_group[0])
 
     def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
@@ -164,20 +122,18 @@ class RecordingScheduler(KvCacheConnectorScheduler):
 
 
 class RecordingWorker(KvCacheConnectorWorker):
-    """Copies KV out of the pool at the last poll of a save, and into it before the forward or at the end of a load."""
+    """Reports a save as done after some polls."""
 
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.record = record_of(llm_args)
-        self.view = None
-        self.waiting_saves, self.waiting_loads = {}, {}
+        self.waiting_saves = {}
 
     def register_forward_pass_callable(self):
         return lambda: self.record.calls.append(("forward_pass_callable",))
 
     def register_kv_caches(self, kv_cache_tensor):
         self.record.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
-        self.view = pool_view(kv_cache_tensor, KvGeometry(LAYERS, 2, 16, BLOCK))
 
     def register_kv_cache_layout(self, layout):
         self.register_kv_caches(layout.pool)
@@ -185,11 +141,6 @@ class RecordingWorker(KvCacheConnectorWorker):
 
     def start_load_kv(self, stream):
         self.record.calls.append(("start_load_kv",))
-        for request_id, *load in self._metadata["loads"]:
-            if self.record.asynchronous:
-                self.record.to_load[request_id] = load
-            else:
-                self.place(*load)
 
     def wait_for_layer_load(self, layer_idx, stream):
         self.record.calls.append(("wait_for_layer_load", layer_idx))
@@ -204,34 +155,9 @@ class RecordingWorker(KvCacheConnectorWorker):
         self.record.calls.append(("get_finished",))
         self.record.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
         self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.record.polls_a_save_takes))
-        self.waiting_loads.update(dict.fromkeys(started_loading_req_ids, self.record.polls_a_load_takes))
-        saved = self.ended(self.waiting_saves)
-        loaded = self.ended(self.waiting_loads)
-        for request_id in saved:
-            tokens, block_ids = self.record.to_save.pop(request_id)
-            blocks, slots = self.places(block_ids, 0, len(tokens))
-            self.record.donors[tokens] = self.view[blocks, :, :, :, slots].clone()  # [tokens, layers, 2, heads, dim]
-        for request_id in loaded:
-            self.place(*self.record.to_load.pop(request_id))
-        return saved, loaded
-
-    def place(self, block_ids, donor, begin, end):
-        blocks, slots = self.places(block_ids, begin, end)
-        self.view[blocks, :, :, :, slots] = self.record.donors[donor][begin:end]
-
-    @staticmethod
-    def places(block_ids, begin, end):
-        positions = torch.arange(begin, end)
-        return torch.tensor(block_ids)[positions // BLOCK], positions % BLOCK
-
-    @staticmethod
-    def ended(waiting):
-        done = [request_id for request_id, polls in waiting.items() if polls <= 0]
-        for request_id in done:
-            del waiting[request_id]
-        for request_id in waiting:
-            waiting[request_id] -= 1
-        return done
+        saved = [request_id for request_id, polls in self.waiting_saves.items() if polls <= 0]
+        self.waiting_saves = {each: polls - 1 for each, polls in self.waiting_saves.items() if polls > 0}
+        return saved, []
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from engine_wrapper.embedded.request import LlmRequest, SamplingParams, Schedule
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import disk_tier, drain, evict_block, published_nodes, unfinished
+from tests.builders.engine import disk_tier, drain, drop_batch, evict_block, published_nodes, unfinished
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.random_models import random_model
 from tests.semblend_trt.held_donors import whole
@@ -47,12 +47,12 @@ class Case:
 
     version = property(lambda self: CONTRACTS[self.contract])
     v2 = property(lambda self: self.version.is_v2)
-    survives = property(lambda self: self.version.survives_failed_forward and not (self.v2 and self.overlap))
+    survives = property(lambda self: not (self.version.is_own or (self.v2 and self.overlap)))
 
     @property
     def holds_saved_blocks(self):
         """Whether a request keeps its own blocks until its save has ended."""
-        return self.v2 or self.contract == "embedded"
+        return self.v2 or self.version.is_own
 
 
 CASES = (
@@ -100,7 +100,7 @@ def random_life(case, folder):
         disable_overlap_scheduler=not case.overlap,
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
-        kv_cache_config=KvCacheConfig(host_cache_size=0, **POOL),
+        kv_cache_config=KvCacheConfig(**POOL),
     )
     with llm:
         life = Life(llm, case)
@@ -205,7 +205,7 @@ class Life:
         self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
         assert not self.leaked_blocks
         assert unfinished(self._executor) == 0
-        assert (self._executor.pending_transfers, connector._asked, connector._reported) == ([], set(), {})
+        assert (self._executor.pending_transfers, connector._reported) == ([], {})
         assert len(scheduler._requests) == 0
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults
@@ -231,7 +231,7 @@ class Life:
             self._runner.fails_behind = self._random.choice((0.0, 0.5))
         if self._case.v2 and self._random.random() < DROPS:
             self.counts["dropped_batches"] += 1
-            self._executor.drop_batch()
+            drop_batch(self._executor)
 
     def _watch_pins(self):
         manager = self._llm.block_manager

@@ -3,8 +3,6 @@
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
@@ -22,13 +20,12 @@ def request(request_id, prompt_len, max_new_tokens=2, priority=0):
 class Engine:
     """Scheduler and blocks, with a forward that only moves positions. Requests are given as (prompt, new tokens)."""
 
-    def __init__(self, *shapes, blocks=64, batch=4, rows=16, threshold=0, chunked=True):
+    def __init__(self, *shapes, blocks=64, batch=4, rows=16, threshold=0):
         args = LlmArgs(
             model="m",
             max_batch_size=batch,
             max_num_tokens=rows,
             long_prefill_token_threshold=threshold,
-            enable_chunked_prefill=chunked,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK),
         )
         self.blocks = BlockManager(blocks, args.kv_cache_config, lambda source, target: None)
@@ -63,7 +60,6 @@ RUNS = {
     "nothing follows a chunk that is not the last": ([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]]),
     "no prompt takes more than the threshold": ([(11,), (6,)], {"threshold": 5}, BY_THRESHOLD),
     "no chunk below a block's budget": ([(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]]),
-    "prompts stay whole": ([(6,), (6,)], {"rows": 10, "chunked": False}, [[(1, 0, 6)], [(2, 0, 6), (1, 6, 1)]]),
     "the largest batch": ([(3,), (3,), (3,)], {"batch": 2}, BY_BATCH),
     "blocks must be certain": ([(8, 4), (8, 4)], {"blocks": 4}, BY_BLOCKS),
 }
@@ -88,56 +84,3 @@ def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     line_up(engine.waiting, request(2, 3, 1, 1), first=True)
     assert [each.request_id for each in engine.waiting] == [5, 2]
     assert (engine.step(), engine.step()) == ([(5, 0, 3), (3, 3, 1)], [(2, 0, 3)])
-
-
-def test_a_cached_prefix_costs_no_budget():
-    engine = Engine((16, 1), rows=10)
-    while engine.active or engine.waiting:
-        engine.step()
-    again = LlmRequest(2, request(1, 16).tokens(0, 16), SamplingParams(), max_new_tokens=1)
-    engine.waiting.append(again)
-    assert (engine.step(), again.cached_tokens) == ([(2, 15, 1)], 15)
-
-
-def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():
-    engine = Engine((3,), (3,), batch=1)
-    engine.step()
-    engine.active[1].state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-    assert engine.step() == []
-
-
-@pytest.mark.parametrize("position", range(12, 16))
-def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
-    engine = Engine((40,), rows=9)
-    engine.step()
-    running = engine.active[1]
-    running.context_current_position = position
-    engine.scheduler.resize_chunk(running)
-    assert running.context_chunk_size >= 1
-    assert running.chunk_end % BLOCK == 0
-
-
-@settings(max_examples=60)
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=8),
-    rows=st.integers(4, 24),
-    blocks=st.integers(9, 30),
-    chunked=st.booleans(),
-)
-def test_every_request_runs_once_through_and_in_bounds(shapes, rows, blocks, chunked):
-    if not chunked:
-        shapes = [(min(length, rows), new) for length, new in shapes]
-    engine = Engine(*shapes, blocks=blocks, rows=rows, chunked=chunked)
-    positions = dict.fromkeys(range(1, len(shapes) + 1), 0)
-    for _ in range(500):
-        ran = engine.step()
-        assert sum(count for *_, count in ran) <= rows
-        for request_id, begin, count in ran:
-            prompt_len = shapes[request_id - 1][0]
-            assert begin == positions[request_id]
-            assert count == 1 or begin + count == prompt_len or (begin + count) % BLOCK == 0
-            positions[request_id] += count
-        if not engine.active and not engine.waiting:
-            break
-    assert positions == {index: length + new - 1 for index, (length, new) in enumerate(shapes, start=1)}
-    assert engine.blocks.num_free_blocks == blocks

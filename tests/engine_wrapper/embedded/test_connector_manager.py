@@ -1,12 +1,10 @@
-"""Calls of the connector in their order, the rules that it is held to, and several ranks that agree."""
+"""Calls of the connector in their order, the rules that it is held to."""
 
 import pytest
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Transfers
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
-from semblend_trt.errors import SemBlendError
-from tests.semblend_trt.rank_threads import on_ranks
 
 
 class Scheduler(KvCacheConnectorScheduler):
@@ -56,7 +54,7 @@ def broken(rule):
 @pytest.mark.parametrize(
     ("answer", "rule"),
     [
-        ((0, True), "asynchronous_needs_tokens"),
+        ((0, True), "loads_at_once"),
         ((-1, False), "matched_not_negative"),
         ((8, False), "one_token_left"),
         (3, "matched_is_pair"),
@@ -72,24 +70,13 @@ def test_answers_to_the_query_that_break_a_rule(answer, rule):
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_a_request_is_asked_about_once_until_it_has_finished():
-    manager = managed()
-    manager.ask(request(), 0)
-    with broken("asked_once"):
-        manager.ask(request(), 0)
-    manager.request_finished(request(), [])
-    assert manager.ask(request(), 0) == 0
-
-
-def test_metadata_travels_as_a_copy_and_must_pickle():
+def test_metadata_travels_as_a_copy():
     metadata = {"plans": [1, 2]}
     worker = Worker()
     manager = KvCacheConnectorManager(worker, Scheduler(metadata=metadata))
     manager.handle_metadata()
     assert worker.get_connector_meta() == metadata
     assert worker.get_connector_meta() is not metadata
-    with broken("metadata_picklable"):
-        managed(metadata=lambda: None).handle_metadata()
 
 
 def test_the_connector_gets_its_own_list_of_blocks():
@@ -102,7 +89,6 @@ def test_the_connector_gets_its_own_list_of_blocks():
     ("saving", "finished", "rule"),
     [
         *((True, finished, "finished_id_handed_in") for finished in (([1, 1], []), ([], [1]), ([2], []))),
-        *((True, finished, "finished_returns_pair") for finished in (None, 1, ([],))),
         (None, ([], []), "finished_returns_bool"),
     ],
 )
@@ -111,49 +97,3 @@ def test_answers_about_ends_that_break_a_rule(saving, finished, rule):
     with broken(rule):
         manager.request_finished(request(), [1])
         manager.get_finished()
-
-
-def on_two_ranks(work, **answers):
-    return on_ranks(2, lambda ranks: work(
-        KvCacheConnectorManager(Worker(), Scheduler(**answers) if ranks.rank == 0 else None, ranks=ranks)
-    ))  # fmt: skip
-
-
-def test_the_scheduler_of_rank_0_answers_for_every_rank():
-    def work(manager):
-        matched = manager.ask(request(), 0)
-        manager.update_state_after_alloc(request(), [1])
-        manager.handle_metadata()
-        saving = manager.request_finished(request(), [1])
-        return matched, manager.worker.get_connector_meta(), saving, manager.pending_transfers, manager.reuse_of(1)
-
-    assert (
-        on_two_ranks(work, answer=(5, False), saving=True, metadata={"plan": 1})
-        == [(5, {"plan": 1}, True, [1], None)] * 2
-    )
-
-
-def test_what_the_scheduler_raises_is_raised_on_every_rank():
-    def work(manager):
-        with pytest.raises(SemBlendError) as raised:
-            manager.handle_metadata()
-        return str(raised.value)
-
-    first, second = on_two_ranks(work, metadata=lambda: None)
-    assert "metadata_picklable" in first
-    assert second == f"the connector failed on rank 0 (ConnectorContractError: {first})"
-
-
-def test_all_ranks_must_have_reported_a_request():
-    reports = [([1], [2], []), ([1, 2], [], [3])]  # by rank, one call after another
-
-    def work(ranks):
-        loads = Transfers("loading", ranks)
-        for request_id in (1, 2, 3):
-            loads.begin(request(request_id))
-        loads.hand_in()
-        ended = [[each.request_id for each in loads.ended(now)] for now in reports[ranks.rank]]
-        assert loads.ids == {3}
-        return ended
-
-    assert on_ranks(2, work) == [[[1], [2], []]] * 2

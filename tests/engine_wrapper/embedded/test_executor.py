@@ -11,59 +11,7 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.builders.engine import token_ids, unfinished
-from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
-
-
-def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
-    llm, record = make_recorded_llm()
-    record.calls.clear()
-    assert llm.executor.step() is False
-    llm.executor.poll_transfers()
-    assert record.names() == ["get_finished"] * 2
-
-
-def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_llm):
-    llm, record = make_recorded_llm()
-    conftest.teach_recorded(llm, record, prompt(30))
-    record.asynchronous, record.polls_a_load_takes = True, 4
-    parked = llm.generate_async(prompt(40), TWO)
-    other = prompt(12, 1)
-    llm.generate([other], TWO)
-    assert llm.executor.pending_transfers == [parked.request_id]
-    assert [len(list(parked)), llm.executor.pending_transfers] == [2, []]
-    first_seen = [data.request_id for output in record.outputs for data in output.new_requests]
-    assert first_seen == [parked.request_id + 1, parked.request_id]
-    assert [loads for _, loads in record.polls if loads] == [[parked.request_id]]
-    (data,) = [d for output in record.outputs for d in output.new_requests if d.request_id == parked.request_id]
-    assert (data.computed_position, data.num_scheduled_tokens) == (30, 10)
-
-
-def test_an_iteration_that_parks_everything_runs_no_forward(make_recorded_llm):
-    llm, record = make_recorded_llm()
-    conftest.teach_recorded(llm, record, prompt(30))
-    record.asynchronous, record.polls_a_load_takes = True, 1
-    stream = llm.generate_async(prompt(40), TWO)
-    assert llm.executor.step() is False
-    assert record.names() == [
-        *["get_num_new_matched_tokens", "update_state_after_alloc"],
-        *["build_connector_meta", "start_load_kv", "get_finished"],
-    ]
-    stream.close()
-
-
-def test_blocks_are_held_until_the_save_is_reported(make_recorded_llm):
-    llm, record = make_recorded_llm(cache={"max_tokens": 8 * BLOCK})
-    record.saves, record.polls_a_save_takes = True, 2
-    free = llm.block_manager.num_free_blocks
-    llm.generate([prompt(20)], TWO)
-    assert llm.block_manager.num_free_blocks == free - 3
-    assert llm.executor.pending_transfers == [1]
-    llm.executor.poll_transfers()
-    assert llm.block_manager.num_free_blocks == free - 3
-    llm.executor.poll_transfers()
-    assert llm.block_manager.num_free_blocks == free
-    assert [saves for saves, _ in record.polls if saves] == [[1]]
 
 
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
@@ -150,7 +98,7 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
     for llm in (
         make_llm(),
         make_llm(max_num_tokens=16),
-        make_llm(max_batch_size=2, enable_chunked_prefill=False),
+        make_llm(max_batch_size=2),
         make_llm(cache={"enable_partial_reuse": False}),
         make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
     ):

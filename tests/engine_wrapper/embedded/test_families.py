@@ -1,12 +1,9 @@
 """Every family's logits within an engine are a cold engine's, after a moved run too, and a wrong rotation shows."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.connector.model_facts import model_facts
 from tests.conftest import FAMILIES
 from tests.random_models import WINDOW, random_model
 from validation.arms import POSITION_FIX
@@ -55,20 +52,3 @@ def test_every_family_is_exact(tmp_path, family):
 def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
     """With one computed token fewer, a token of the run is kept that depends on another one before the run."""
     assert moved_difference(tmp_path, "gpt_oss", WINDOW - 2) > WRONG
-
-
-@pytest.mark.parametrize(
-    ("family", "layer"), [("glm4_moe", 0), ("gemma3_text", 0), ("gemma3_text", 1), ("llama4_text", 0)]
-)
-def test_a_wrong_rotation_of_one_layer_shows_after_a_moved_run(tmp_path, monkeypatch, family, layer):
-    def slower(*arguments):
-        facts = model_facts(*arguments)
-        groups = list(facts.groups)
-        index = next(index for index, group in enumerate(groups) if layer in group.layers)
-        own = groups[index].rotation
-        wrong = replace(own, inverse_frequencies=tuple(each * 0.99 for each in own.inverse_frequencies))
-        groups[index] = replace(groups[index], rotation=wrong)
-        return replace(facts, groups=tuple(groups))
-
-    monkeypatch.setattr("semblend_trt.connector.eligibility.model_facts", slower)
-    assert moved_difference(tmp_path, family) > WRONG

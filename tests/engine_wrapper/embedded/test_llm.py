@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.block_manager import DEFAULT_POOL_BYTES, pool_blocks
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, LlmArgs, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.builders.engine import token_ids, unfinished
 from tests.conftest import FAMILIES
@@ -50,15 +48,6 @@ def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
     assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", token_ids(plain)[2])
     assert len(token_ids(stopped)) <= 3
     assert token_ids(ignored) == token_ids(plain)
-
-
-def test_settings_for_each_prompt(make_llm):
-    llm = make_llm()
-    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 2)]
-    outputs = llm.generate([TEXT] * 3, lengths, cache_salt=["a", None, "b"])
-    assert [len(token_ids(output)) for output in outputs] == [1, 3, 2]
-    assert llm.generate([TEXT], FOUR, cache_salt="b")[0].cached_tokens > 0
-    assert llm.generate([TEXT], FOUR, cache_salt="c")[0].cached_tokens == 0
 
 
 def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner):
@@ -146,12 +135,6 @@ def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, argum
     assert (unfinished(llm.executor), len(llm.generate([TEXT], FOUR))) == (0, 1)
 
 
-def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
-    llm = make_llm(enable_chunked_prefill=False, max_num_tokens=16)
-    with pytest.raises(CapacityError, match="exceeds the 16 rows of max_num_tokens"):
-        llm.generate([[1] * 17], FOUR)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -160,9 +143,7 @@ def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
         ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold 16 is below tokens_per_block 32"),
-        ({"tensor_parallel_size": 0}, r"LlmArgs\.tensor_parallel_size"),
-        ({"tensor_parallel_size": 2}, "the runner holds one of 1 parts"),
-        ({"tensor_parallel_size": 2, "runner": None}, "has joined no torch.distributed group of 2"),
+        ({"tensor_parallel_size": 2}, r"LlmArgs\.tensor_parallel_size"),
         ({"max_seq_len": 2000}, "exceeds the model's context of 1024"),
         ({"model": ""}, r"LlmArgs\.model: .*at least 1 character"),
         ({"kv_cache_config": KvCacheConfig(max_tokens=1 << 50)}, "does not fit into the memory of cpu"),
@@ -177,27 +158,6 @@ def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields
     assert "\n" not in str(caught.value)
 
 
-def test_configurations_refuse_unknown_fields():
-    names = {"connector_module": "m", "connector_scheduler_class": "S", "connector_worker_class": "W"}
-    with pytest.raises(ConfigurationError, match=r"KvCacheConnectorConfig\.extra"):
-        KvCacheConnectorConfig(**names, extra=1)
-    with pytest.raises(ConfigurationError, match=r"KvCacheConfig\.block"):
-        KvCacheConfig(block=1)
-    with pytest.raises(ConfigurationError, match="host_cache_size: is 5, but a KV cache connector"):
-        KvCacheConfig(host_cache_size=5)
-
-
-def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
-    small, large = KvGeometry(2, 2, 16, 32), KvGeometry(28, 2, 128, 32)
-    args = LlmArgs(model="m", max_batch_size=4)
-    assert pool_blocks(args, 1000, small, torch.float32) == 4 * 32
-    blocks = pool_blocks(args, 32768, large, torch.bfloat16)
-    block_bytes = large.bytes_per_token(torch.bfloat16) * 32
-    assert DEFAULT_POOL_BYTES - block_bytes < blocks * block_bytes <= DEFAULT_POOL_BYTES
-    asked = LlmArgs(model="m", kv_cache_config=KvCacheConfig(max_tokens=100))
-    assert pool_blocks(asked, 1000, small, torch.float32) == 3
-
-
 def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen2_path, tmp_path):
     copy = shutil.copytree(tiny_qwen2_path, tmp_path / tiny_qwen2_path.name)
     for other in (tiny_llama_path, copy):
@@ -208,14 +168,6 @@ def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen
     link = tmp_path / "link"
     link.symlink_to(tiny_qwen2_path)
     LLM(model=link, tokenizer=link, runner=runner).shutdown()
-
-
-def test_the_tokenizer_of_the_runner_is_what_the_connector_hears_of(tiny_qwen2_path, tmp_path):
-    copy = shutil.copytree(tiny_qwen2_path, tmp_path / "words")
-    runner = ModelRunner(tiny_qwen2_path, device="cpu", tokenizer=copy)
-    for asked in (None, copy):
-        with LLM(model=tiny_qwen2_path, tokenizer=asked, runner=runner) as llm:
-            assert llm.llm_args.tokenizer == str(copy)
 
 
 def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_path):

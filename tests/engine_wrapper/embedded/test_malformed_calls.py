@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY
 
 from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS, RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, saves_wait, teach
+from tests.engine_wrapper.embedded.conftest import TWO, prompt, saves_wait, teach
 
 PROMPT = list(range(100))
 NAMES = "SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"
@@ -33,48 +32,6 @@ def serves_on(llm):
     llm.settle()
     assert outputs[0].outputs[0].finish_reason == "length"
     return True
-
-
-def asks(request_id):
-    return lambda scheduler, worker: scheduler.get_num_new_matched_tokens(bare(request_id), 0), (0, False)
-
-
-def ends(request_id):
-    """Tells the blocks and the end of a request that the scheduler does not know."""
-
-    def call(scheduler, worker):
-        assert scheduler.update_state_after_alloc(bare(request_id), [1, 2]) is None
-        return scheduler.request_finished(bare(request_id), [1, 2])
-
-    return call, False
-
-
-def tells(output):
-    return lambda scheduler, worker: scheduler.build_connector_meta(output), SemBlendConnectorMetadata()
-
-
-STRANGERS = SchedulerOutput([RequestData(4711, [1], [3], 0, 1)], [RequestData(4712, [], [-1], 9, 1)])
-POLL = lambda scheduler, worker: worker.get_finished([4711], [4712]), ([4711], [4712])
-CALL_CASES = [
-    *((*asks(request_id), {"get_num_new_matched_tokens": 1}) for request_id in (None, "abc", [1])),
-    *((*ends(each), {"update_state_after_alloc": 1, "request_finished": 1}) for each in (None, "abc", [1])),
-    *((*call, {}) for call in (ends(4711), tells(STRANGERS), POLL, tells(None))),
-    *((*tells(each), {"build_connector_meta": 1}) for each in (7, SimpleNamespace(new_requests=[]))),
-    (*tells(SchedulerOutput(None, [])), {"build_connector_meta": 1}),
-]
-
-
-@pytest.mark.parametrize(("call", "answer", "faults"), CALL_CASES)
-def test_calls_that_no_engine_makes_are_refused_and_counted(llm, call, answer, faults):
-    shown = [count_of(name) for name in faults]
-    assert call(llm.connector_scheduler, llm.connector_worker) == answer
-    assert dict(runtime_for(llm.llm_args).faults) == faults
-    assert [count_of(name) for name in faults] == [before + 1 for before in shown]
-    assert serves_on(llm)
-
-
-def count_of(fault):
-    return REGISTRY.get_sample_value("semblend_faults_total", {"fault": fault}) or 0
 
 
 @pytest.mark.parametrize("salt", [b"bytes", "x" * 5_000_000, "\ud800", 3.5, True, 7, ["a"], {"a": 1}])
@@ -204,21 +161,6 @@ def test_no_life_raises_or_leaves_anything_behind(wrapped, calls):
     assert (stats.leases, stats.saving, len(scheduler._requests), scheduler._forgotten) == (0, 0, 0, [])
     assert (worker._followed, len(runtime.active_plans), runtime.refusal) == ({}, 0, None)
     assert worker.get_finished([], []) == ([], [])
-
-
-def test_after_such_lives_answers_are_those_of_a_cold_engine(wrapped, make_llm):
-    engine = Engine(wrapped)
-    teach(wrapped, PROMPT, cache_salt="mine")
-    engine.ask(1001, PROMPT, 0, 4, "mine")
-    engine.alloc(1001, [5] * 13)
-    engine.run([RequestData(1001, PROMPT, [5] * 13, 0, 1)], [None, RequestData(1001, [], [6], 99, 1)])
-    engine.run_again()
-    engine.end(1001, [5] * 13)
-    engine.end_all()
-    prompts = [prompt(60), PROMPT[:50] + prompt(20, 1)]
-    cold = answers(make_llm().generate(prompts, TWO))
-    assert answers(wrapped.generate(prompts, TWO)) == cold
-    assert answers(wrapped.generate(prompts, TWO, cache_salt="mine")) == cold
 
 
 def with_donor(llm):

@@ -1,4 +1,4 @@
-"""Installations that the engine cannot run on, and models in parts: run together, they are the model."""
+"""Installations that the engine cannot run on, and models that take images."""
 
 import pytest
 import torch
@@ -7,11 +7,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.ranks import Ranks
-from tests.conftest import MIXTURES, save_tiny_model, save_with_images
-from tests.semblend_trt.rank_threads import on_ranks
+from tests.conftest import save_tiny_model, save_with_images
 from validation.exactness import plain_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
 
@@ -20,63 +17,6 @@ TOKENS = torch.arange(20)[None]
 
 def model_at(path):
     return AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("mistral", {"head_dim": 24}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("granite", {}),
-        ("gemma3_text", {"attention_bias": True}),
-        ("smollm3", {"attention_bias": True, "mlp_bias": True}),
-    ],
-)
-def test_two_parts_give_the_logits_of_the_whole(family, changes, tmp_path):
-    path = save_tiny_model(family, tmp_path, **changes)
-    models = [model_at(path) for _ in range(3)]
-    generator = torch.Generator().manual_seed(1)
-    for name, fresh in models[0].named_parameters():
-        if name.endswith("bias"):  # a new model's are 0
-            fresh.normal_(generator=generator)
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    whole = models[2](TOKENS).logits
-
-    def run(ranks):
-        model = models[ranks.rank]
-        keep_shard(model, ranks)
-        assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == whole_keys // 2
-        with torch.inference_mode():
-            return model(TOKENS).logits
-
-    whole_keys = models[2].model.layers[0].self_attn.k_proj.weight.shape[0]
-    parts = on_ranks(2, run)
-    assert torch.equal(parts[0], parts[1])
-    torch.testing.assert_close(parts[0], whole, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("family", "size", "message"),
-    [
-        ("qwen2", 4, "num_key_value_heads is 2, which 4 ranks do not divide"),
-        *(
-            (family, 2, rf"type {family} are not known to be divided among ranks; use 1")
-            for family in (*MIXTURES, "llama4_text")
-        ),
-        ("olmo2", 2, r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"),
-        ("deepseek_v3", 2, r"deepseek_v3 keeps one latent row a token for all heads.*use 1 rank"),
-    ],
-)
-def test_a_model_that_cannot_be_divided_is_refused_and_kept(tmp_path, family, size, message):
-    model, ranks = model_at(save_tiny_model(family, tmp_path)), Ranks()
-    ranks.size = size
-    before = {name: each.shape for name, each in model.named_parameters()}
-    with pytest.raises(ConfigurationError, match=message):
-        keep_shard(model, ranks)
-    assert {name: each.shape for name, each in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4"])

@@ -7,7 +7,7 @@ from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from tests.builders.engine import evict_prefixes
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, form, prompt, saves_wait, teach
+from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, prompt, saves_wait, teach
 from tests.engine_wrapper.embedded.test_contract_versions import ALL, FIELDS
 from tests.semblend_trt.held_donors import held_in
 
@@ -21,7 +21,7 @@ def make_ours(make_llm, monkeypatch):
         monkeypatch.setenv("SEMBLEND_POLICY", policy)
         monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
         names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-        return make_llm(*names, module=module, **form(contract, **fields))
+        return make_llm(*names, module=module, contract=contract, **fields)
 
     return make
 

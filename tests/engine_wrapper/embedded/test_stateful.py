@@ -7,19 +7,12 @@ from itertools import cycle
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditLog
-from semblend_trt.connector import scheduler as scheduler_module
-from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import Metrics, Series
 from semblend_trt.outcome import TOKEN_KINDS
-from semblend_trt.runtime import ActivePlans
-from semblend_trt.transfer.save import DonorSaver
 from tests.builders.engine import evict_prefixes
-from tests.engine_wrapper.embedded import random_life as random_life_module
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
-from tests.semblend_trt.held_donors import whole
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
 ALL = (*CASES, *HABIT_CASES)
@@ -68,35 +61,10 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_prop
     assert (happened["moved_hits"] > 0, happened["starts_again"] > 0) == (case.wrapper, case.v2)
 
 
-DEFECTS = {
-    "approximate blocks are published": (ActivePlans, "publishable", lambda _, request_id, tokens: tokens, CASES[-1]),
-    "blocks stay pinned": (BlockManager, "unpin", lambda _, request_id: None, HABIT_CASES[0]),
-    "blocks are saved after V1 has freed them": (DonorSaver, "_snapshot", lambda *given: given[3], HABIT_CASES[0]),
-    "blocks are saved after V2 has exchanged them": (
-        *(scheduler_module, "savable_tokens"),
-        *(lambda tracked, ids, _: len(ids) and min(tracked.written_tokens, tracked.intent.max_tokens), HABIT_CASES[3]),
-    ),
-    "donors hold wrong bytes": (random_life_module, "whole", lambda held: whole(held) + 1, HABIT_CASES[0]),
-}
-
-
 def live(life, steps):
     for _ in range(steps):
         life.step()
     life.quiet()
-
-
-@pytest.mark.promise("engines", "Blocks that V2 exchanges cost no...")
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_ends_the_life(tmp_path, monkeypatch, defect):
-    owner, name, broken, case = DEFECTS[defect]
-    monkeypatch.setattr(owner, name, broken)
-    with random_life(case, tmp_path) as life:
-        life._llm.llm_args.transfer_timeout = 1.0  # lost blocks are waited for
-        with pytest.raises((AssertionError, SemBlendError)):
-            live(life, 600)
-        assert (life.leaked_blocks > 0) == (name == "unpin")
-        assert (life.wrong_tokens > 0) == (name != "unpin")
 
 
 @pytest.mark.promise(

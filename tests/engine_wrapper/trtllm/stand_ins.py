@@ -3,6 +3,7 @@
 `executor_of` runs one request after the other. `engine_of` is 1.4 as it starts by default: the embedded engine's loops
 over this decoder and V2 manager. The wrapper attaches to either as to TensorRT-LLM's executor."""
 
+import copy
 import math
 import sys
 from collections import Counter
@@ -233,19 +234,6 @@ class AttentionMetadata:
     num_tokens = property(lambda self: int(self.seq_lens.sum()))
 
 
-class RMSNorm(nn.Module):
-    """`_torch/modules/rms_norm.py`, RMSNorm (1.2): with a residual it adds it first and returns the sum as well."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, hidden_states, residual=None):
-        if residual is None:
-            return self.norm(hidden_states)
-        return self.norm(hidden_states + residual), hidden_states + residual
-
-
 class TrtllmAttention:
     """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`)."""
 
@@ -308,8 +296,9 @@ class Attention(nn.Module):
         self.rotate = lambda positions, *parts: parts
         self.attn = TrtllmAttention(self.layer_idx, None)
 
-    def forward(self, position_ids, hidden_states, attn_metadata, **kwargs):
-        parts = [each(hidden_states) for each in self.projections]
+    def forward(self, hidden_states, position_ids, attn_metadata, **kwargs):
+        """As Transformers' layers call it."""
+        parts = [each(hidden_states[0]) for each in self.projections]
         for index, norm in enumerate(self.norms):
             parts[index] = norm(parts[index].unflatten(-1, (-1, self.head_dim))).flatten(1)
         if not self.rope_fusion:
@@ -320,75 +309,40 @@ class Attention(nn.Module):
         options |= self.asks
         if self.style == "main":
             options = {"forward_args": SimpleNamespace(**options, output=None)}
-        return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
-
-
-class Experts(nn.Module):
-    """`_torch/models/modeling_glm.py`, Deepseekv3MoE (@0406f8aa)."""
-
-    def __init__(self, source):
-        super().__init__()
-        self.source = source
-
-    def forward(self, hidden_states, all_rank_num_tokens):
-        assert all_rank_num_tokens is None
-        return self.source(hidden_states[None])[0]
+        return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))[None], None
 
 
 class DecoderLayer(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP as in `modeling_qwen3.py`."""
+    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953), over Transformers' own layer."""
 
     def __init__(self, source, attention):
         super().__init__()
-        self.self_attn, self.layer_idx = attention, attention.layer_idx
-        self.mlp = Experts(source.mlp) if hasattr(source.mlp, "experts") else source.mlp
-        self.input_layernorm = RMSNorm(source.input_layernorm)
-        self.post_attention_layernorm = RMSNorm(source.post_attention_layernorm)
+        self.layer_idx, self.self_attn = attention.layer_idx, attention
+        self.source = copy.copy(source)
+        self.source._modules = {**source._modules, "self_attn": attention}
 
-    def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(
-            position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
-        )
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        rank_tokens = attn_metadata.all_rank_num_tokens
-        assert rank_tokens is None
-        routed = {"all_rank_num_tokens": rank_tokens} if isinstance(self.mlp, Experts) else {}
-        return self.mlp(hidden_states, **routed), residual
+    def run(self, total, position_ids, attn_metadata, **_):
+        rows = {"position_ids": position_ids, "attn_metadata": attn_metadata}
+        return self.source(total[None], position_embeddings=None, attention_mask=None, **rows)[0]
+
+    def forward(self, *, hidden_states, residual, **rows):
+        total = hidden_states if residual is None else hidden_states + residual
+        return self.run(total, **rows) - total, total
 
 
 class FusedNormLayer(DecoderLayer):
     """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm."""
 
-    def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        hidden_states = self.self_attn(
-            position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
-        )
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.next_layer_layernorm(self.mlp(hidden_states), residual)
+    def forward(self, *, hidden_states, residual, **rows):
+        total = self.run(hidden_states if residual is None else residual, **rows)
+        return self.next_layer_layernorm(total), total
 
 
 class Gemma3Layer(DecoderLayer):
     """`_torch/models/modeling_gemma3.py`, Gemma3DecoderLayer (main @00e7d103): adds its own residuals."""
 
-    def __init__(self, source, attention):
-        super().__init__(source, attention)
-        self.before, self.behind = source.pre_feedforward_layernorm, source.post_feedforward_layernorm
-
-    def forward(self, position_ids, hidden_states, attn_metadata, residual=None, **kwargs):
-        residual = hidden_states
-        hidden_states = self.self_attn(
-            position_ids=position_ids, hidden_states=self.input_layernorm(hidden_states), attn_metadata=attn_metadata
-        )
-        residual = residual + self.post_attention_layernorm(hidden_states)
-        return residual + self.behind(self.mlp(self.before(residual)))
+    def forward(self, *, hidden_states, residual=None, **rows):
+        return self.run(hidden_states, **rows)
 
 
 LAYERS = {"llama": FusedNormLayer, "gemma3_text": Gemma3Layer}
@@ -399,18 +353,13 @@ class DecoderModel(nn.Module):
 
     def __init__(self, source, *, fused, style):
         super().__init__()
-        rotary = source.rotary_emb
+        apply = sys.modules[type(source).__module__].apply_rotary_pos_emb
 
-        def rotate(kinds, positions, *parts):
-            cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None], *kinds))
-            half, turning = cos.shape[-1] // 2, cos.shape[-1]
-            turned = [torch.cat((-each[..., half:turning], each[..., :half]), dim=-1) * sin for each in parts]
-            return [
-                torch.cat((each[..., :turning] * cos + other, each[..., turning:]), dim=-1)
-                for each, other in zip(parts, turned, strict=True)
-            ]
+        def rotate(kinds, positions, q, k):
+            cos, sin = (each[0] for each in source.rotary_emb(q, positions[None], *kinds))
+            return apply(q, k, cos, sin, unsqueeze_dim=1)
 
-        self.embed_tokens, self.norm = source.embed_tokens, RMSNorm(source.norm)
+        self.embed_tokens, self.norm = source.embed_tokens, source.norm
         self.model_type = source.config.model_type
         kind, own = LAYERS.get(self.model_type, DecoderLayer), [partial(rotate, ())] * len(source.layers)
         if self.model_type == "gemma3_text":
@@ -422,7 +371,7 @@ class DecoderModel(nn.Module):
         for layer, each in zip(self.layers, source.layers, strict=True):
             if not getattr(each.self_attn, "use_rope", True):
                 layer.self_attn.do_not_rotate()
-        norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
+        norms = [*(each.input_layernorm for each in list(source.layers)[1:]), self.norm]
         for layer, norm in zip(self.layers, norms, strict=True):
             layer.next_layer_layernorm = norm
 
@@ -438,7 +387,7 @@ class DecoderModel(nn.Module):
             return self.norm(hidden_states)
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states=hidden_states, residual=residual, **rows)
-        return hidden_states if self.model_type == "llama" else self.norm(hidden_states, residual)[0]
+        return hidden_states if self.model_type == "llama" else self.norm(hidden_states + residual)
 
 
 class CausalModel(nn.Module):
@@ -663,7 +612,7 @@ class DefaultExecutor(Executor):
     def _handle_errors(self, error_msg=None, *, requests=None):
         for request in requests:
             request.error = error_msg
-            self._cut_short(request, "error")
+            self._finish(request, "error")
 
 
 class TrtllmLLM(LLM):
@@ -678,7 +627,7 @@ def runner_of(path):
 @contextmanager
 def engine_of(path, runner, *, connector="engine_wrapper.connector", overlap=True, cache=None, **options):
     """An engine with our connector."""
-    fields = {"tokens_per_block": BLOCK, "max_tokens": 1200, "host_cache_size": 0} | (cache or {})
+    fields = {"tokens_per_block": BLOCK, "max_tokens": 1200} | (cache or {})
     with TrtllmLLM(
         path,
         runner=runner,

@@ -9,7 +9,7 @@ import pytest
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.plan import EngineMode
 from semblend_trt.transfer.save import DonorSaver
-from tests.builders.engine import evict_prefixes, published_nodes, text
+from tests.builders.engine import drop_batch, evict_prefixes, published_nodes, text
 from tests.engine_wrapper.trtllm.stand_ins import engine_of, runner_of
 from tests.engine_wrapper.watching import watched
 
@@ -145,7 +145,7 @@ class Life:
         elif action < 0.18 and self.live:
             self.aborts += self._llm.abort(self._drawn.choice(self.live)[1].request_id)
         elif action < 0.22:
-            executor.drop_batch()
+            drop_batch(executor)
         elif action < 0.25 and executor._active:
             executor.pause(self._drawn.choice(list(executor._active.values())))
         elif action < 0.30:

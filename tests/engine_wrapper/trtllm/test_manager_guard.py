@@ -140,16 +140,6 @@ def test_a_release_that_fails_leaves_no_dummy_behind(plans):
     assert not flagged.is_dummy_request
 
 
-def test_only_the_manager_itself_reads_the_mark_of_an_unflagged_request(plans, monkeypatch):
-    manager = guarded(v1(), plans)
-    _, exact = requests()
-    manager.add_sequence(exact)
-    reads = []
-    monkeypatch.setattr(LlmRequest, "is_dummy_request", property(lambda each: bool(reads.append(each.py_request_id))))
-    manager.free_resources(exact)
-    assert reads == [EXACT]
-
-
 def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch):
     monkeypatch.setattr(LlmRequest, "is_dummy_request", property(lambda _: False))
     assert guard_refusal(v1()) == "publication_unknown"

@@ -226,8 +226,8 @@ def _wrong_rotation(bench):
 
 
 def _sees_all(bench):
-    layer = bench.decoder.layers[1]
-    layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(0, keepdim=True))
+    mlp = bench.decoder.layers[1].source.mlp
+    mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
 
 
 def _asked_for(wish):

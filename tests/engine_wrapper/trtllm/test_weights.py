@@ -4,14 +4,11 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.outcome import Outcome
 from tests.builders.engine import text
-from tests.engine_wrapper.test_connector import Service
+from tests.engine_wrapper.test_connector import Service, on_two_ranks
 from tests.engine_wrapper.trtllm.stand_ins import LlmRequest
-from tests.semblend_trt.rank_threads import on_ranks
 
 DOCUMENT = text(1, 90)
 
@@ -56,23 +53,20 @@ def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path):
 @pytest.mark.promise("donors", "Once the weights of a running...")
 @pytest.mark.parametrize("ranks_that_load", [(0, 1), (1,)])
 def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path, ranks_that_load):
-    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
     prompts = [[*DOCUMENT, *text(each, 5)] for each in range(5)]
 
-    def serve(ranks):
-        keep_shard(sources[ranks.rank], ranks)
-        service, found = Service(tiny_qwen2_path, ranks, sources[ranks.rank]), []
+    def serve(service):
+        found = []
         for request_id, prompt in enumerate(prompts, 1):
-            if request_id == 3 and ranks.rank in ranks_that_load:
+            if request_id == 3 and service.ranks.rank in ranks_that_load:
                 load(service, 1.1)
             request = LlmRequest(request_id, prompt)
             is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
             found.append((reused(service, request_id), is_right))
         assert service.worker._runtime.weights_changes == 1
-        service.close()
         return found
 
-    first, second = on_ranks(2, serve)
+    first, second = on_two_ranks(tiny_qwen2_path, serve)
     assert first == second
     assert all(is_right for _, is_right in first)
     tokens = [tokens for tokens, _ in first]
