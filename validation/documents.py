@@ -2,7 +2,6 @@
 
 import functools
 import importlib.resources
-import itertools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ _FIRST_NAMES, _LAST_NAMES = words(WORDS["first names"]), words(WORDS["last names
 _TRADES = words(WORDS["trades"])
 # The second yardstick knows lists by these names only.
 LIST_NAMES = words(WORDS["list names"])
-MOVES = {"up": 1, "down": -1}
-LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
 _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 
@@ -97,19 +94,6 @@ def register(places: Mapping[str, str]) -> Document:
     """Return which place each list belongs to, by the list's name."""
     lines = (f"List {name} belongs to {place}." for name, place in places.items())
     return Document("\n".join(("Register of lists.", *lines)), ())
-
-
-def floors(start: int, steps: Sequence[str]) -> list[int]:
-    """Return the floor after each step; a step is one of MOVES, or an item that is left on the floor."""
-    return list(itertools.accumulate((MOVES.get(step, 0) for step in steps), initial=start))[1:]
-
-
-def round_of(name: str, start: int, steps: Sequence[str]) -> Document:
-    """Return a round through a house with a question on the floor of each item: it follows from all moves before."""
-    lines = [f"Go {step}." if step in MOVES else f"Leave {step}." for step in steps]
-    left = [(step, floor) for step, floor in zip(steps, floors(start, steps), strict=True) if step not in MOVES]
-    questions = (Question(f"On which floor does {name} leave {item}?", str(floor)) for item, floor in left)
-    return Document("\n".join((f"Round of {name}, from floor {start}.", *lines)), tuple(questions))
 
 
 def names(rng: random.Random, count: int) -> list[str]:

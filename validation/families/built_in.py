@@ -170,41 +170,6 @@ def _rotated(values: Sequence[Value]) -> list[Value]:
     return [*values[1:], *values[:1]]
 
 
-# Items that a round leaves, and moves between them. The first moves, which differ, come before both.
-_LEFT, _MOVES, _FIRST_MOVES = 12, 4, 2
-
-
-def state(group: Group) -> list[Case]:
-    """Rounds through a house: an item's floor follows from all moves before it, of which the first have changed.
-    Neither the shipped model nor a yardstick answers it cold: a model has to be trained for it."""
-    rng, room, before, after = group.rng, group.room, list[Document](), list[Document]()
-    for name in rng.sample(documents.LIST_NAMES, len(documents.LIST_NAMES)):
-        donor, own = _rounds(group, name)
-        room -= max(group.length(each.text) for each in (donor, own))
-        if room < 0 and after:
-            break
-        before.append(donor)
-        after.append(own)
-    rng.shuffle(before)
-    return _asked_of_both(group, before, after)
-
-
-def _rounds(group: Group, name: str) -> tuple[Document, Document]:
-    """Return two rounds that differ in their first moves only, from the very first on, and so in every item's floor."""
-    rng, moves = group.rng, tuple(documents.MOVES)
-    while True:
-        shared = [*rng.sample(group.form.vocabulary.items, _LEFT), *rng.choices(moves, k=_MOVES)]
-        rng.shuffle(shared)
-        first = [rng.choices(moves, k=rng.randint(1, _FIRST_MOVES)) for _ in range(2)]
-        start = rng.randint(documents.LOWEST_FLOOR, documents.HIGHEST_FLOOR)
-        paths = [documents.floors(start, [*each, *shared]) for each in first]
-        visited = [floor for path in paths for floor in path]
-        is_inside = min(visited) >= documents.LOWEST_FLOOR and max(visited) <= documents.HIGHEST_FLOOR
-        if is_inside and all(paths[0][step] != paths[1][step] for step in (0, -1)):
-            donor, own = (documents.round_of(name, start, [*each, *shared]) for each in first)
-            return donor, own
-
-
 def _asked_of_both(
     group: Group, before: list[Document], after: list[Document], fronts: Sequence[Document] = ()
 ) -> list[Case]:
