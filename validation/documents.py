@@ -161,14 +161,10 @@ def desks(numbers: Sequence[int], owners: Sequence[Document]) -> Document:
     return Document("\n".join(lines), tuple(questions))
 
 
-def excerpt(rng: random.Random, characters: int) -> Document:
-    """Return a `passage` of the shipped public-domain prose, without questions."""
-    return Document(passage(rng, _asset("excerpt.txt"), characters), ())
-
-
-def passage(rng: random.Random, prose: str, characters: int) -> str:
-    """Return whole sentences from a random place in `prose`, at most `characters` long, but at least one.
-    Raises ValueError if `prose` holds no whole sentence."""
+def excerpt(rng: random.Random, characters: int) -> str:
+    """Return whole sentences from a random place in the shipped public-domain prose, at most `characters` long, but at
+    least one."""
+    prose = _asset("excerpt.txt")
     found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0
     end = None
@@ -176,6 +172,4 @@ def passage(rng: random.Random, prose: str, characters: int) -> str:
         if end is not None and sentence.end() > start + characters:
             break
         end = sentence.end()
-    if end is None:
-        raise ValueError("The prose holds no whole sentence.")
     return prose[start:end]

@@ -61,13 +61,13 @@ def prose(group: Group) -> list[Case]:
     earlier, opening = group.openings()
     broken = []
     for _ in range(group.questions):
-        page = documents.excerpt(rng, 900).text
+        page = documents.excerpt(rng, 900)
         cut = page.rfind(" ", 0, max(1, len(page) - 160))
         broken.append((page[:cut], page[cut:]))
     room = group.room - max(group.length(start) for start, _ in broken)
     pages = list[str]()
     while True:
-        page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
+        page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS))
         room -= group.length(page)
         if room < 0 and pages:
             break
@@ -312,7 +312,7 @@ def _fitting(group: Group, source: Iterable[Document], extra: int) -> list[Docum
 def _prose(group: Group) -> Iterator[str]:
     """Yield prose of which about four pieces, or more, fit the group's room."""
     most = min(_PROSE_CHARACTERS, group.room)
-    return (documents.excerpt(group.rng, group.rng.randint(most // 2, most)).text for _ in range(_MOST))
+    return (documents.excerpt(group.rng, group.rng.randint(most // 2, most)) for _ in range(_MOST))
 
 
 def _passages(group: Group, extra: int = 0) -> list[Document]:
