@@ -223,14 +223,6 @@ def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(command,
     assert "gpt2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("subcommand", ["", "quality", "calibrate", "confirm", "replay", "scoreboard"])
-def test_each_command_has_its_own_help(subcommand, capsys):
-    assert main([*subcommand.split(), "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert ("130 interrupted" in text) == (subcommand not in ("quality-plot", "scoreboard"))
-    assert ("unrelated_fires" in text) == (subcommand == "")
-
-
 def test_what_only_the_fleet_needs_is_not_needed_here():
     absent = "import sys; sys.modules.update(dict.fromkeys(('numba', 'nats', 'msgspec', 'aiohttp')))"
     done = subprocess.run([sys.executable, "-c", f"{absent}; import validation.cli"], capture_output=True, check=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from validation import metrics, results
+from validation import results
 from validation.cli import main
 from validation.quality import QualityReport, _show, quality_rows
 
@@ -193,15 +193,3 @@ def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothi
     assert worse(0.1).unknown() == ["prose"]
     assert _show(worse(0.1), OUTPUT)
     assert "verified_ppl_ratio" not in {row.name for row in quality_rows(worse(0.1))}
-
-
-def test_the_document_holds_every_sample_and_the_kinds_together_and_every_bound_is_taken_once(report, monkeypatch):
-    taken, bootstrap = [], metrics.bootstrap
-    monkeypatch.setattr(metrics, "bootstrap", lambda *given, **how: taken.append(given) or bootstrap(*given, **how))
-    document = report.to_dict()
-    assert len(document["samples"]) == len(report.samples)
-    assert {line["family"] for line in document["kind_lines"]} == {"harmless", "trap", "none"}
-    assert [line["arm"] for line in document["noise_floor"]] == ["cold_again"] * 3
-    quality_rows(report)
-    _show(report, OUTPUT)
-    assert len(taken) == sum(len(line.bounds) for line in (*report.lines, *report.kind_lines)) > 0

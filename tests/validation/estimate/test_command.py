@@ -217,14 +217,6 @@ def test_what_cannot_be_used_is_one_sentence(arguments, sentence, tmp_path, monk
     assert sentence in last
 
 
-@pytest.mark.parametrize("arguments", [["--limit", "0"], ["--format", "xml"], ["--model", "m", "--profile", "p"], []])
-def test_bad_usage_ends_with_two(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate", *(["log", *arguments] if arguments else [])])
-    assert ended.value.code == 2
-    assert "usage: semblend-trt estimate" in capsys.readouterr().err
-
-
 def test_the_base_installation_is_enough(log):
     code = (
         "import sys\n"

@@ -92,12 +92,6 @@ def test_prose_goes_on_as_its_reference_and_repeats_were_served_word_for_word(wr
     assert all(case.prompt in case.donors for case in writer.write("repeat"))
 
 
-def test_cut_turns_are_the_end_of_a_longer_conversation(writer):
-    for case in writer.write("cut_turns"):
-        begin, end = case.prompt.index(prompts.DOCUMENT_MARK), case.prompt.rindex(prompts.QUESTION_MARK)
-        assert case.donors[0].index(case.prompt[begin:end]) > begin
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_plain_form_has_no_marks(name):
     asked = FamilyRequest(groups=1, questions=2, tokens=1_000, seed=1)
