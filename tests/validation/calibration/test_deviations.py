@@ -7,7 +7,7 @@ import torch
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.random_models import CHUNK, WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector, Planter, write_plants
+from validation.calibration.deviations import DeviationCollector, missed, write_plants
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import PROFILE_NAME, shipped_model
@@ -98,18 +98,17 @@ def with_check(profile, **fields):
 
 
 def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
-    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
-    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    plants, tokenise = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3)), Tokeniser(shipped, 8)
     half = with_check(profile, threshold=0.8, window_threshold=None)
-    chosen = planter.hardest(plants, half, 8)
-    missed = planter.missed(chosen, half)
-    assert missed == sorted(missed, reverse=True)
-    assert missed[0] > 0
-    assert chosen[:3] == planter.hardest(plants, half, 3)
-    [prompt] = planter.deviations_of(chosen[:1])
-    kept = prompt.kept_and_compared(half.terms.check, half.head_tokens)[0]
-    assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
+    chosen = collector.hardest(plants, tokenise.tokenise, half, 8)
+    found = collector.collect(chosen, tokenise.tokenise)
+    sums = missed(found, half)
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] > 0
+    assert chosen[:3] == collector.hardest(plants, tokenise.tokenise, half, 3)
+    kept = found[0].kept_and_compared(half.terms.check, half.head_tokens)[0]
+    assert sums[0] == pytest.approx(found[0].values[half.check.layer :, kept].astype(np.float64).sum())
     # What a policy computes whole is not missed.
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
-    assert planter.missed(plants[:1], with_check(profile, threshold=0.0)) == planter.missed(plants[:1], exact) == [0.0]
-    assert planter.missed(plants[:1], with_check(profile, **BLIND))[0] > 0.0
+    assert missed(found[:1], with_check(profile, threshold=0.0)) == missed(found[:1], exact) == [0.0]
+    assert missed(found[:1], with_check(profile, **BLIND))[0] > 0.0
