@@ -142,20 +142,16 @@ class AuditCounts:
 
 @dataclass(slots=True)
 class AuditFile:
-    """The events of an audit file in order, as far as they were read; none if no file was written."""
+    """An audit file, and its events in order when it was read; none if no file was written."""
 
     path: Path
     events: list[dict[str, Any]] = field(default_factory=list)
-    _read_bytes: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Add the events whose lines are complete, and return all events."""
+        """Read and return the events whose lines are complete."""
         if self.path.exists():
             with open_input(self.path) as file:
-                file.seek(self._read_bytes)
-                lines, newline, _ = file.read().rpartition(b"\n")
-            self.events += [json.loads(line) for line in lines.splitlines() if line]
-            self._read_bytes += len(lines) + len(newline)
+                self.events = [json.loads(line) for line in file if line.endswith(b"\n")]
         return self.events
 
 
