@@ -3,7 +3,7 @@
 First those of marked stock lists, then those in plain English."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -298,17 +298,6 @@ def _cases(group: Group, before: Side, after: Side, about: Sequence[Document] = 
     return group.cases([before.prompt(group, last.text)], asked, Expectation.REUSE)
 
 
-def _fitting(group: Group, source: Iterable[Document], extra: int) -> list[Document]:
-    """Return at least two documents that fill the group's room, `extra` tokens beside each."""
-    shown, used, room = list[Document](), 0, group.room
-    for document in source:
-        used += group.length(document.text) + extra
-        if used > room and len(shown) > 1:
-            break
-        shown.append(document)
-    return shown
-
-
 def _prose(group: Group) -> Iterator[str]:
     """Yield prose of which about four pieces, or more, fit the group's room."""
     most = min(_PROSE_CHARACTERS, group.room)
@@ -318,7 +307,8 @@ def _prose(group: Group) -> Iterator[str]:
 def _passages(group: Group, extra: int = 0) -> list[Document]:
     """Return passages of prose, after each of which a person is described."""
     both = zip(_prose(group), documents.biographies(group.rng, _MOST), strict=True)
-    return _fitting(group, (replace(each, text=f"{text}\n{each.text}") for text, each in both), extra)
+    described = (replace(each, text=f"{text}\n{each.text}") for text, each in both)
+    return group.fitting(described, group.room, extra)
 
 
 def volatile(group: Group) -> list[Case]:
@@ -342,7 +332,7 @@ def instruction(group: Group) -> list[Case]:
 def headings(group: Group) -> list[Case]:
     """Records of people, whose names, in the headings, have changed places."""
     earlier, opening = group.openings(_INSTRUCTIONS)
-    after = _fitting(group, documents.records(group.rng, _MOST), 0)
+    after = group.fitting(documents.records(group.rng, _MOST), group.room)
     names = [document.text.partition("\n")[0] for document in after]
     others = zip(after, names, _rotated(names), strict=True)
     before = [documents.renamed(*each) for each in others]
@@ -399,7 +389,7 @@ def order(group: Group) -> list[Case]:
 def two_hop(group: Group) -> list[Case]:
     """A register says whose desk it is, and has changed; where its people live has not."""
     rng, (earlier, opening) = group.rng, group.openings(_INSTRUCTIONS)
-    shown = _fitting(group, documents.biographies(rng, _MOST), _LINE_TOKENS)
+    shown = group.fitting(documents.biographies(rng, _MOST), group.room, _LINE_TOKENS)
     numbers = rng.sample(range(100, 1_000), len(shown))
     before, after = (documents.desks(numbers, owners) for owners in (_rotated(shown), shown))
     return _cases(group, Side(earlier, [before, *shown]), Side(opening, [after, *shown]), [after])
@@ -415,4 +405,4 @@ def needle(group: Group) -> list[Case]:
         asked = (Question(f"What is the code of {place}?", code) for place, code in both)
         return Document(f"{first} {prose} {last}", tuple(asked))
 
-    return _in_another_order(group, _fitting(group, map(page, _prose(group)), 0))
+    return _in_another_order(group, group.fitting(map(page, _prose(group)), group.room))
