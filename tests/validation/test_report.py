@@ -188,12 +188,6 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, meas
     assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
 
 
-def test_the_noise_floor_ends_the_table_of_answers_alone(report):
-    (_, _, speed), (_, _, answers) = report.grids()
-    assert [row[:3] for row in answers] == [*(row[:3] for row in speed), ["all", "all", "cold_again"]]
-    assert "all" not in {row[0] for row in speed}
-
-
 def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample):
     samples = [make_sample(ttft_s=1.0, computed_tokens=90), make_sample(ttft_s=3.0, computed_tokens=110)]
     samples += [make_sample(ttft_s=9.0, computed_tokens=4, timed=False, speedup=None, exact_match=False)]
