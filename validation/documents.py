@@ -2,7 +2,6 @@
 
 import functools
 import importlib.resources
-import itertools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ _FIRST_NAMES, _LAST_NAMES = words(WORDS["first names"]), words(WORDS["last names
 _TRADES = words(WORDS["trades"])
 # The second yardstick knows lists by these names only.
 LIST_NAMES = words(WORDS["list names"])
-MOVES = {"up": 1, "down": -1}
-LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
 _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 
@@ -99,19 +96,6 @@ def register(places: Mapping[str, str]) -> Document:
     return Document("\n".join(("Register of lists.", *lines)), ())
 
 
-def floors(start: int, steps: Sequence[str]) -> list[int]:
-    """Return the floor after each step; a step is one of MOVES, or an item that is left on the floor."""
-    return list(itertools.accumulate((MOVES.get(step, 0) for step in steps), initial=start))[1:]
-
-
-def round_of(name: str, start: int, steps: Sequence[str]) -> Document:
-    """Return a round through a house with a question on the floor of each item: it follows from all moves before."""
-    lines = [f"Go {step}." if step in MOVES else f"Leave {step}." for step in steps]
-    left = [(step, floor) for step, floor in zip(steps, floors(start, steps), strict=True) if step not in MOVES]
-    questions = (Question(f"On which floor does {name} leave {item}?", str(floor)) for item, floor in left)
-    return Document("\n".join((f"Round of {name}, from floor {start}.", *lines)), tuple(questions))
-
-
 def names(rng: random.Random, count: int) -> list[str]:
     """Return the names of `count` different people."""
     found: dict[str, None] = {}
@@ -177,14 +161,10 @@ def desks(numbers: Sequence[int], owners: Sequence[Document]) -> Document:
     return Document("\n".join(lines), tuple(questions))
 
 
-def excerpt(rng: random.Random, characters: int) -> Document:
-    """Return a `passage` of the shipped public-domain prose, without questions."""
-    return Document(passage(rng, _asset("excerpt.txt"), characters), ())
-
-
-def passage(rng: random.Random, prose: str, characters: int) -> str:
-    """Return whole sentences from a random place in `prose`, at most `characters` long, but at least one.
-    Raises ValueError if `prose` holds no whole sentence."""
+def excerpt(rng: random.Random, characters: int) -> str:
+    """Return whole sentences from a random place in the shipped public-domain prose, at most `characters` long, but at
+    least one."""
+    prose = _asset("excerpt.txt")
     found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0
     end = None
@@ -192,6 +172,4 @@ def passage(rng: random.Random, prose: str, characters: int) -> str:
         if end is not None and sentence.end() > start + characters:
             break
         end = sentence.end()
-    if end is None:
-        raise ValueError("The prose holds no whole sentence.")
     return prose[start:end]

@@ -36,12 +36,6 @@ def open_llm(
         return LLM(model, runner=runner, kv_connector_config=connector, **options)
 
 
-def open_cold(model: Path, runner: ModelRunner, pool_tokens: int) -> LLM:
-    """Open an engine without reuse over the weights of `runner`; its answers are a cold run's."""
-    cache = KvCacheConfig(max_tokens=pool_tokens, enable_block_reuse=False)
-    return LLM(model, runner=runner.share(), kv_cache_config=cache, max_seq_len=pool_tokens)
-
-
 class _ArmLLM(LLM):
     def settle(self) -> None:
         super().settle()

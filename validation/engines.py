@@ -3,6 +3,8 @@
 import json
 import os
 import tempfile
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +16,10 @@ from unittest import mock
 import torch
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
-from semblend_trt.connector.model_facts import ModelFacts
+from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.files import open_input
+from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
 
 # One for all prompts, or one for each.
@@ -79,6 +82,21 @@ class Engines(ServedModel, Protocol):
         ...
 
 
+class LoadingEngines:
+    """Engines that each load the weights of a folder or a hub id, one after the other; dtypes are the engine's.
+    Raises ConfigurationError if the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+
+    starts_slowly = True
+    has_other_dtype = False
+    prefix_unit = 1
+
+    def __init__(self, model: str, dtype: str = "auto", *, tells_kv_scales: bool = True) -> None:
+        self._model, self._dtype = model, dtype
+        self.facts = model_facts(model, None, tells_kv_scales)
+        self.tokenizer: Any = load_tokenizer(model)
+        self.token_bytes = token_bytes(self.facts, torch.float32)
+
+
 def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
     return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * dtype.itemsize
 
@@ -124,20 +142,16 @@ class AuditCounts:
 
 @dataclass(slots=True)
 class AuditFile:
-    """The events of an audit file in order, as far as they were read; none if no file was written."""
+    """An audit file, and its events in order when it was read; none if no file was written."""
 
     path: Path
     events: list[dict[str, Any]] = field(default_factory=list)
-    _read_bytes: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Add the events whose lines are complete, and return all events."""
+        """Read and return the events whose lines are complete."""
         if self.path.exists():
             with open_input(self.path) as file:
-                file.seek(self._read_bytes)
-                lines, newline, _ = file.read().rpartition(b"\n")
-            self.events += [json.loads(line) for line in lines.splitlines() if line]
-            self._read_bytes += len(lines) + len(newline)
+                self.events = [json.loads(line) for line in file if line.endswith(b"\n")]
         return self.events
 
 
@@ -180,35 +194,97 @@ class Asked:
     params: SamplingParams
     salt: str | None
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that the answer has to be; () for a free one."""
+        return tuple(self.params.forced_token_ids or ())
 
-def asked_of(first: int, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts) -> list[Asked]:
-    """Return `ArmEngine.generate`'s arguments by prompt, numbered from `first` on. Raises SemBlendError."""
-    params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-    salts = one_each("cache_salt", cache_salt, len(prompts), str)
-    numbers = range(first, first + len(prompts))
-    return [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
+    @property
+    def stops(self) -> list[int] | None:
+        """The tokens that end the answer; None is the model's own."""
+        return None if self.params.stop_token_ids is None else list(self.params.stop_token_ids)
 
 
-def answered(
-    asked: Asked,
-    tokens: list[int],
-    finish_reason: str | None,
-    logits: torch.Tensor | None,
-    cached_tokens: int = 0,
-    time_to_first_token: float | None = None,
-) -> RequestOutput:
-    """Return an answer without text. `logits`: float32 [tokens, vocabulary]. `cached_tokens`: all not computed."""
-    return RequestOutput(
-        request_id=asked.number,
-        prompt=None,
-        prompt_token_ids=asked.prompt,
-        outputs=[CompletionOutput("", tokens, finish_reason, logits)],
-        cached_tokens=cached_tokens,
-        reused_tokens=0,
-        computed_tokens=len(asked.prompt) - cached_tokens,
-        time_to_first_token=time_to_first_token,
-        finished=True,
-    )
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer without text. `logits`: float32 [tokens, vocabulary]. `cached_tokens`: all not computed."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    logits: torch.Tensor | None
+    cached_tokens: int = 0
+    time_to_first_token: float | None = None
+
+
+class ServingEngine(ABC):
+    """An ArmEngine of `title`, which serves numbered requests."""
+
+    title: str
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
+    ) -> list[RequestOutput]:
+        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
+        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        salts = one_each("cache_salt", cache_salt, len(prompts), str)
+        numbers = range(self._asked + 1, self._asked + 1 + len(prompts))
+        asked = [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
+        self._asked += len(asked)
+        try:
+            found = self._answers(asked)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise SemBlendError(f"{self.title} gave no answer: {error}") from error
+        return [
+            RequestOutput(
+                request_id=each.number,
+                prompt=None,
+                prompt_token_ids=each.prompt,
+                outputs=[CompletionOutput("", answer.tokens, answer.finish_reason, answer.logits)],
+                cached_tokens=answer.cached_tokens,
+                reused_tokens=0,
+                computed_tokens=len(each.prompt) - answer.cached_tokens,
+                time_to_first_token=answer.time_to_first_token,
+                finished=True,
+            )
+            for each, answer in zip(asked, found, strict=True)
+        ]
+
+    @abstractmethod
+    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+        """Answer the requests together, in their order."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
+
+    forced: tuple[int, ...]
+    rows: list[torch.Tensor] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+
+    def take(self, logits: torch.Tensor, answered: int) -> None:
+        """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
+        del self.rows[answered:]  # rows of a step that the engine computes again
+        self.rows.append(logits.float().cpu().clone())
+        if answered < len(self.forced):
+            token = self.forced[answered]
+            kept = logits[token].clone()
+            logits[:] = -torch.inf
+            logits[token] = kept
+
+    def has_token(self) -> None:
+        """Note the time of the first token."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter() - self.began
+
+    def answered(self, tokens: Sequence[int], reason: str | None, cached: int | None) -> Answered:
+        """Return the finished answer."""
+        rows = torch.stack(self.rows[: len(tokens)])
+        return Answered(list(tokens), reason, rows, cached or 0, self.first_token)
 
 
 @contextmanager

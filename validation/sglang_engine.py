@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from array import array
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,19 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
-from validation.vllm_engine import Reading
+from validation.engines import LoadingEngines, Reading, ServingEngine, connector_variables, environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
-    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
+    from validation.engines import Answered, ArmEngine, Asked, EngineSettings
 
 # Options of every engine here: the CPU's own attention, if there is no card.
 _ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -128,13 +123,9 @@ class LocalSglang:
         return waiting
 
 
-class SglangEngines:
-    """Engines of SGLang over one model, a folder or a hub id, one after the other; dtypes are SGLang's.
-    Raises ConfigurationError if sglang or the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+class SglangEngines(LoadingEngines):
+    """Engines of SGLang. Raises ConfigurationError if sglang cannot be imported, too."""
 
-    starts_slowly = True
-    has_other_dtype = False
-    prefix_unit = 1
     notes: tuple[str, ...] = (
         "SGLang holds one engine a process here: arms are served one after the other, and a change of the machine's "
         "speed shows as a difference between them (cold_again beside cold tells how much).",
@@ -147,10 +138,7 @@ class SglangEngines:
             raise ConfigurationError(
                 "sglang cannot be imported here; install it with `pip install 'semblend-trt[sglang]'`."
             )
-        self._model, self._dtype = model, dtype
-        self.facts = model_facts(model, None, True)
-        self.tokenizer: Any = load_tokenizer(model)
-        self.token_bytes = token_bytes(self.facts, torch.float32)
+        super().__init__(model, dtype)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """Return the arm's engine, with our prefix cache if it has variables. Raises SemBlendError."""
@@ -172,33 +160,27 @@ class SglangEngines:
         return SglangEngine(served)
 
 
-class SglangEngine:
+class SglangEngine(ServingEngine):
     """One engine. It reads logits before the sampler does; to force an answer, it leaves the sampler one token."""
 
+    title = "SGLang"
+
     def __init__(self, served: LocalSglang) -> None:
-        self._served, self._asked = served, 0
+        super().__init__()
+        self._served = served
         self._readings: dict[str, Reading] = {}
         self._runner = served.scheduler.tp_worker.model_runner
         self._stock = self._runner.sample
         self._runner.sample = self._sample
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> list[RequestOutput]:
-        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
-        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
-        self._readings = {f"local{each.number}": Reading(tuple(each.params.forced_token_ids or ())) for each in asked}
-        self._asked += len(asked)
-        try:
-            requests = self._served.ask(*map(_ask_of, asked))
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise SemBlendError(f"SGLang gave no answer: {error}") from error
-        found = []
-        for each, request in zip(asked, requests, strict=True):
-            reading, tokens = self._readings[request.rid], list(request.output_ids)
-            reason, logits = request.finished_reason.to_json()["type"], torch.stack(reading.rows[: len(tokens)])
-            found.append(answered(each, tokens, reason, logits, request.cached_tokens, reading.first_token))
-        return found
+    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+        self._readings = {f"local{each.number}": Reading(each.forced) for each in asked}
+        return [
+            self._readings[each.rid].answered(
+                each.output_ids, each.finished_reason.to_json()["type"], each.cached_tokens
+            )
+            for each in self._served.ask(*map(_ask_of, asked))
+        ]
 
     def settle(self) -> None:
         """Wait until what has ended is saved."""
@@ -225,16 +207,16 @@ class SglangEngine:
         sampled = self._stock(output, batch)
         for name in batch.rids:
             reading = self._readings.get(name)
-            if reading is not None and reading.rows and reading.first_token is None:
-                reading.first_token = time.perf_counter() - reading.began
+            if reading is not None and reading.rows:
+                reading.has_token()
         return sampled
 
 
 def _ask_of(asked: Asked) -> Ask:
-    params, stops = asked.params, asked.params.stop_token_ids
+    params = asked.params
     sampling = {
         "max_new_tokens": params.max_tokens,
-        "stop_token_ids": None if stops is None else list(stops),
+        "stop_token_ids": asked.stops,
         "ignore_eos": params.ignore_eos,
     }
     return Ask(asked.prompt, sampling, asked.salt, {"return_logprob": False})

@@ -4,28 +4,24 @@ It imports nothing that an environment with TensorRT-LLM and the connector lacks
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import RequestOutput
-from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
 from validation.engines import (
-    AllParams,
-    AllSalts,
+    Answered,
     ArmEngine,
     Asked,
     EngineSettings,
-    answered,
-    asked_of,
+    LoadingEngines,
+    ServingEngine,
     connector_variables,
     environment,
-    token_bytes,
 )
 
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
@@ -85,21 +81,14 @@ def wait_for_quiet(audit_path: Path) -> None:
         time.sleep(QUIET_SECONDS / 10)
 
 
-class TrtllmEngines:
-    """Engines of TensorRT-LLM over one model, a folder or a hub id, one after the other.
-    Raises ConfigurationError without tensorrt_llm or a readable model, UnsupportedModelError if its KV cannot move."""
+class TrtllmEngines(LoadingEngines):
+    """Engines of TensorRT-LLM. Raises ConfigurationError if tensorrt_llm cannot be imported, too."""
 
-    starts_slowly = True
-    has_other_dtype = False
-    prefix_unit = 1
     notes: tuple[str, ...] = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 
     def __init__(self, model: str, dtype: str = "auto") -> None:
         trtllm_api()
-        self._model, self._dtype = model, dtype
-        self.facts = model_facts(model)
-        self.tokenizer: Any = load_tokenizer(model)
-        self.token_bytes = token_bytes(self.facts, torch.float32)
+        super().__init__(model, dtype, tells_kv_scales=False)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """Return the arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
@@ -120,50 +109,45 @@ class TrtllmEngines:
         return TrtllmEngine(llm, None if connector is None else audit_path)
 
 
-class TrtllmEngine:
+class TrtllmEngine(ServingEngine):
     """One engine. Its API cannot force tokens: each is a request whose prompt ends with the tokens before it."""
 
-    def __init__(self, llm: Any, audit_path: Path | None) -> None:
-        self._llm, self._audit_path = llm, audit_path
-        self._asked = 0
+    title = "TensorRT-LLM"
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> list[RequestOutput]:
-        """Answer all prompts together; the outputs have no text and no times. Raises SemBlendError."""
-        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
+    def __init__(self, llm: Any, audit_path: Path | None) -> None:
+        super().__init__()
+        self._llm, self._audit_path = llm, audit_path
+
+    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
         found = []
         for each, output in zip(asked, self._ask(asked), strict=True):
-            completion, forced = output.outputs[0], each.params.forced_token_ids or ()
+            completion, forced = output.outputs[0], each.forced
             outputs = [output]
             if len(forced) > 1:
                 longer = [[*each.prompt, *forced[:count]] for count in range(1, len(forced))]
-                outputs += self._ask(asked_of(self._asked + 1, longer, each.params, each.salt))
+                outputs += self._ask([replace(each, prompt=prompt) for prompt in longer])
+                self._asked += len(longer)
             # float32 [tokens, vocabulary], or None if not asked for; each request of a forced answer gives one row.
             logits = [one.outputs[0].generation_logits for one in outputs]
             rows = [one.reshape(-1, one.shape[-1])[: 1 if forced else None] for one in logits if one is not None]
             stacked = torch.cat(rows).float().cpu() if rows else None
-            found.append(answered(each, list(forced or completion.token_ids), completion.finish_reason, stacked))
+            found.append(Answered(list(forced or completion.token_ids), completion.finish_reason, stacked))
         return found
 
     def _ask(self, asked: Sequence[Asked]) -> list[Any]:
         # Versions before 1.2 do not know salts.
         options = {"cache_salt": [each.salt for each in asked]} if any(each.salt for each in asked) else {}
-        self._asked += len(asked)
-        try:
-            params = [
-                trtllm_api().SamplingParams(
-                    max_tokens=1 if each.params.forced_token_ids else each.params.max_tokens,
-                    temperature=0.0,
-                    stop_token_ids=None if (stops := each.params.stop_token_ids) is None else list(stops),
-                    ignore_eos=each.params.ignore_eos,
-                    return_generation_logits=each.params.return_generation_logits,
-                )
-                for each in asked
-            ]
-            return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
+        params = [
+            trtllm_api().SamplingParams(
+                max_tokens=1 if each.forced else each.params.max_tokens,
+                temperature=0.0,
+                stop_token_ids=each.stops,
+                ignore_eos=each.params.ignore_eos,
+                return_generation_logits=each.params.return_generation_logits,
+            )
+            for each in asked
+        ]
+        return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
 
     def settle(self) -> None:
         """Wait until every save has ended, as far as the audit log shows."""

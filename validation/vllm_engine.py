@@ -2,30 +2,26 @@
 
 import gc
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import RequestOutput, SamplingParams
-from semblend_trt.connector.model_facts import model_facts
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
 from validation.engines import (
-    AllParams,
-    AllSalts,
+    Answered,
     ArmEngine,
+    Asked,
     EngineSettings,
-    answered,
-    asked_of,
+    LoadingEngines,
+    Reading,
+    ServingEngine,
     connector_variables,
     environment,
-    token_bytes,
 )
 
 # Arguments of KVTransferConfig but for the connector's settings.
@@ -38,12 +34,9 @@ TRANSFER = {
 _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later one
 
 
-class VllmEngines:
-    """Engines of vLLM over one model, a folder or a hub id, one after the other; dtypes are vLLM's.
-    Raises ConfigurationError if vllm or the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+class VllmEngines(LoadingEngines):
+    """Engines of vLLM. Raises ConfigurationError if vllm cannot be imported, too."""
 
-    starts_slowly = True
-    has_other_dtype = False
     notes: tuple[str, ...] = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold shows how much).",
@@ -60,10 +53,8 @@ class VllmEngines:
             )
         # Logits are read and answers forced in this process, through the V1 runner, which holds the step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-        self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
-        self.facts = model_facts(model, None, True)  # vLLM gives the scales of its caches
-        self.tokenizer: Any = load_tokenizer(model)
-        self.token_bytes = token_bytes(self.facts, torch.float32)
+        super().__init__(model, dtype)
+        self._kv_dtype = kv_dtype
         # Tokens of a block. On a card vLLM 0.25.1 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
 
@@ -104,79 +95,47 @@ class VllmEngines:
         return VllmEngine(llm)
 
 
-@dataclass(slots=True)
-class Reading:
-    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
-
-    forced: tuple[int, ...]
-    rows: list[torch.Tensor] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-
-    def take(self, logits: torch.Tensor, answered: int) -> None:
-        """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
-        del self.rows[answered:]  # rows of a step that the engine computes again
-        self.rows.append(logits.float().cpu().clone())
-        if answered < len(self.forced):
-            token = self.forced[answered]
-            kept = logits[token].clone()
-            logits[:] = -torch.inf
-            logits[token] = kept
-
-
-class VllmEngine:
+class VllmEngine(ServingEngine):
     """One engine. It reads logits before the sampler does; to force an answer, it leaves the sampler one token."""
 
+    title = "vLLM"
+
     def __init__(self, llm: Any) -> None:
+        super().__init__()
         self._llm = llm
         self._core = llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
         self._readings: dict[str, Reading] = {}
-        self._asked = 0
         self._compute = self._model.compute_logits
         self._model.compute_logits = self._logits
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> list[RequestOutput]:
-        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
+    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
         from vllm import SamplingParams as Params
 
-        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         engine, ended = self._llm.llm_engine, dict[str, Any]()
         names = [f"validation{each.number}" for each in asked]
-        self._asked += len(asked)
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
-            self._readings[name] = Reading(tuple(each.params.forced_token_ids or ()))
-            stops = each.params.stop_token_ids
+            self._readings[name] = Reading(each.forced)
             sampling = Params(
                 max_tokens=each.params.max_tokens,
                 temperature=0.0,
-                stop_token_ids=None if stops is None else list(stops),
+                stop_token_ids=each.stops,
                 ignore_eos=each.params.ignore_eos,
                 detokenize=False,
             )
             engine.add_request(name, {"prompt_token_ids": each.prompt, **salted}, sampling)
-        try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    reading = self._readings[output.request_id]
-                    if reading.first_token is None:
-                        reading.first_token = time.perf_counter() - reading.began
-                    if output.finished:
-                        ended[output.request_id] = output
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise SemBlendError(f"vLLM gave no answer: {error}") from error
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                self._readings[output.request_id].has_token()
+                if output.finished:
+                    ended[output.request_id] = output
         found = []
-        for name, each in zip(names, asked, strict=True):
-            output, reading = ended[name], self._readings.pop(name)
-            completion = output.outputs[0]
-            tokens = list(completion.token_ids)
-            logits = torch.stack(reading.rows[: len(tokens)])
-            cached = output.num_cached_tokens or 0
-            found.append(answered(each, tokens, completion.finish_reason, logits, cached, reading.first_token))
+        for output in map(ended.__getitem__, names):
+            [completion] = output.outputs
+            reading = self._readings.pop(output.request_id)
+            found.append(reading.answered(completion.token_ids, completion.finish_reason, output.num_cached_tokens))
         return found
 
     def settle(self) -> None:

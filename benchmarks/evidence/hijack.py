@@ -16,7 +16,7 @@ from benchmarks.program import Count, run_counted
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.calibration.deviations import PLANTED, DeviationCollector, Planter, write_plants
+from validation.calibration.deviations import PLANTED, DeviationCollector, write_plants
 from validation.cases import Case, Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
@@ -75,10 +75,11 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
     runner = models.load(str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
     engines, collector = EmbeddedEngines(runner), DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
-    planter, cases = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise), list[Case]()
+    tokenise, cases = Tokeniser(engines, _ANSWER_TOKENS).tokenise, list[Case]()
     for name in CONSTRUCTIONS:
-        plants, most = effort(name, tries, victims)
-        cases += planter.hardest(write_plants(engines, FamilyRequest(seed=seed), [name], plants), profile, most)
+        count, most = effort(name, tries, victims)
+        plants = write_plants(engines, FamilyRequest((name,), groups=count, seed=seed))
+        cases += collector.hardest(plants, tokenise, profile, most)
     settings = ServingSettings(str(target.folder), max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
     arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, target.profile))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import ALL_NAMES, ArmChoices, arms_of, is_reusing, names_of, names_of_run
+from validation.arms import ALL_NAMES, ArmChoices, arms_of, names_of, names_of_run
 
 CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), profile_layers=3)
 
@@ -40,17 +40,6 @@ def test_verified_alone_keeps_the_bound_that_is_set(monkeypatch):
         "SEMBLEND_MAX_KL": "0.05",
     }
     assert "SEMBLEND_MAX_KL" not in kept["boundary"]
-
-
-FLOOR_ARMS = ("cold_again", "cold_otherwise")
-
-
-def test_all_arms_can_be_built():
-    arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
-    assert tuple(arms) == ALL_NAMES
-    assert {name for name, arm in arms.items() if arm.isolated} == {"cold", *FLOOR_ARMS, "wrapper_without_plan"}
-    assert arms["cold_otherwise"].chunk_tokens
-    assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
 
 
 def test_without_a_profile_verified_is_left_out_or_refused():

@@ -19,7 +19,6 @@ from validation.cases import (
     log_cases,
     read_cases,
 )
-from validation.families.catalog import FamilyRequest, write_cases
 
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
 
@@ -166,12 +165,3 @@ def test_the_shipped_model_gets_its_marks_and_a_prompt_shares_its_start_with_don
     # A long reference is scored in part.
     assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None
-
-
-def test_cases_that_are_tokenised_together_have_the_ids_of_each_alone(shipped):
-    tokeniser, cases = Tokeniser(shipped, 8), write_cases(shipped, FamilyRequest(("reordered", "prose"), 3, 2, 640))
-    found = tokeniser.tokenise_all(cases)
-    assert found == list(map(tokeniser.tokenise, cases))
-    for case, tokens in zip(cases, found, strict=True):
-        assert list(tokens.texts) == [shipped.tokenizer.encode(text) for text in (*case.donors, case.prompt)]
-    assert tokeniser.tokenise_all([]) == []

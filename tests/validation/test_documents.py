@@ -10,13 +10,8 @@ from validation import documents
 @pytest.mark.parametrize("characters", [200, 1_000, 5_000])
 def test_excerpt_is_whole_sentences_within_the_limit(characters):
     rng = random.Random(characters)
-    texts = [documents.excerpt(rng, characters).text for _ in range(50)]
+    texts = [documents.excerpt(rng, characters) for _ in range(50)]
     assert all(text[0] == '"' or text[0].isupper() for text in texts)
     assert all(text.rstrip('"')[-1] in ".!?" for text in texts)
     assert sum(len(text) <= characters for text in texts) >= 30
     assert max(map(len, texts)) > characters * 0.7
-
-
-def test_prose_without_a_sentence_is_refused():
-    with pytest.raises(ValueError, match="no whole sentence"):
-        documents.passage(random.Random(1), "no sentence at all", 10)

@@ -3,15 +3,13 @@
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from validation import metrics
 
-texts = st.text(st.sampled_from("abc the an .,!\n17ÄX "), max_size=40)
 tokens = st.lists(st.integers(0, 9), max_size=12)
 rows = st.lists(st.floats(-30, 30), min_size=5, max_size=5)
 
@@ -36,17 +34,6 @@ def test_exact_match_ignores_case_punctuation_articles_and_space(answer, referen
 def test_closeness_on_worked_examples(answer, reference, scores):
     """ROUGE-1, ROUGE-L and token F1."""
     assert metrics.closeness(answer, reference) == pytest.approx(scores)
-
-
-@given(texts, texts)
-def test_scores_are_symmetric_shares_and_one_for_equal_texts(ours, theirs):
-    scores = metrics.closeness(ours, theirs)
-    assert scores == pytest.approx(metrics.closeness(theirs, ours))
-    assert all(0.0 <= score <= 1.0 + 1e-12 for score in scores)
-    assert metrics.closeness(ours, ours) == pytest.approx((1.0, 1.0, 1.0))
-    assert metrics.exact_match(ours, ours)
-    if metrics.exact_match(ours, theirs):
-        assert metrics.token_f1(ours, theirs) == 1.0
 
 
 @given(tokens, tokens)
@@ -102,13 +89,6 @@ def bounded(values, groups=None, **options):
     return metrics.non_inferiority(values, range(len(values)) if groups is None else groups, **options)
 
 
-def test_the_bound_is_that_of_the_normal_approximation_on_many_groups():
-    """One value a group: mean - 1.645 * sd / sqrt(n), up to the bootstrap's own noise."""
-    values = np.random.default_rng(5).normal(0.1, 1.0, 2_000)
-    expected = values.mean() - 1.6449 * values.std() / math.sqrt(2_000)
-    assert bounded(values.tolist()).lower == pytest.approx(expected, abs=2e-3)
-
-
 def test_answers_on_the_same_documents_count_as_one_observation():
     """Copies of each group's value narrow nothing; taken as independent, they would."""
     rng = random.Random(3)
@@ -126,11 +106,3 @@ def test_few_losses_pass_in_many_prompts_alone_large_groups_count_for_more_and_o
     found = bounded([0.0, 0.0], ["same", "same"])
     assert (found.lower, found.holds) == (-math.inf, False)
     assert metrics.non_inferiority([], []) is None
-
-
-@settings(max_examples=25)
-@given(st.lists(st.sampled_from((-1.0, 0.0, 1.0)), min_size=2, max_size=40), st.integers(0, 2**32))
-def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(values, seed):
-    first, second = (bounded(values, seed=seed, resamples=999) for _ in range(2))
-    assert first == second
-    assert min(values) <= first.lower <= first.difference

@@ -134,13 +134,6 @@ def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows_and_a_column_of
     assert "| `a` | 2 |" in results.markdown_table("x=card/one/em_*", rows)
 
 
-def test_tables_are_replaced_and_the_text_stays(rows):
-    once = results.with_tables(TEXT, rows, "results")
-    assert results.with_tables(once, rows, "results") == once
-    assert once.startswith("# Title\n\n<!-- results:cpu_* machine/other -->\n| row |")
-    assert once.endswith("<!-- /results -->\n\nThe end.\n")
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -63,7 +63,7 @@ def test_what_is_evidence_is_what_a_calibration_asks():
 
 def test_tokenizer_adds_nothing_and_knows_the_marks():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    text = documents.excerpt(random.Random(1), 2_000).text
+    text = documents.excerpt(random.Random(1), 2_000)
     prompt = prompts.render("Answer briefly.", [text], "How many bolts are in Depot Oslo?")
     ids = tokenizer(prompt).input_ids
     assert (ids[0], ids[-1], [token for token in ids if token < 6]) == (1, 4, [1, 2, 3, 4])

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -166,18 +166,6 @@ def test_a_crowd_shows_lost_blocks_and_wrong_answers(rounds, monkeypatch):
     assert found.free_after == found.free_before - 2
 
 
-@pytest.mark.parametrize("told", ["nothing", "another count each time", "one count"])
-def test_only_a_steady_count_of_blocks_counts(told):
-    counts = iter(range(1000))
-    stats = {
-        "nothing": lambda *_: [],
-        "another count each time": lambda *_: [{"kvCacheStats": {"freeNumBlocks": next(counts)}}],
-        "one count": lambda *_: [{"iter": 0}, {"kvCacheStats": {"freeNumBlocks": 7}}],
-    }
-    llm = SimpleNamespace(generate=lambda *_: None, get_stats=stats[told])
-    assert check._free_blocks(llm) == (7 if told == "one count" else None)
-
-
 @pytest.mark.parametrize(
     ("module", "options", "sentence"),
     [
@@ -197,15 +185,6 @@ def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
     assert said.err.startswith("trtllm-check: ")
     assert said.err.count("\n") == 1
     assert sentence in said.err
-
-
-def test_an_interrupt_is_no_failed_check(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(check, "trtllm_api", interrupted)
-    assert check.main([]) == 130
-    assert capsys.readouterr().err == "trtllm-check: interrupted\n"
 
 
 def test_an_engine_that_does_not_start_is_a_line_that_fails(monkeypatch, capsys):

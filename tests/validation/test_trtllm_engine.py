@@ -67,7 +67,7 @@ class Named:
 @pytest.mark.parametrize(("salts", "named"), [([None, None], set()), (["a", None], {"cache_salt"})])
 def test_salts_are_named_only_where_there_are_some(salts, named):
     llm = Named()
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(SemBlendError, match="zip"):
         TrtllmEngine(llm, None).generate([[1], [2]], SamplingParams(max_tokens=1), salts)
     assert set(llm.options) - {"use_tqdm"} == named
 

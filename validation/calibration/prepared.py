@@ -19,7 +19,7 @@ from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from validation import arguments, models
 from validation.arms import ROUNDING_ARMS, VERIFIED, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arm_of
 from validation.calibration.bound import Observation, distance_of
-from validation.calibration.deviations import PLANTED, TRIES, DeviationCollector, Planter, write_plants
+from validation.calibration.deviations import PLANTED, TRIES, DeviationCollector, write_plants
 from validation.cases import Case, Tokeniser, groups
 from validation.engines import Engines, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
@@ -143,14 +143,11 @@ class Prepared:
             asked = replace(self._asked, names=(name,), seed=seed, first=first, groups=count)
             if name != PLANTED:
                 found += write_cases(self.engines, asked)
-                continue
-            tries = 1 if profile is None else TRIES
-            plants = write_plants(self.engines, replace(asked, first=first * tries), [name], count * tries)
-            found += (
-                plants
-                if profile is None
-                else Planter(self.collector, self.tokeniser.tokenise).hardest(plants, profile, count)
-            )
+            elif profile is None:
+                found += write_plants(self.engines, asked)
+            else:
+                plants = write_plants(self.engines, replace(asked, first=first * TRIES, groups=count * TRIES))
+                found += self.collector.hardest(plants, self.tokeniser.tokenise, profile, count)
         return found
 
     def own(self, *quarters: int) -> list[Case]:

@@ -4,7 +4,6 @@ The prefix cache is the embedded engine's block manager; the look-up, the donors
 model of the time to the first token, by computed and reused tokens, says what that saves.
 """
 
-from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -245,12 +244,12 @@ class Figures:
 
     def __init__(self) -> None:
         self._reasons = Counter[str]()
-        # Per prompt: its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
-        self._numbers = array("q")
+        # Its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
+        self._by_prompt = list[tuple[int, int, int, int]]()
 
     @property
     def prompts(self) -> int:
-        return len(self._numbers) // 4
+        return len(self._by_prompt)
 
     def add(self, tokens: int, prefix_alone: int, served: Served) -> None:
         """Add a prompt of `tokens` tokens, of which a prefix cache without donors holds `prefix_alone`."""
@@ -258,14 +257,14 @@ class Figures:
             self._reasons[served.reason] += 1
         moved = sum(span.length for span in served.spans if not span.exact)
         held = served.prefix + sum(span.length for span in served.spans)
-        self._numbers.extend((tokens, prefix_alone, held, moved))
+        self._by_prompt.append((tokens, prefix_alone, held, moved))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
         """Return milliseconds to the first token of each prompt alone on the machine of `model`.
 
         They are cold, with a prefix cache, with donors, and with a check (if the model knows that cost). With donors,
         `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
-        tokens, alone, held, moved = self._per_prompt()
+        tokens, alone, held, moved = np.array(self._by_prompt, dtype=np.int64).T
         with_donors = model.predict(tokens - held, held)
         times = {
             "cold": model.predict(tokens, np.zeros_like(tokens)),
@@ -283,16 +282,11 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form of all but times. Donors can take a little from the prefix cache,
         into which KV after moved text does not go."""
-        columns = self._per_prompt()
-        tokens, alone, held, _ = (int(each.sum()) for each in columns)
+        tokens, alone, held, _ = map(sum, zip(*self._by_prompt, strict=True))
         return {
             "prompts": self.prompts,
             "tokens": tokens,
-            "longest_prompt": int(columns[0].max()),
+            "longest_prompt": max(each[0] for each in self._by_prompt),
             "shares": {"prefix_cache": alone / tokens, "added": (held - alone) / tokens, "together": held / tokens},
             "prompts_without_donors": dict(self._reasons.most_common()),
         }
-
-    def _per_prompt(self) -> Integers:
-        columns: Integers = np.array(self._numbers, dtype=np.int64).reshape(-1, 4).T
-        return columns

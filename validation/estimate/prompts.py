@@ -11,10 +11,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
-from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.prompts import ChatError, render_chat
-from validation.replay.trace import Skipped, UnreadError
+from validation.replay.trace import Skipped, UnreadError, readable_lines
 
 # Bytes of a log that decide its form.
 HEAD_BYTES = 1 << 20
@@ -121,28 +120,13 @@ class PromptLog:
             "vllm": _of_vllm,
             "text": lambda line, text: [Prompt(line, "", text)],
         }
-        for line, text in self._lines():
+        for line, text in readable_lines(self._file, self.skipped, self._on_bytes):
             try:
                 yield from prompts_of[form](line, text)
             except UnreadError as error:
                 self.skipped.add(line, str(error))
             except RecursionError:  # what could just be parsed may be too deep for what comes next
                 self.skipped.add(line, "nested too deeply")
-
-    def _lines(self) -> Iterator[tuple[int, str]]:
-        for number, (content, size) in enumerate(bounded_lines(self._file), 1):
-            self._on_bytes(size)
-            if why := too_long(content):
-                self.skipped.add(number, why)
-                continue
-            try:
-                text = content.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError:
-                text = "\0"
-            if "\0" in text:
-                self.skipped.add(number, "not text in UTF-8")
-            elif text:
-                yield number, text
 
     def _of_json(self, line: int, text: str) -> Iterator[Prompt]:
         try:

@@ -3,7 +3,7 @@
 First those of marked stock lists, then those in plain English."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -61,13 +61,13 @@ def prose(group: Group) -> list[Case]:
     earlier, opening = group.openings()
     broken = []
     for _ in range(group.questions):
-        page = documents.excerpt(rng, 900).text
+        page = documents.excerpt(rng, 900)
         cut = page.rfind(" ", 0, max(1, len(page) - 160))
         broken.append((page[:cut], page[cut:]))
     room = group.room - max(group.length(start) for start, _ in broken)
     pages = list[str]()
     while True:
-        page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
+        page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS))
         room -= group.length(page)
         if room < 0 and pages:
             break
@@ -168,41 +168,6 @@ def _lists_without_place(group: Group) -> tuple[list[str], list[str], list[dict[
 
 def _rotated(values: Sequence[Value]) -> list[Value]:
     return [*values[1:], *values[:1]]
-
-
-# Items that a round leaves, and moves between them. The first moves, which differ, come before both.
-_LEFT, _MOVES, _FIRST_MOVES = 12, 4, 2
-
-
-def state(group: Group) -> list[Case]:
-    """Rounds through a house: an item's floor follows from all moves before it, of which the first have changed.
-    Neither the shipped model nor a yardstick answers it cold: a model has to be trained for it."""
-    rng, room, before, after = group.rng, group.room, list[Document](), list[Document]()
-    for name in rng.sample(documents.LIST_NAMES, len(documents.LIST_NAMES)):
-        donor, own = _rounds(group, name)
-        room -= max(group.length(each.text) for each in (donor, own))
-        if room < 0 and after:
-            break
-        before.append(donor)
-        after.append(own)
-    rng.shuffle(before)
-    return _asked_of_both(group, before, after)
-
-
-def _rounds(group: Group, name: str) -> tuple[Document, Document]:
-    """Return two rounds that differ in their first moves only, from the very first on, and so in every item's floor."""
-    rng, moves = group.rng, tuple(documents.MOVES)
-    while True:
-        shared = [*rng.sample(group.form.vocabulary.items, _LEFT), *rng.choices(moves, k=_MOVES)]
-        rng.shuffle(shared)
-        first = [rng.choices(moves, k=rng.randint(1, _FIRST_MOVES)) for _ in range(2)]
-        start = rng.randint(documents.LOWEST_FLOOR, documents.HIGHEST_FLOOR)
-        paths = [documents.floors(start, [*each, *shared]) for each in first]
-        visited = [floor for path in paths for floor in path]
-        is_inside = min(visited) >= documents.LOWEST_FLOOR and max(visited) <= documents.HIGHEST_FLOOR
-        if is_inside and all(paths[0][step] != paths[1][step] for step in (0, -1)):
-            donor, own = (documents.round_of(name, start, [*each, *shared]) for each in first)
-            return donor, own
 
 
 def _asked_of_both(
@@ -333,27 +298,17 @@ def _cases(group: Group, before: Side, after: Side, about: Sequence[Document] = 
     return group.cases([before.prompt(group, last.text)], asked, Expectation.REUSE)
 
 
-def _fitting(group: Group, source: Iterable[Document], extra: int) -> list[Document]:
-    """Return at least two documents that fill the group's room, `extra` tokens beside each."""
-    shown, used, room = list[Document](), 0, group.room
-    for document in source:
-        used += group.length(document.text) + extra
-        if used > room and len(shown) > 1:
-            break
-        shown.append(document)
-    return shown
-
-
 def _prose(group: Group) -> Iterator[str]:
     """Yield prose of which about four pieces, or more, fit the group's room."""
     most = min(_PROSE_CHARACTERS, group.room)
-    return (documents.excerpt(group.rng, group.rng.randint(most // 2, most)).text for _ in range(_MOST))
+    return (documents.excerpt(group.rng, group.rng.randint(most // 2, most)) for _ in range(_MOST))
 
 
 def _passages(group: Group, extra: int = 0) -> list[Document]:
     """Return passages of prose, after each of which a person is described."""
     both = zip(_prose(group), documents.biographies(group.rng, _MOST), strict=True)
-    return _fitting(group, (replace(each, text=f"{text}\n{each.text}") for text, each in both), extra)
+    described = (replace(each, text=f"{text}\n{each.text}") for text, each in both)
+    return group.fitting(described, group.room, extra)
 
 
 def volatile(group: Group) -> list[Case]:
@@ -377,7 +332,7 @@ def instruction(group: Group) -> list[Case]:
 def headings(group: Group) -> list[Case]:
     """Records of people, whose names, in the headings, have changed places."""
     earlier, opening = group.openings(_INSTRUCTIONS)
-    after = _fitting(group, documents.records(group.rng, _MOST), 0)
+    after = group.fitting(documents.records(group.rng, _MOST), group.room)
     names = [document.text.partition("\n")[0] for document in after]
     others = zip(after, names, _rotated(names), strict=True)
     before = [documents.renamed(*each) for each in others]
@@ -434,7 +389,7 @@ def order(group: Group) -> list[Case]:
 def two_hop(group: Group) -> list[Case]:
     """A register says whose desk it is, and has changed; where its people live has not."""
     rng, (earlier, opening) = group.rng, group.openings(_INSTRUCTIONS)
-    shown = _fitting(group, documents.biographies(rng, _MOST), _LINE_TOKENS)
+    shown = group.fitting(documents.biographies(rng, _MOST), group.room, _LINE_TOKENS)
     numbers = rng.sample(range(100, 1_000), len(shown))
     before, after = (documents.desks(numbers, owners) for owners in (_rotated(shown), shown))
     return _cases(group, Side(earlier, [before, *shown]), Side(opening, [after, *shown]), [after])
@@ -450,4 +405,4 @@ def needle(group: Group) -> list[Case]:
         asked = (Question(f"What is the code of {place}?", code) for place, code in both)
         return Document(f"{first} {prose} {last}", tuple(asked))
 
-    return _in_another_order(group, _fitting(group, map(page, _prose(group)), 0))
+    return _in_another_order(group, group.fitting(map(page, _prose(group)), group.room))

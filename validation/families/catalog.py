@@ -56,7 +56,6 @@ FAMILIES = (
     _marked("near_duplicates", Kind.TRAP, built_in.near_duplicates),
     _marked("planted", Kind.TRAP, built_in.planted),
     _marked("link", Kind.TRAP, built_in.link),
-    _marked("state", Kind.TRAP, built_in.state),
     _marked("edited_field", Kind.TRAP, built_in.edited_field),
     _english("volatile", Kind.HARMLESS, built_in.volatile),
     _english("instruction", Kind.HARMLESS, built_in.instruction),

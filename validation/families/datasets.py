@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation, Form, content_of, parsed
@@ -32,13 +32,9 @@ class Reading:
     general: tuple[Question, ...] = ()
 
 
-class _SquadAnswer(BaseModel):
-    text: _Text
-
-
 class _SquadQuestion(BaseModel):
     question: _Text
-    answers: Annotated[list[_SquadAnswer], Field(min_length=1)]
+    answer: Annotated[_Text, Field(validation_alias=AliasPath("answers", 0, "text"))]
 
 
 class _SquadParagraph(BaseModel):
@@ -74,13 +70,9 @@ class _Meeting(BaseModel):
     general_query_list: list[_Query] = []
 
 
-class _Response(BaseModel):
-    response_text: _Text
-
-
 class _StoryQuestion(BaseModel):
     question_text: _Text
-    responses: Annotated[list[_Response], Field(min_length=1)]
+    response: Annotated[_Text, Field(validation_alias=AliasPath("responses", 0, "response_text"))]
 
 
 class _Story(BaseModel):
@@ -102,7 +94,7 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
     for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
         passages = tuple(each.context.strip() for each in article.paragraphs)
         asked = (each.qas for each in article.paragraphs)
-        questions = (tuple(Question(each.question.strip(), each.answers[0].text) for each in own) for own in asked)
+        questions = (tuple(Question(each.question.strip(), each.answer) for each in own) for own in asked)
         readings.append(Reading(passages, tuple(questions)))
     return tuple(readings)
 
@@ -134,7 +126,7 @@ def squality_texts(folder: Path) -> tuple[Reading, ...]:
     """Return SQuALITY (`squality-dev.jsonl`), one reading a story; a question's first response is its reference."""
     readings = []
     for story in _lines(_Story, folder / "squality-dev.jsonl"):
-        general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
+        general = tuple(Question(each.question_text, each.response) for each in story.questions)
         passages = tuple(map(" ".join, _gathered(_SENTENCE.split(" ".join(story.document.split())))))
         readings.append(Reading(passages, ((),) * len(passages), general))
     return tuple(readings)

@@ -1,7 +1,7 @@
 """One group of cases: its random source, its length, and how its documents and questions become cases."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -76,15 +76,20 @@ class Group:
                 counts[item] = self.rng.randint(words.least, words.most)
         return counts
 
-    def stock_lists(self, room: int, extra: int = 0, places: Iterator[str] | None = None) -> list[Document]:
-        """Return at least two stock lists of different places that fill `room` tokens, `extra` tokens around each."""
-        places, shown, used = places or self.places(), list[Document](), 0
-        while True:
-            document = counted_list(next(places), self.counts(self.items()))
+    def fitting(self, source: Iterable[Document], room: int, extra: int = 0) -> list[Document]:
+        """Return at least two documents that fill `room` tokens, `extra` tokens beside each."""
+        shown, used = list[Document](), 0
+        for document in source:
             used += self.length(document.text) + extra
             if used > room and len(shown) > 1:
-                return shown
+                break
             shown.append(document)
+        return shown
+
+    def stock_lists(self, room: int, extra: int = 0, places: Iterator[str] | None = None) -> list[Document]:
+        """Return `fitting` stock lists of different places."""
+        lists = (counted_list(place, self.counts(self.items())) for place in places or self.places())
+        return self.fitting(lists, room, extra)
 
     def look_ups(
         self,

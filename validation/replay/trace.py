@@ -3,11 +3,11 @@
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from pydantic_core import from_json
@@ -71,6 +71,26 @@ class Skipped:
         """Return what was passed over; empty where nothing was."""
         each = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
         return f"Passed over: {each}." if each else ""
+
+
+def readable_lines(
+    file: BinaryIO, skipped: Skipped, on_bytes: Callable[[int], object] = lambda _count: None
+) -> Iterator[tuple[int, str]]:
+    """Yield each line that is not blank, with its number; what is no text is `skipped`. `on_bytes` hears how many bytes
+    of the file were read since its last call."""
+    for number, (content, size) in enumerate(bounded_lines(file), 1):
+        on_bytes(size)
+        if why := too_long(content):
+            skipped.add(number, why)
+            continue
+        try:
+            text = content.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            skipped.add(number, "not text in UTF-8")
+        elif text:
+            yield number, text
 
 
 class Trace:
@@ -147,8 +167,7 @@ def trace_file(path: Path, requests: int | None = None) -> Trace:
     trace = Trace()
     try:
         with open_input(path, may_be_pipe=True) as file:
-            lines = (line for line, _ in bounded_lines(file))
-            return trace_of(islice(_requests(lines, trace), requests), trace)
+            return trace_of(islice(_requests(readable_lines(file, trace.skipped), trace), requests), trace)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ConfigurationError as error:
@@ -159,15 +178,11 @@ class UnreadError(Exception):
     """A line, or a prompt of it, that cannot be replayed; the message says why, without any of its text."""
 
 
-def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
+def _requests(lines: Iterable[tuple[int, str]], trace: Trace) -> Iterator[TraceLine]:
     """Yield the requests of all lines that have the format of the first; sets the trace's format."""
     form: str | None = None
-    for number, line in enumerate(lines, 1):
+    for number, text in lines:
         try:
-            if why := too_long(line):
-                raise UnreadError(why)
-            if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
-                continue
             request, found = _read(text, form)
             if not any(block.token_count for block in request.blocks):
                 raise UnreadError("without tokens")
@@ -182,7 +197,7 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
             yield request
 
 
-def _read(text: bytes, form: str | None) -> tuple[TraceLine, str]:
+def _read(text: str, form: str | None) -> tuple[TraceLine, str]:
     """Return the request and its format, which is `form` if that is given. Raises UnreadError and ValidationError.
     The last block of a Mooncake request may have fewer tokens, with an id or without."""
     try:

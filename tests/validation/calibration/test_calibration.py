@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
 from validation.calibration import calibration
 from validation.calibration.calibration import candidates, computed_share, thresholds
@@ -65,31 +64,6 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(found, check, heads
     assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
 
 
-def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
-    values = np.array([[0.0] * 6, [9.0, 9.0, 0.1, 9.0, 0.3, 0.1]], dtype=np.float32)
-    prompt = PromptDeviations("f", values, (1, 2, 3), 4, 10)
-    assert prompt.kept_and_compared(None, 1)[0].tolist() == [False, False, True, False, True, True]
-    assert prompt.kept_and_compared(SpanCheck(1, 0.2), 1)[0].tolist() == [False, False, True, False, False, True]
-    assert prompt.kept_and_compared(SpanCheck(1, 0.2, max_span_share=0.4), 1)[0].tolist() == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert not prompt.kept_and_compared(SpanCheck(1, 0.2), 3)[0].any()
-
-
-def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens():
-    found = calibration.window_thresholds(HARMLESS, 1)
-    assert found == sorted(found)
-    assert all(0.03 < value < 0.06 for value in found)
-    checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS)]
-    assert {check.window_threshold for check in checks if check.layer == 1} == {None, *found}
-    assert all(check.window_threshold is None or check.window_threshold < check.threshold for check in checks)
-
-
 def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
     found = candidates(HARMLESS, TRAPS, LAYERS)
     shares = [each.computed_share for each in found]
@@ -115,10 +89,3 @@ def test_a_sample_suspects_windows_that_deviate_more_than_most_harmless_ones():
         check = each.sampled(HARMLESS)
         assert 0.03 < check.sample_threshold <= check.threshold
         assert (check.layer, check.threshold, check.sample_every) == (each.check.layer, each.check.threshold, 16)
-
-
-def test_means_are_of_each_span_and_of_its_windows():
-    values = np.array([[1.0, 3.0, *[5.0] * WINDOW_TOKENS, 7.0]], dtype=np.float32)
-    prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
-    assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
-    assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.rope import rotate_keys
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.random_models import CHUNK, WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector, Planter, write_plants
+from validation.calibration.deviations import DeviationCollector, missed, write_plants
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import PROFILE_NAME, shipped_model
@@ -76,41 +75,8 @@ def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, fami
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
-def test_latent_rows_are_those_that_an_engine_moves(tmp_path):
-    """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
-    model, facts = model_of("deepseek_v3", tmp_path)
-    tokens = tokens_of(140).tolist()
-    document, head, other = tokens[:90], tokens[90:99], tokens[99:]
-    found = DeviationCollector(model, facts, min_span=64)._computed([[*head, *document], [*other, *document]])
-    # [texts, layers, tokens, channels]
-    rows = found[:, :, :, 0, 0].transpose(1, 2).flatten(2, 3)
-    assert rows.shape[-1] == 576
-    before, after = rows[0, :, 9:99], rows[1, :, 41:131]
-    torch.testing.assert_close(rotate_keys(before[0], 32, facts.rotation.of_layer(0)), after[0], rtol=1e-4, atol=1e-3)
-    assert float((before[0] - after[0]).abs().max()) > 0.5
-    assert float((before[1, :, :512] - after[1, :, :512]).abs().max()) > 0.5
-
-
 def test_nothing_is_found_where_nothing_is_shared(shipped):
     assert collected(shipped, "unrelated") == []
-
-
-def test_prompts_of_all_lengths_at_once_deviate_as_each_alone(shipped):
-    cases = [
-        case
-        for family, tokens in (("reordered", 640), ("unrelated", 640), ("header_trap", 512), ("planted", 512))
-        for case in write_cases(shipped, FamilyRequest((family,), groups=2, questions=1, tokens=tokens))
-    ]
-    collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
-    tokenise = Tokeniser(shipped, 8).tokenise
-    together = collector.collect(cases, tokenise)
-    alone = [found for case in cases for found in collector.collect([case], tokenise)]
-    assert [found is None for found in together] == [found is None for found in alone]
-    assert [found.family for found in together if found] == [found.family for found in alone if found]
-    for one, other in zip(together, alone, strict=True):
-        if one and other:
-            assert (one.lengths, one.exact_tokens, one.promised) == (other.lengths, other.exact_tokens, other.promised)
-            np.testing.assert_allclose(one.values, other.values, atol=1e-3)
 
 
 MIN_SPAN = 48
@@ -132,18 +98,17 @@ def with_check(profile, **fields):
 
 
 def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
-    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
-    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    plants, tokenise = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3)), Tokeniser(shipped, 8)
     half = with_check(profile, threshold=0.8, window_threshold=None)
-    chosen = planter.hardest(plants, half, 8)
-    missed = planter.missed(chosen, half)
-    assert missed == sorted(missed, reverse=True)
-    assert missed[0] > 0
-    assert chosen[:3] == planter.hardest(plants, half, 3)
-    [prompt] = planter.deviations_of(chosen[:1])
-    kept = prompt.kept_and_compared(half.terms.check, half.head_tokens)[0]
-    assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
+    chosen = collector.hardest(plants, tokenise.tokenise, half, 8)
+    found = collector.collect(chosen, tokenise.tokenise)
+    sums = missed(found, half)
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] > 0
+    assert chosen[:3] == collector.hardest(plants, tokenise.tokenise, half, 3)
+    kept = found[0].kept_and_compared(half.terms.check, half.head_tokens)[0]
+    assert sums[0] == pytest.approx(found[0].values[half.check.layer :, kept].astype(np.float64).sum())
     # What a policy computes whole is not missed.
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
-    assert planter.missed(plants[:1], with_check(profile, threshold=0.0)) == planter.missed(plants[:1], exact) == [0.0]
-    assert planter.missed(plants[:1], with_check(profile, **BLIND))[0] > 0.0
+    assert missed(found[:1], with_check(profile, threshold=0.0)) == missed(found[:1], exact) == [0.0]
+    assert missed(found[:1], with_check(profile, **BLIND))[0] > 0.0

@@ -191,17 +191,6 @@ def test_too_little_to_fit_is_refused(seen):
         LatencyModel.fitted(seen, "a test")
 
 
-def test_the_times_that_ship_make_a_close_fit():
-    seen = module.recorded_observations(module.SHIPPED_TIMES)
-    assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
-    reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
-    assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
-    model = LatencyModel.fitted(seen, "rows")
-    predicted = model.predict(*(np.array([getattr(each, name) for each in seen]) for name in ("computed", "reused")))
-    for each, ttft in zip(seen, predicted, strict=True):
-        assert each.is_checked or ttft == pytest.approx(each.ttft_ms, rel=0.25)
-
-
 def test_what_a_check_adds_is_no_part_of_the_fit():
     seen = observations((20.0, 0.1, 0.01, 0.0))
     checked = [replace(each, ttft_ms=each.ttft_ms + 0.02 * each.reused, is_checked=True) for each in seen]

@@ -12,8 +12,7 @@ from validation.prompts import PLAIN
 
 BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
 # Families whose answer has to be inferred from more than one line.
-LISTED = ("link", "edited_field")
-INFERRED = (*LISTED, "state")
+INFERRED = ("link", "edited_field")
 READ_BY_ROW = [each.name for each in FAMILIES if each.marks is not False and not each.is_text]
 READ_BY_ROW = [name for name in READ_BY_ROW if name not in INFERRED]
 EXPECTED = {
@@ -42,7 +41,7 @@ def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(
 @pytest.mark.parametrize("tokens", [700, 2_048])
 def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer, name, tokens):
     # A register of more lists than six is not answered.
-    least = min(tokens / 3, 500) if name in LISTED else tokens / 3
+    least = min(tokens / 3, 500) if name in INFERRED else tokens / 3
     for case in writer.write(name, tokens=tokens):
         assert least <= max(writer.count(text) for text in (*case.donors, case.prompt)) <= tokens
 
@@ -61,11 +60,10 @@ def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer, name):
 
 @pytest.mark.parametrize("name", INFERRED)
 def test_the_answer_follows_from_what_stands_in_front(writer, name):
-    infer = left_on if name == "state" else counted_at
     for case in writer.write(name, tokens=1_536):
         assert case.known_answer
-        assert infer(case.prompt, case.prompt) == case.reference
-        assert infer(case.donors[0], case.prompt) == case.donor_answer != case.reference
+        assert counted_at(case.prompt, case.prompt) == case.reference
+        assert counted_at(case.donors[0], case.prompt) == case.donor_answer != case.reference
 
 
 def counted_at(text, prompt):
@@ -74,13 +72,6 @@ def counted_at(text, prompt):
     [owner] = re.findall(rf"\n(List \w+) belongs to {asked[2]}\.", text)
     [document] = [each for each in text.split(prompts.DOCUMENT_MARK)[2:] if f"{owner}." in each]
     return re.search(rf"\n{asked[1]}: (\d+)", document)[1]
-
-
-def left_on(text, prompt):
-    """The floor on which the asked item is left."""
-    asked = re.search(r"On which floor does (\w+) leave (\w+)\?<\|a\|>$", prompt)
-    [steps] = re.findall(rf"Round of {asked[1]}, (from floor \d\.\n[\s\S]*?)\nLeave {asked[2]}\.", text)
-    return str(int(steps[11]) + steps.count("Go up.") - steps.count("Go down."))
 
 
 def answer_in(text, prompt):
@@ -99,12 +90,6 @@ def test_prose_goes_on_as_its_reference_and_repeats_were_served_word_for_word(wr
         assert not case.prompt.endswith(" ")
         assert not case.known_answer
     assert all(case.prompt in case.donors for case in writer.write("repeat"))
-
-
-def test_cut_turns_are_the_end_of_a_longer_conversation(writer):
-    for case in writer.write("cut_turns"):
-        begin, end = case.prompt.index(prompts.DOCUMENT_MARK), case.prompt.rindex(prompts.QUESTION_MARK)
-        assert case.donors[0].index(case.prompt[begin:end]) > begin
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.validation.replay.conftest import line, write_trace
 from validation.cli import main
-from validation.replay.command import FILE_NAMES, parse_replay
+from validation.replay.command import FILE_NAMES
 
 
 def run(arguments, output):
@@ -64,16 +64,7 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
         (["--trace", "t", "--capacity-tokens", "0"], "--capacity-tokens holds 0"),
         (["--trace", "t", "--requests", "0"], "--requests is 0; it must be at least 1"),
         (["--trace", "t", "--requests", "4294967296"], "it must be at most"),
-        (["--trace", "t", "--min-match-length", "0"], "--min-match-length is 0"),
-        (["--trace", "t", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
     check_refused(["replay", *arguments], sentence)
-
-
-def test_the_default_capacities_are_named_in_the_help_alone(capsys):
-    assert parse_replay(["--trace", "t"]).capacity_tokens is None
-    with pytest.raises(SystemExit):
-        parse_replay(["--help"])
-    assert "(default: [])" not in capsys.readouterr().out
