@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +25,6 @@ from rich.table import Table
 from benchmarks.agents.histories import Variants, read_histories
 from benchmarks.program import FOLDER, parser_of
 from benchmarks.vllm.arm import OF_SMOLLM2, STOCK, VERIFIED, Sizes, VllmArm
-from benchmarks.vllm.forms import PLAIN
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.reuse_profile import ReuseProfile
@@ -135,7 +133,7 @@ def _served(name: str, policy: str, variants: Mapping[str, list[Session]], optio
     if options.device == "cpu":
         engine |= {"block_size": 32, "enforce_eager": True, "dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(policy, Path(folder), sizes, engine, nullcontext, {}, PLAIN)
+        arm = VllmArm(policy, Path(folder), sizes, engine)
         if problem := arm.begin(declines=True):
             raise SemBlendError(f"{name} does not serve as it should: {problem}")
         arm.use_bound(_profile(options), options.share)

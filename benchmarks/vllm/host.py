@@ -12,7 +12,6 @@ import cProfile
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ import torch
 from benchmarks.bench_model import NEW_TOKENS
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
-from benchmarks.vllm.forms import PLAIN
 from kernels.device import HostCopy
 from validation.results import Results
 
@@ -85,15 +83,14 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
     if problem is not None:
         raise SystemExit(f"nothing is reused in this engine: {problem}")
     document = arm.prompts.document(arm.sizes.long)
-    arm.ask([arm.prompts.donor(document)])
-    arm.settle()
+    arm.save(arm.prompts.donor(document))
     watch, layers = Watch(NEW_TOKENS), arm.facts["layers"]
     for kind, name in _PLANS.items():
         arm.use_profile(kind)
         watch.planned, watch.stock, watch.profile = [], [], None
         for _ in range(_WARM + _STEPS):
-            arm.ask([arm.prompts.shifted(document)])
-            arm.ask([arm.prompts.fresh(NEW_TOKENS)])
+            arm.ask(arm.prompts.shifted(document))
+            arm.ask(arm.prompts.fresh(NEW_TOKENS))
         if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
             raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
         planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
@@ -102,7 +99,7 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
         rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", shown, GOAL)
         watch.profile = profile
         for _ in range(_STEPS if profile is not None else 0):
-            arm.ask([arm.prompts.shifted(document)])
+            arm.ask(arm.prompts.shifted(document))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = _OPTIONS | (_SMALL_OPTIONS if options.small else {"gpu_memory_utilization": 0.8})
     rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(VERIFIED, Path(folder), SMALL if options.small else Sizes(), own, nullcontext, {}, PLAIN)
+        arm = VllmArm(VERIFIED, Path(folder), SMALL if options.small else Sizes(), own)
         try:
             measure(arm, rows, profile)
         finally:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, label, write_config
 from benchmarks.program import parser_of
-from benchmarks.vllm.served import SERVED_SHARE
+from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Tokeniser
