@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
@@ -14,14 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Message = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One agent's prompts in the order of its turns, as token ids. The first one is long, and is served untimed."""
-
-    name: str
-    prompts: tuple[tuple[int, ...], ...]
+# One agent's prompts in the order of its turns, as token ids. The first one is long, and is served untimed.
+Session = list[list[int]]
 
 
 class Variants:
@@ -43,10 +36,7 @@ class Variants:
             "shared": _as_two_agents,
         }
         cut = [self._cut(history) for history in histories]
-        return {
-            name: [Session(f"{name}-{i}", self._prompts(each, change)) for i, each in enumerate(cut)]
-            for name, change in changes.items()
-        }
+        return {name: [self._prompts(each, change) for each in cut] for name, change in changes.items()}
 
     def _cut(self, history: list[Message]) -> list[Message]:
         """The leading messages that fit, so that its turns are the last ones of a long history."""
@@ -64,19 +54,15 @@ class Variants:
             )
         return kept
 
-    def _prompts(
-        self, history: list[Message], change: Callable[[list[Message], int], list[Message]]
-    ) -> tuple[tuple[int, ...], ...]:
+    def _prompts(self, history: list[Message], change: Callable[[list[Message], int], list[Message]]) -> Session:
         ends = [i for i, each in enumerate(history) if each["role"] == "assistant"][-1 - self._turns :]
-        return tuple(self._ids(change(history[:end], turn)) for turn, end in enumerate(ends))
+        changed = (change(history[:end], turn) for turn, end in enumerate(ends))
+        return [self._reader.chat({"messages": each})[-self._tokens :] for each in changed]
 
     def _without_oldest(self, messages: list[Message], turn: int) -> list[Message]:
         """At a token limit, which each turn reaches, the oldest messages after the system's are dropped."""
         system, rest = messages[:1], messages[1:]
         return system + rest[2 * turn :]
-
-    def _ids(self, messages: list[Message]) -> tuple[int, ...]:
-        return tuple(self._reader.chat({"messages": messages})[-self._tokens :])
 
 
 def read_histories(path: Path, count: int, tokens: int) -> list[list[Message]]:

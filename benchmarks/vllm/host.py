@@ -12,6 +12,7 @@ import cProfile
 import statistics
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 GOAL = 1.5
 _PLANS = {UNCHECKED: "planned", VOLATILE: "sampled"}
 _STEPS, _WARM = 20, 5
-_OPTIONS: dict[str, Any] = {"enforce_eager": True}
-_SMALL_OPTIONS: dict[str, Any] = {"block_size": 32}
 
 
 class Watch:
@@ -46,8 +45,7 @@ class Watch:
         self._run, self._plans = self._forward._run_step, self._forward._runtime.active_plans
         self._rows, self._waited = rows, 0.0
         self.profile: cProfile.Profile | None = None
-        self.planned: list[float] = []
-        self.stock: list[float] = []
+        self.planned, self.stock = list[float](), list[float]()
         self._forward._run_step = self._timed
         read = HostCopy.read
 
@@ -79,8 +77,7 @@ class Watch:
 
 def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> None:
     """Add all rows. Raises SystemExit if a prompt has no plan."""
-    problem = arm.begin()
-    if problem is not None:
+    if problem := arm.begin():
         raise SystemExit(f"nothing is reused in this engine: {problem}")
     document = arm.prompts.document(arm.sizes.long)
     arm.save(arm.prompts.donor(document))
@@ -98,7 +95,7 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
         rows.add(f"{name}_forward_host_ms", planned, "ms", shown, GOAL * stock)
         rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", shown, GOAL)
         watch.profile = profile
-        for _ in range(_STEPS if profile is not None else 0):
+        for _ in range(_STEPS if profile else 0):
             arm.ask(arm.prompts.shifted(document))
 
 
@@ -109,14 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a dry run with a small model")
     options = parser.parse_args(arguments)
     profile = None if options.profile is None else cProfile.Profile()
-    own = _OPTIONS | (_SMALL_OPTIONS if options.small else {"gpu_memory_utilization": 0.8})
+    own = {"enforce_eager": True} | ({"block_size": 32} if options.small else {"gpu_memory_utilization": 0.8})
+    sizes = SMALL if options.small else Sizes()
     rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
-    with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(VERIFIED, Path(folder), SMALL if options.small else Sizes(), own)
-        try:
-            measure(arm, rows, profile)
-        finally:
-            arm.close()
+    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(VERIFIED, Path(folder), sizes, own)) as arm:
+        measure(arm, rows, profile)
     if profile is not None:
         profile.dump_stats(options.profile)
     rows.write(options.json, "vllm_host")

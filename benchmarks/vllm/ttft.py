@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -137,27 +137,24 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
     path = _file_of(options.out, name, SMOLLM2 if parts == [SMOLLM2] else _IN_TURNS if parent is not None else "")
-    with tempfile.TemporaryDirectory() as folder:
-        turn = nullcontext if parent is None else lambda: turn_of(parent)
-        sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes()
-        arm = VllmArm(name, Path(folder), sizes, own, turn, options.kv)
-        try:
-            record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
-            record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
-            # What an earlier call measured of the same engine stays.
-            earlier = _read(path)
-            record["parts"] = (
-                earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(record["engine"])) else {}
-            )
-            record["problem"] = arm.begin()
+    turn = nullcontext if parent is None else lambda: turn_of(parent)
+    sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(VllmArm(name, Path(folder), sizes, own, turn, options.kv)) as arm,
+    ):
+        record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
+        record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
+        # What an earlier call measured of the same engine stays.
+        earlier = _read(path)
+        is_same = earlier.get("engine") == json.loads(json.dumps(record["engine"]))
+        record |= {"parts": earlier["parts"] if is_same else {}, "problem": arm.begin()}
+        write_json(path, record)
+        if record["problem"]:
+            raise SystemExit(f"{name}: nothing is reused in this engine: {record['problem']}")
+        for part in parts:
+            _measure_part(arm, part, record, options.out)
             write_json(path, record)
-            if record["problem"]:
-                raise SystemExit(f"{name}: nothing is reused in this engine: {record['problem']}")
-            for part in parts:
-                _measure_part(arm, part, record, options.out)
-                write_json(path, record)
-        finally:
-            arm.close()
 
 
 def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
