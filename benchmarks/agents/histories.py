@@ -1,16 +1,12 @@
 """Histories of agents, read from files, and the ways in which an agent's harness changes them from turn to turn."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.prompts import PromptReader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
 Message = dict[str, str]
 # One agent's prompts in the order of its turns, as token ids. The first one is long, and is served untimed.

@@ -7,22 +7,22 @@ With `--model`, a real one, answers are compared with stock's: KL of all tokens 
 answers. Without it Qwen2.5-7B's shape has random weights, and reuse within a bound computes `--share` of the tokens at
 any deviation: take the share that the bound computes of such prompts in a model that was calibrated."""
 
-from __future__ import annotations
-
+import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.stats import entropy
 
-from benchmarks.agents.histories import Variants, read_histories
+from benchmarks.agents.histories import Session, Variants, read_histories
 from benchmarks.program import FOLDER, parser_of
 from benchmarks.vllm.arm import OF_SMOLLM2, STOCK, VERIFIED, Sizes, VllmArm
 from semblend_trt.errors import SemBlendError
@@ -30,12 +30,6 @@ from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.cases import equal_start
 from validation.results import Results
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-
-    from benchmarks.agents.histories import Session
 
 EXACT, BOUNDED, UNBOUNDED = "exact", "bounded", "unbounded"
 # Policies of the arms.

@@ -5,8 +5,6 @@ with `--engine vllm`, it records how far answers are from cold ones in both, bes
 Exactness, hits and faults are those of the tests. Times are of SmolLM2 on this CPU, where SGLang has neither its
 kernels nor its own torch: they compare two prefills in one process, and say nothing of a card."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,8 +12,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,9 +22,6 @@ from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.models import smollm2_folder
 from validation.results import Results, Row, write_rows
 from validation.sglang_engine import Ask, LocalSglang
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TESTS = "tests/engine_wrapper/sglang"
 WHERE = "inside SGLang 0.5.23 on a CPU, beside torch 2.13 and stand-ins for its kernels"

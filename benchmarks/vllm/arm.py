@@ -3,19 +3,19 @@
 A measurement is a dict for JSON. Where it was not served as its row says, `problem` holds a sentence.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics
 import time
 from collections import Counter, deque
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, w
 from benchmarks.program import seconds
 from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, PLAIN, SHAPES, SMOLLM2, adapter_in
 from semblend_trt.connector.lookup import ProfileMatcher
+from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
@@ -30,13 +31,6 @@ from validation.calibration.calibration import SAMPLE_EVERY
 from validation.calibration.prepared import trial_of
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from semblend_trt.cost import CostModel
 
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
 BOUNDED, NEVER_SLOWER = OF_BOUNDS = ("bounded", "never_slower")
@@ -132,7 +126,8 @@ class VllmArm:
         if not self._is_stock:
             settings = {
                 "policy": name,
-                "min_saving": 0.1,  # the default, by which costs are measured
+                # A boundary saves nothing where it computes all; else the default, by which costs are measured.
+                "min_saving": 0 if name == ReusePolicy.BOUNDARY.value else 0.1,
                 **({"risk": 0.5} if name == VERIFIED else {}),  # as in `trial_of`: its bound is twice a floor of 0.5
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,

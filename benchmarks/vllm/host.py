@@ -6,15 +6,14 @@ and the time ends when the forward returns. What the host waits for the card mea
 writes what further planned steps spent, for pstats. `--small` is a dry run, for which no card is needed.
 """
 
-from __future__ import annotations
-
 import cProfile
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +22,6 @@ from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
 from kernels.device import HostCopy
 from validation.results import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # The host's time of a planned step over that of stock's.
 GOAL = 1.5

@@ -4,18 +4,17 @@
 a model's answers. What LMCache did not serve has no figure.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -24,16 +23,11 @@ from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, Q
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Tokeniser
+from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match
 from validation.results import Results
 from validation.vllm_engine import VllmEngines
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from validation.cases import TokenisedCase
 
 # The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
 RATIO, CHECK_LAYER = 0.15, 1

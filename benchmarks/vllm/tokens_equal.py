@@ -7,16 +7,15 @@ share of stock vLLM's on two ranks: where sums are added in another order, token
 prompts.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +27,6 @@ from semblend_trt.policy import ReusePolicy
 from validation.cases import equal_start
 from validation.models import shipped_model
 from validation.results import Results, write_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _ANSWER_TOKENS, _DOCUMENT, _LAYERS = 64, 1024, 8
 

@@ -13,8 +13,7 @@ with SmolLM2-135M's shape (alone: `--parts smollm2`); `--parts rag_bounded` retr
 computed. `--small` is a dry run, for which no card is needed.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
 import multiprocessing
 import os
@@ -22,12 +21,14 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -58,11 +59,6 @@ from benchmarks.vllm.forms import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
 from validation.output import write_json
 from validation.results import Measured, Results, command, write_rows
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
 
 # Our connector inside vLLM, each against stock vLLM of the same version in the same run.
 VLLM_OVER_EXACT_HIT = 1.0
