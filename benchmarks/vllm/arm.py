@@ -33,14 +33,10 @@ from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
-BOUNDED, NEVER_SLOWER = OF_BOUNDS = ("bounded", "never_slower")
+OF_BOUNDS = ("bounded", "never_slower")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
-# Adapters' KV apart, which is measured of LORA alone.
-APART = "apart"
-IN_TURNS = ("ttft", "miss", APART, *OF_BOUNDS)
+IN_TURNS = ("ttft", "miss", "apart", *OF_BOUNDS)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
-# Times by size, of which `semblend-trt estimate` makes its latency model.
-OBSERVATIONS = "observations"
 # Requests that decode, and tokens of each; steps in which they are alone, and prefills that pass.
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
 # Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
@@ -49,7 +45,7 @@ _IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
 VOLATILE, CHECK_LAYER = "volatile_ms", 3
 BOUNDS = {VOLATILE: (0.0, False), "chosen_ms": (0.15, True), "chosen_by_sample_ms": (0.15, False)}
 # The share that is computed of retrieval prompts within a bound.
-RAG_BOUNDED, RAG_SHARE = "rag_bounded", 0.25
+RAG_SHARE = 0.25
 # Moved text is placed as it is.
 UNCHECKED = "unchecked_ms"
 # Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
@@ -83,7 +79,7 @@ class Sizes:
 
     @property
     def observed(self) -> list[int]:
-        """Tokens of the prompts of OBSERVATIONS."""
+        """Tokens of the prompts of `observations`."""
         return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
@@ -370,7 +366,8 @@ class VllmArm:
         return {"hits": hits, "requests": asked, "served": of_own, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
-        """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
+        """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved.
+        `semblend-trt estimate` makes its latency model of them."""
         seen, problems = [], []
         for size in self.sizes.observed:
             document = self.prompts.document(size)

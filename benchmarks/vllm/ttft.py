@@ -35,19 +35,14 @@ import torch
 from benchmarks.bench_model import label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
-    APART,
     ARMS,
-    BOUNDED,
     BOUNDS,
     CHECK_LAYER,
     IN_TURNS,
-    NEVER_SLOWER,
-    OBSERVATIONS,
     OF_BOUNDS,
     OF_SMOLLM2,
     PARTS,
     POSITION_FIX,
-    RAG_BOUNDED,
     RAG_SHARE,
     SMALL,
     STOCK,
@@ -66,7 +61,7 @@ VLLM_VERIFIED_OVER_EXACT_HIT = 1.2
 VLLM_OVER_COLD = {POSITION_FIX: 0.03, VERIFIED: 0.13}
 VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
-VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0, RAG_BOUNDED: 4.0}
+VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0, "rag_bounded": 4.0}
 VLLM_RAG_P95_RATIO = 0.25
 # Within a bound, by what BOUNDS names: the row, with the prompt's size, and its goal.
 VLLM_BOUNDED = {
@@ -85,13 +80,13 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
-_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED, OBSERVATIONS)
+_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, "rag_bounded", "observations")
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # Their rows' names end in `_v2_runner`.
 _SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 # Parts that stock vLLM has no part in.
-OURS_ALONE = ("contaminated", APART)
+OURS_ALONE = ("contaminated", "apart")
 
 
 @contextmanager
@@ -154,7 +149,7 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
 
 
 def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
-    if part in {STOCK: OURS_ALONE, POSITION_FIX: (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED)}.get(arm.name, ()):
+    if part in {STOCK: OURS_ALONE, POSITION_FIX: (*OF_BOUNDS, SMOLLM2, "rag_bounded")}.get(arm.name, ()):
         return
     given = []
     if part == "arrivals":
@@ -163,7 +158,7 @@ def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) ->
             print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
             return
         given = [LOAD * rag["requests_per_s"]]
-    record["parts"][part] = getattr(arm, NEVER_SLOWER if part == SMOLLM2 else part)(*given)
+    record["parts"][part] = getattr(arm, "never_slower" if part == SMOLLM2 else part)(*given)
     print(f"{arm.name} {part}: measured {record['parts'][part].get('problem') or ''}", flush=True)
 
 
@@ -287,7 +282,7 @@ def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> N
 
 def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     gain, goal = ours["requests_per_s"] / stock["requests_per_s"], VLLM_RAG_GAIN[arm]
-    computed = f"{RAG_SHARE:.0%} chosen and computed; " if arm == RAG_BOUNDED else ""
+    computed = f"{RAG_SHARE:.0%} chosen and computed; " if arm == "rag_bounded" else ""
     baseline = (
         f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
         f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {computed}"
@@ -318,12 +313,12 @@ def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Results) ->
 _ROWS = {
     "ttft": _ttft_rows,
     "miss": _miss_rows,
-    BOUNDED: _bounded_rows,
-    NEVER_SLOWER: _never_slower_rows,
+    "bounded": _bounded_rows,
+    "never_slower": _never_slower_rows,
     SMOLLM2: _never_slower_rows,
     "decode": _decode_rows,
     "rag": _rag_rows,
-    RAG_BOUNDED: lambda _, *given: _rag_rows(RAG_BOUNDED, *given),
+    "rag_bounded": lambda _, *given: _rag_rows("rag_bounded", *given),
     "arrivals": _arrival_rows,
     "contaminated": _contaminated_rows,
 }
@@ -334,7 +329,7 @@ def _apart_rows(kv: str, ours: dict[str, Any], _: Any, rows: Results) -> None:
     rows.add(f"vllm_{kv}_contaminated", ours["hits"], "requests", baseline, 0)
 
 
-_OTHER_ROWS = {"ttft": _other_kv_rows, "miss": _miss_rows, APART: _apart_rows}
+_OTHER_ROWS = {"ttft": _other_kv_rows, "miss": _miss_rows, "apart": _apart_rows}
 
 
 def _of_rag(found: dict[str, Any]) -> str:
@@ -390,10 +385,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = (VERIFIED,) if options.kv != PLAIN else ()
     arms = [arm for arm in ARMS if arm in options.arms.split(",") and arm not in others]
     parts = [part for part in (*PARTS, *_MORE) if part in options.parts.split(",")]
-    parts += [APART] if options.kv == LORA else []
+    parts += ["apart"] if options.kv == LORA else []
     options.out.mkdir(parents=True, exist_ok=True)
     failed = _run(arms, [part for part in parts if part in IN_TURNS], options, in_turns=True)
-    if {NEVER_SLOWER, SMOLLM2} & {*parts} and not options.small:
+    if {"never_slower", SMOLLM2} & {*parts} and not options.small:
         failed += _run(arms, [SMOLLM2], options, in_turns=True)
     for arm in arms if options.kv == PLAIN else []:
         failed += _run([arm], [part for part in parts if part not in (*IN_TURNS, SMOLLM2)], options, in_turns=False)
@@ -444,9 +439,9 @@ def _record(options: argparse.Namespace) -> list[str]:
     rows.write(options.out / "rows", name)
     if options.json is not None:
         write_rows(options.json / f"{name}.json", rows.rows)
-    observed = [parts[OBSERVATIONS] for parts in arms.values() if OBSERVATIONS in parts]
-    if seen := [each for found in observed if not found.get("problem") for each in found[OBSERVATIONS]]:
-        write_json(options.out / f"{OBSERVATIONS}.json", seen)
+    observed = [parts["observations"] for parts in arms.values() if "observations" in parts]
+    if seen := [each for found in observed if not found.get("problem") for each in found["observations"]]:
+        write_json(options.out / "observations.json", seen)
     return problems
 
 
