@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import entropy
 
-from benchmarks.agents.histories import Session, Variants, read_histories
+from benchmarks.agents.histories import Session, read_histories, sessions_of
 from benchmarks.program import FOLDER, parser_of
 from benchmarks.vllm.arm import OF_SMOLLM2, STOCK, VERIFIED, Sizes, VllmArm
 from semblend_trt.errors import SemBlendError
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(options.tokenizer)
         histories = read_histories(options.histories, options.sessions, options.tokens)
-        variants = Variants(tokenizer, options.tokens, options.turns).of(histories)
+        variants = sessions_of(tokenizer, histories, options.tokens, options.turns)
         played = {}
         for name in dict.fromkeys((STOCK, *beside)):
             # vLLM holds one engine a process.
