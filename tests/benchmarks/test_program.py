@@ -1,15 +1,10 @@
-"""The command line of a benchmark: where rows go, and which runs are dry or refused."""
+"""The command line of a benchmark: which runs are dry or refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.program import Count, parser_of, run_counted
-
-
-def test_the_help_says_where_rows_go():
-    assert "(default: there)" in parser_of("what it does", Path("there")).format_help()
+from benchmarks.program import Count, run_counted
 
 
 @pytest.mark.parametrize(("given", "goal"), [([], 9), (["--tries", "3"], None)])
