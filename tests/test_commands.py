@@ -21,7 +21,6 @@ from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
-# Runs one module with argv, where modules named in the first argument cannot be imported.
 # Runs a module with its arguments, where only the distributions of the first argument are installed.
 ONLY = """
 import importlib.machinery, json, runpy, sys
@@ -82,14 +81,10 @@ def parses(module, words):
             parse, _ = cli._COMMANDS.get(words[0] if words else "", (cli.parse_validation, None))
             parse(words if parse is cli.parse_validation else words[1:])
         elif module == "semblend-trt" and len(words) > 1 and words[0] in subcommands():
-            main_parser(words).parse_args(words)
+            main.__globals__["_parser"](words).parse_args(words)
     except SystemExit as exit_of_argparse:
         return not exit_of_argparse.code
     return True
-
-
-def main_parser(words):
-    return main.__globals__["_parser"](words)
 
 
 @EVERY_PAGE
