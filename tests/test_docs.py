@@ -22,20 +22,11 @@ EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: 
 
 @pytest.mark.promise("commands", "Links, files, settings, commands and the quick start of README and docs are true")
 @EVERY_PAGE
-def test_links_lead_to_files(page):
-    files = [link.partition("#")[0] for link in page.links if "://" not in link]
-    folder = (ROOT / page.name).parent
-    assert [file for file in files if file and not (folder / file).exists()] == []
-
-
-@EVERY_PAGE
-def test_links_lead_to_headings(page):
-    targets = [link.partition("#") for link in page.links if "#" in link and "://" not in link]
-    folder = (ROOT / page.name).parent
-    texts = {
-        (file, heading): ((folder / file) if file else ROOT / page.name).read_text() for file, _, heading in targets
-    }
-    assert [target for target, text in texts.items() if target[1] not in anchors(text)] == []
+def test_links_lead_to_files_and_headings(page):
+    for file, _, heading in (link.partition("#") for link in page.links if "://" not in link):
+        target = (ROOT / page.name).parent / file if file else ROOT / page.name
+        assert target.exists()
+        assert not heading or heading in anchors(target.read_text()), f"{file}#{heading}"
 
 
 def anchors(text):

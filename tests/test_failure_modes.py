@@ -39,8 +39,3 @@ def test_each_scope_has_its_table():
     assert [
         scope for scope in Scope if f"<!-- reasons: {scope.value} -->" not in "".join(page.text for page in PAGES)
     ] == []
-
-
-def test_rows_are_whole():
-    rows = [line for line in PAGES[0].text.splitlines() if line.startswith("|")]
-    assert [line for line in rows if line.replace("\\|", "").count("|") not in (3, 5)] == []

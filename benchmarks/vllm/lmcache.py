@@ -258,7 +258,7 @@ def _answer(
 def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
     """The share of texts that are their reference."""
     pairs = zip(texts, references, strict=True)
-    return sum(reference is not None and exact_match(text, reference) for text, reference in pairs) / len(texts)
+    return statistics.fmean(reference is not None and exact_match(text, reference) for text, reference in pairs)
 
 
 def check_served(cached: int, kept: int) -> None:

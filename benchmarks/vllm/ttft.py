@@ -2,11 +2,10 @@
 
 `python -m benchmarks.vllm.ttft --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
 and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
-writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and the rows are made of what is there. So a
-run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
-VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
-and `--kv mla` another model, whose attention is latent; `--kv tp2` has two ranks of tensor parallelism, and `--kv lora`
-an adapter: of these the single prompts are measured, with position_fix.
+writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and the rows are made of what is there, so
+that `--arms` and `--parts` may spread a run over several calls. With `--engine-option VLLM_USE_V2_MODEL_RUNNER=1` rows
+are named after the second model runner. `--kv` has the cache in e4m3 (fp8), another model, whose attention is latent
+(mla), two ranks (tp2) or an adapter (lora), and measures single prompts with position_fix.
 `--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--arms stock,verified
 --parts bounded,never_slower` measures reuse within a bound, and prompts of all lengths for which it may not pay, also
 with SmolLM2-135M's shape (alone: `--parts smollm2`); `--parts rag_bounded` retrieval prompts of which a share is
