@@ -51,12 +51,6 @@ def test_commands_exist(page):
     assert {*re.findall(r"^make ([a-z][a-z-]*)", page.code, re.MULTILINE)} <= make_targets()
 
 
-def test_paths_of_the_readme_exist():
-    spans = [span for span in README.spans if "/" in span and not span.startswith(".venv/")]
-    paths = [span for span in spans if not set(span) & set(" <>*:{}'\"=")]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
 @EVERY_PAGE
 def test_python_files_exist(page):
     named = {span for span in page.spans if span.endswith(".py") and not set(span) & set(" <>*")}

@@ -83,7 +83,7 @@ _IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, "rag_bounded", "observation
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # Their rows' names end in `_v2_runner`.
-_SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 # Parts that stock vLLM has no part in.
 OURS_ALONE = ("contaminated", "apart")
 
@@ -430,7 +430,7 @@ def _record(options: argparse.Namespace) -> list[str]:
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
     rows = Results(measured=measured, dry=options.small, is_shown=False)  # shown when they are written, by their names
-    kv, runner = first["engine"]["kv"], "_v2_runner" * (first["engine"]["runner"] == _SECOND_RUNNER)
+    kv, runner = first["engine"]["kv"], "_v2_runner" * (first["engine"]["runner"] == SECOND_RUNNER)
     problems = add_rows(arms, kv, rows)
     rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
     is_bounded = {*chain(*arms.values())} <= {*OF_BOUNDS, SMOLLM2}
