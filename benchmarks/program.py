@@ -3,9 +3,8 @@
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from validation.results import Results, command
 
@@ -20,14 +19,12 @@ def parser_of(description: str | None, default: Path | None = None) -> argparse.
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
+class Count(NamedTuple):
+    """A number of the command line: fewer than `full` are a dry run."""
 
     name: str
     full: int
     help: str
-    least: int = 1
 
 
 def run_counted(
@@ -47,8 +44,8 @@ def run_counted(
         parser.add_argument(f"--{each.name}", type=int, default=each.full, help=shown)
     options = vars(parser.parse_args(arguments))
     for each in counts:
-        if options[each.name] < each.least:
-            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
+        if options[each.name] < 1:
+            parser.error(f"--{each.name} {options[each.name]} is too few; at least 1 is needed")
     for benchmark, run in parts.items():
         rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
         run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})

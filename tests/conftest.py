@@ -86,35 +86,16 @@ def save_with_images(text_folder, folder):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_state_folder(tmp_path_factory):
-    """What the product keeps for its user, such as the key of donors' files, is kept in a folder of the tests."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _reuse_of_tiny_prompts():
-    """Tiny prompts are reused, though computing them takes no longer, and however busy the machine is."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SEMBLEND_MIN_SAVING", "0")
-        environment.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "2000")
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _digests_of_tests(tmp_path_factory):
-    """The user's own cache keeps nothing of tests."""
-    folder = tmp_path_factory.mktemp("digests")
+def _surroundings(tmp_path_factory):
+    """What the product keeps for its user is kept in folders of the tests, and tiny prompts are reused however busy
+    the machine is, though computing them takes no longer."""
+    digests = tmp_path_factory.mktemp("digests")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_files, "user_folder", lambda: folder)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _patient_lookups():
-    """Give lookups of this process ten seconds, unless a test sets less than a millisecond: two busy cores are slow."""
-    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("SEMBLEND_MIN_SAVING", "0")
+        patch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "2000")
+        patch.setattr(model_files, "user_folder", lambda: digests)
+        # Look-ups of this process have ten seconds, unless a test sets less than a millisecond.
         patch.setattr(
             lookup, "Deadline", lambda limit, tokens, least: Deadline(limit if limit < 1 else 10_000, tokens, least)
         )

@@ -39,16 +39,9 @@ class Page:
         return [token.content for token in self._tokens if token.type == "fence" and language in (None, token.info)]
 
     @property
-    def words(self):
-        """The identifiers in all code of the page."""
-        code = "\n".join([*self.spans, *self.blocks()])
-        return set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in code).split())
-
-    @property
-    def commands(self):
-        """The lines of code, word by word; a line that ends in a backslash goes on."""
-        code = "\n".join([*self.spans, *self.blocks()]).replace("\\\n", " ")
-        return [line.split() for line in code.splitlines()]
+    def code(self):
+        """All code of the page, each block and each span in lines of its own."""
+        return "\n".join([*self.spans, *self.blocks()])
 
     @property
     def paragraphs(self):

@@ -37,15 +37,13 @@ def marked():
 def promises():
     """The files whose tests hold a promise, by section and text. Raises ValueError for words that begin none or two."""
     found = {}
-    for section, text, name in marked():
-        if not text.endswith("..."):
-            found.setdefault((section, text), set()).add(name.partition("::")[0])
-    for section, text, name in marked():
+    for section, text, name in sorted(marked(), key=lambda each: each[1].endswith("...")):
         if text.endswith("..."):
             whole = [each for each in found if each[0] == section and each[1].startswith(text[:-3])]
             if len(whole) != 1:
                 raise ValueError(f"{name}: {text!r} begins {len(whole)} promises.")
-            found[whole[0]].add(name.partition("::")[0])
+            [(section, text)] = whole
+        found.setdefault((section, text), set()).add(name.partition("::")[0])
     return found
 
 

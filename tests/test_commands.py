@@ -21,7 +21,6 @@ from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
-# Runs one module with argv, where modules named in the first argument cannot be imported.
 # Runs a module with its arguments, where only the distributions of the first argument are installed.
 ONLY = """
 import importlib.machinery, json, runpy, sys
@@ -82,14 +81,10 @@ def parses(module, words):
             parse, _ = cli._COMMANDS.get(words[0] if words else "", (cli.parse_validation, None))
             parse(words if parse is cli.parse_validation else words[1:])
         elif module == "semblend-trt" and len(words) > 1 and words[0] in subcommands():
-            main_parser(words).parse_args(words)
+            main.__globals__["_parser"](words).parse_args(words)
     except SystemExit as exit_of_argparse:
         return not exit_of_argparse.code
     return True
-
-
-def main_parser(words):
-    return main.__globals__["_parser"](words)
 
 
 @EVERY_PAGE
@@ -135,24 +130,16 @@ def run(module, *words, extras, folder):
     return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def log(tmp_path):
-    text = "A page that both requests share. " * 30
-    lines = (json.dumps({"prompt": f"Request {number}. {text}"}) for number in range(2))
-    (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    return str(tmp_path / "log.jsonl")
-
-
-def test_the_estimate_needs_no_extra(tmp_path, log):
-    done = run("semblend-trt", "estimate", log, extras=[], folder=tmp_path)
-    assert (done.returncode, "added by donors" in done.stdout) == (0, True), done.stderr
-
-
-@pytest.mark.parametrize("words", [["config"], ["doctor"], ["warm", "--help"], ["spot-check", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", ["config", "doctor", "estimate log.jsonl", "warm --help", "spot-check --help"], ids=str
+)
 def test_subcommands_need_no_extra(tmp_path, words):
-    done = run("semblend-trt", *words, extras=[], folder=tmp_path)
+    prompts = (f"Request {number}. {'A page that both requests share. ' * 30}" for number in range(2))
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    done = run("semblend-trt", *words.split(), extras=[], folder=tmp_path)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("added by donors" in done.stdout) == words.startswith("estimate")
 
 
 def test_the_first_program_runs_from_the_extra_embedded(tmp_path):

@@ -139,13 +139,3 @@ def test_where_vllm_has_a_spelling_of_its_own_both_are_read():
     texts = [target["expr"] for panel in PANELS for target in panel["targets"]] + [rule["expr"] for rule in RULES]
     for names in (Expression(text).names for text in texts):
         assert {f"vllm:{name}" for name in names & twice} == {name for name in names if name.startswith("vllm:")}
-
-
-def test_panels_have_a_place_of_their_own():
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    taken = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
-    ]
-    assert len(taken) == len(set(taken))
-    assert max(x for x, _ in taken) < 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

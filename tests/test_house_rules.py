@@ -7,16 +7,7 @@ from tests.pages import ROOT, Page
 
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks")
 MAX_LINES = 600
-PINS = (
-    "constraints-cpu.txt",
-    "requirements-ci.txt",
-    "requirements-vllm.txt",
-    "requirements-vllm-next.txt",
-    "requirements-sglang.txt",
-    "requirements-litellm.txt",
-    "requirements-dynamo.txt",
-    "requirements-dynamo-vllm.txt",
-)
+PINS = ("constraints-cpu.txt", *sorted(path.name for path in ROOT.glob("requirements-*.txt")))
 PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")
 URL_HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.gutenberg.org", "www.apache.org"}
 URL_HOSTS |= {"localhost", "127.0.0.1"}

@@ -1,82 +1,40 @@
 """Histories of agents, read from files, and the ways in which an agent's harness changes them from turn to turn."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.prompts import PromptReader
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
 Message = dict[str, str]
+# One agent's prompts in the order of its turns, as token ids. The first one is long, and is served untimed.
+Session = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One agent's prompts in the order of its turns, as token ids. The first one is long, and is served untimed."""
+def sessions_of(
+    tokenizer: Any, histories: Iterable[list[Message]], tokens: int, turns: int
+) -> dict[str, list[Session]]:
+    """Return the prompts of agents' last turns by variant, `turns` of each after the first, of at most `tokens` tokens.
 
-    name: str
-    prompts: tuple[tuple[int, ...], ...]
-
-
-class Variants:
-    """Prompts of an agent's last turns, by `tokenizer`'s chat template, under each change that harnesses make.
-
-    `tokens`: the most of a prompt, and about those of the last one. `turns`: prompts after the first."""
-
-    def __init__(self, tokenizer: Any, tokens: int, turns: int) -> None:
-        self._reader, self._tokens, self._turns = PromptReader(tokenizer), tokens, turns
-
-    def of(self, histories: Sequence[list[Message]]) -> dict[str, list[Session]]:
-        """Return sessions by variant. `shared` has two agents with the same tools and documents, by turns.
-        Raises ConfigurationError if a history has too few turns."""
-        changes: dict[str, Callable[[list[Message], int], list[Message]]] = {
-            "volatile": _with_volatile_head,
-            "dropped": self._without_oldest,
-            "reread": _with_file_read_again,
-            "reordered": _with_results_reordered,
-            "shared": _as_two_agents,
-        }
-        cut = [self._cut(history) for history in histories]
-        return {
-            name: [Session(f"{name}-{i}", self._prompts(each, change)) for i, each in enumerate(cut)]
-            for name, change in changes.items()
-        }
-
-    def _cut(self, history: list[Message]) -> list[Message]:
-        """The leading messages that fit, so that its turns are the last ones of a long history."""
-        kept, size = list[Message](), 0
-        room = self._tokens - self._tokens // 16  # for what a change adds
-        for message in history:
-            size += len(self._reader.token_ids(message["content"])) + 8
-            if size > room:
-                break
-            kept.append(message)
-        if sum(each["role"] == "assistant" for each in kept) <= self._turns + 1:
+    Raises ConfigurationError if a history has too few turns within them."""
+    reader, found = PromptReader(tokenizer), {name: list[Session]() for name in CHANGES}
+    for history in histories:
+        # The leading messages that fit beside what a change adds: its turns are the last ones of a long history.
+        sizes = accumulate(len(reader.token_ids(each["content"])) + 8 for each in history)
+        kept = [message for message, size in zip(history, sizes, strict=True) if size <= tokens - tokens // 16]
+        ends = [i for i, each in enumerate(kept) if each["role"] == "assistant"]
+        if len(ends) <= turns + 1:
             raise ConfigurationError(
-                f"A history has {len(kept)} messages within {self._tokens} tokens, too few for {self._turns} turns; "
+                f"A history has {len(kept)} messages within {tokens} tokens, too few for {turns} turns; "
                 "give longer histories, more --tokens or fewer --turns."
             )
-        return kept
-
-    def _prompts(
-        self, history: list[Message], change: Callable[[list[Message], int], list[Message]]
-    ) -> tuple[tuple[int, ...], ...]:
-        ends = [i for i, each in enumerate(history) if each["role"] == "assistant"][-1 - self._turns :]
-        return tuple(self._ids(change(history[:end], turn)) for turn, end in enumerate(ends))
-
-    def _without_oldest(self, messages: list[Message], turn: int) -> list[Message]:
-        """At a token limit, which each turn reaches, the oldest messages after the system's are dropped."""
-        system, rest = messages[:1], messages[1:]
-        return system + rest[2 * turn :]
-
-    def _ids(self, messages: list[Message]) -> tuple[int, ...]:
-        return tuple(self._reader.chat({"messages": messages})[-self._tokens :])
+        for name, change in CHANGES.items():
+            changed = (change(kept[:end], turn) for turn, end in enumerate(ends[-1 - turns :]))
+            found[name].append([reader.chat({"messages": each})[-tokens:] for each in changed])
+    return found
 
 
 def read_histories(path: Path, count: int, tokens: int) -> list[list[Message]]:
@@ -121,6 +79,11 @@ def _plain(messages: Iterable[dict[str, Any]]) -> Iterator[Message]:
             yield {"role": each["role"], "content": content}
 
 
+def _without_oldest(messages: list[Message], turn: int) -> list[Message]:
+    """At a token limit, which each turn reaches, the oldest messages after the system's are dropped."""
+    return messages[:1] + messages[1 + 2 * turn :]
+
+
 def _with_volatile_head(messages: list[Message], turn: int) -> list[Message]:
     """The date, the session and the user's name are the first words, and change with each turn."""
     names = ("Ada", "Grace Hopper", "Edsger W.", "Barbara", "Donald E. Knuth", "Leslie", "Margaret H.", "Tony")
@@ -156,3 +119,12 @@ def _with_results_reordered(messages: list[Message], turn: int) -> list[Message]
     for i, place in enumerate(places):
         changed[place] = messages[places[(i + shift) % len(places)]]
     return changed
+
+
+CHANGES: dict[str, Callable[[list[Message], int], list[Message]]] = {
+    "volatile": _with_volatile_head,
+    "dropped": _without_oldest,
+    "reread": _with_file_read_again,
+    "reordered": _with_results_reordered,
+    "shared": _as_two_agents,
+}

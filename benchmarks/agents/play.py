@@ -7,37 +7,29 @@ With `--model`, a real one, answers are compared with stock's: KL of all tokens 
 answers. Without it Qwen2.5-7B's shape has random weights, and reuse within a bound computes `--share` of the tokens at
 any deviation: take the share that the bound computes of such prompts in a model that was calibrated."""
 
-from __future__ import annotations
-
+import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from scipy.stats import entropy
 
-from benchmarks.agents.histories import Variants, read_histories
+from benchmarks.agents.histories import Session, read_histories, sessions_of
 from benchmarks.program import FOLDER, parser_of
 from benchmarks.vllm.arm import OF_SMOLLM2, STOCK, VERIFIED, Sizes, VllmArm
-from benchmarks.vllm.forms import PLAIN
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.cases import equal_start
 from validation.results import Results
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from benchmarks.agents.histories import Session
 
 EXACT, BOUNDED, UNBOUNDED = "exact", "bounded", "unbounded"
 # Policies of the arms.
@@ -51,7 +43,6 @@ _LOGPROBS = 64
 class Turn:
     """One timed turn: `logprobs` are of the answer's tokens, by token id, and absent without a real model."""
 
-    session: str
     ttft_ms: float
     prompt_tokens: int
     cached_tokens: int
@@ -63,15 +54,14 @@ def play(arm: VllmArm, sessions: Sequence[Session], *, compares: bool) -> list[T
     """Serve each session's prompts one after the other; the first one of each is not timed."""
     found = []
     for session in sessions:
-        for number, prompt in enumerate(session.prompts):
-            ttft, output = arm.answer(list(prompt), _NEW_TOKENS, **({"logprobs": _LOGPROBS} if compares else {}))
+        for number, prompt in enumerate(session):
+            ttft, output = arm.answer(prompt, _NEW_TOKENS, **({"logprobs": _LOGPROBS} if compares else {}))
             arm.settle()
             if not number:
                 continue
             answer = output.outputs[0]
             shown = [{token: each.logprob for token, each in one.items()} for one in answer.logprobs or ()]
-            tokens = list(answer.token_ids)
-            found.append(Turn(session.name, ttft, len(prompt), output.num_cached_tokens or 0, tokens, shown))
+            found.append(Turn(ttft, len(prompt), output.num_cached_tokens or 0, list(answer.token_ids), shown))
     return found
 
 
@@ -89,13 +79,11 @@ def distances(stock: Sequence[Turn], own: Sequence[Turn]) -> tuple[list[float], 
 def _kl(cold: Mapping[int, float], warm: Mapping[int, float]) -> float:
     """KL over the tokens that both show, normalised."""
     both = [token for token in cold if token in warm]
-    p, q = (np.array([each[token] for token in both]) for each in (cold, warm))
-    p, q = p - np.logaddexp.reduce(p), q - np.logaddexp.reduce(q)
-    return float((np.exp(p) * (p - q)).sum())
+    return float(entropy(*(np.exp([each[token] for token in both]) for each in (cold, warm))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the arms one after the other, print the table, and write the rows and all turns."""
+    """Run the arms one after the other; print and write the rows."""
     parser = _parser()
     options = parser.parse_args(arguments)
     beside = [*ARMS][1:] if options.arms is None else options.arms.split(",")
@@ -104,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(options.tokenizer)
         histories = read_histories(options.histories, options.sessions, options.tokens)
-        variants = Variants(tokenizer, options.tokens, options.turns).of(histories)
+        variants = sessions_of(tokenizer, histories, options.tokens, options.turns)
         played = {}
         for name in dict.fromkeys((STOCK, *beside)):
             # vLLM holds one engine a process.
@@ -113,12 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SemBlendError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 3)
-    table = Table(*("variant", "arm", "computed", "TTFT p50 ms", "p95 ms", "tokens/s", "KL", "changed"))
+    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 3, is_shown=False)
     for variant in variants:
-        for cells in _lines(variant, {name: each[variant] for name, each in played.items()}, rows, options):
-            table.add_row(*cells)
-    Console(width=120).print(table)
+        stock, *others = ((name, each[variant]) for name, each in played.items())
+        for name, turns in others:
+            add_rows(rows, variant, name, turns, stock[1], options)
     shape = "smollm2" if options.model else "7b"
     rows.write(options.json, f"agents_{shape}", FOLDER / str(rows.measured.machine["name"]))
     return 0
@@ -134,14 +121,11 @@ def _served(name: str, policy: str, variants: Mapping[str, list[Session]], optio
         engine |= {"model": options.model, "load_format": "auto", "max_logprobs": _LOGPROBS}
     if options.device == "cpu":
         engine |= {"block_size": 32, "enforce_eager": True, "dtype": "float32"}
-    with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(policy, Path(folder), sizes, engine, nullcontext, {}, PLAIN)
+    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(policy, Path(folder), sizes, engine)) as arm:
         if problem := arm.begin(declines=True):
             raise SemBlendError(f"{name} does not serve as it should: {problem}")
         arm.use_bound(_profile(options), options.share)
-        served = {variant: play(arm, sessions, compares=bool(options.model)) for variant, sessions in variants.items()}
-        arm.close()
-    return served
+        return {variant: play(arm, sessions, compares=bool(options.model)) for variant, sessions in variants.items()}
 
 
 def _profile(options: Any) -> ReuseProfile | None:
@@ -155,35 +139,31 @@ def _profile(options: Any) -> ReuseProfile | None:
     return profile.model_copy(update={"bounds": bounds[-1:]})
 
 
-def _lines(variant: str, played: Mapping[str, list[Turn]], rows: Results, options: Any) -> Iterator[tuple[str, ...]]:
-    """Cells of each arm's line of the table; its rows go to `rows`."""
-    stock = played[STOCK]
-    for name, turns in played.items():
-        times = [each.ttft_ms for each in turns]
-        p50, p95 = (float(np.percentile(times, share)) for share in (50, 95))
-        prompt = sum(each.prompt_tokens for each in turns)
-        computed = 1 - sum(each.cached_tokens for each in turns) / prompt
-        kl, changed = "", ""
-        if options.model and name != STOCK:
-            kls, number = distances(stock, turns)
-            kl, changed = f"{statistics.mean(kls):.4f}", f"{number} of {len(turns)}"
-            rows.add(f"agents_{variant}_kl_{name}", statistics.mean(kls), "nats", changed + " answers changed")
-        if name != STOCK:
-            cold = float(np.percentile([each.ttft_ms for each in stock], 95))
-            facts = f"stock {cold:.1f} ms; {len(turns)} turns to {options.tokens} tokens; {_terms(name, options)}"
-            goal = 0.15 if (variant, name) == ("volatile", BOUNDED) and not options.model else None
-            model = "_smollm2" if options.model else ""
-            rows.add(f"vllm_agents{model}_{variant}_ttft_p95_over_stock_{name}", p95 / cold, "", facts, goal)
-        shown = f"{computed:.1%}", f"{p50:.1f}", f"{p95:.1f}", f"{prompt / sum(times) * 1e3:,.0f}"
-        yield variant, name, *shown, kl, changed
+def add_rows(
+    rows: Results, variant: str, name: str, turns: Sequence[Turn], stock: Sequence[Turn], options: Any
+) -> None:
+    """Add the rows of an arm's turns beside stock's."""
+    if options.model:
+        kls, changed = distances(stock, turns)
+        said = f"{changed} of {len(turns)} answers changed"
+        rows.add(f"agents_{variant}_kl_{name}", statistics.mean(kls), "nats", said)
+    (p95, ours), (cold, theirs) = _figures(turns), _figures(stock)
+    terms = options.model or "random weights"
+    if name == BOUNDED:
+        terms = f"at most {options.max_kl} nats" if options.profile else f"{options.share:.1%} computed; random weights"
+    facts = f"{ours}; stock {theirs}; {len(turns)} turns to {options.tokens} tokens; {terms}"
+    goal = 0.15 if (variant, name) == ("volatile", BOUNDED) and not options.model else None
+    model = "_smollm2" if options.model else ""
+    rows.add(f"vllm_agents{model}_{variant}_ttft_p95_over_stock_{name}", p95 / cold, "", facts, goal)
 
 
-def _terms(name: str, options: Any) -> str:
-    if name != BOUNDED:
-        return "random weights" if not options.model else options.model
-    if options.profile is None:
-        return f"{options.share:.1%} computed; random weights"
-    return f"at most {options.max_kl} nats"
+def _figures(turns: Sequence[Turn]) -> tuple[float, str]:
+    """The 95th percentile of the milliseconds to the first token, and what a row says of the turns."""
+    times, prompt = [each.ttft_ms for each in turns], sum(each.prompt_tokens for each in turns)
+    p50, p95 = (float(np.percentile(times, share)) for share in (50, 95))
+    computed = 1 - sum(each.cached_tokens for each in turns) / prompt
+    speed = prompt / sum(times) * 1e3
+    return p95, f"{computed:.1%} computed, p50 {p50:.1f} ms, p95 {p95:.1f} ms, {speed:,.0f} tokens/s"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,9 +1,9 @@
 """How far answers are from cold's under stated bounds, on SmolLM2, beside other choices of what is computed.
 
-`python -m benchmarks.evidence.bounded --model smollm2` runs five --parts. Under `frontier`, more and more tokens are
+`python -m benchmarks.evidence.bounded --model smollm2` runs four --parts. Under `frontier`, more and more tokens are
 computed. Their choices: the profile's check, one that compares all tokens in its lowest layers, attention alone,
-chance, CacheBlend and EPIC. `plot` draws it. `positions` says what rounding does at other positions. --kept holds what
-was served, and the next call goes on from there. Other options are those of `python -m validation calibrate`."""
+chance, CacheBlend and EPIC. `plot` draws it. --kept holds what was served, and the next call goes on from there.
+Other options are those of `python -m validation calibrate`."""
 
 import gzip
 import json
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -33,13 +32,10 @@ from validation.calibration.bound import LEAST, Observation, bounds_of, distance
 from validation.calibration.calibration import FRESH, Calibration, parse_calibrate, teller
 from validation.calibration.prepared import Observer, Prepared, trial_of
 from validation.cases import Case
-from validation.models import transformers_model
 from validation.results import Results, say
 from validation.samples import Sample
 
 NAME, POINTS, SUFFIX = "smollm2", "smollm2_frontier.jsonl", ".json.gz"
-# Positions that a prompt is moved by.
-SHIFT = 64
 KLS = {"rounding": None, "0.01": 0.01, "0.05": 0.05}  # None is twice the rounding floor
 SHARE_GOALS = {"0.01_volatile": 0.03, "0.01_instruction": 0.12, "0.01_headings": 0.28, "0.01_replaced": 0.40}
 # A family, a computed share, and the goal of the mean KL there.
@@ -173,24 +169,6 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
         add_frontier(family, points, rows)
 
 
-def positions(asked: Namespace, _: Namespace, rows: Results) -> None:
-    """Add the KL of a cold run from one that is the same but for its positions, which only rounding can tell apart."""
-    prepared, found = Prepared(Namespace(**vars(asked) | {"families": "volatile"}), asked.dtype), list[float]()
-    model = transformers_model(prepared.engines, asked.model, asked.device, asked.dtype)
-    for case in prepared.cases(asked.seed, 0, asked.groups // 2):
-        ids = torch.tensor([prepared.tokeniser.tokenise(case).prompt], device=model.device)
-        with torch.inference_mode():
-            whole = model.generate(ids, max_new_tokens=asked.max_tokens, do_sample=False)
-            places = torch.arange(whole.shape[1], device=model.device)[None]
-            own, moved = (
-                model(whole, position_ids=places + shift).logits[0, ids.shape[1] - 1 : -1].float().log_softmax(-1)
-                for shift in (0, SHIFT)
-            )
-        found.append(float(torch.nn.functional.kl_div(moved, own, log_target=True, reduction="batchmean")))
-    how = f"{len(found)} prompts of {','.join(prepared.names)}, {SHIFT} positions later; Transformers, {asked.dtype}"
-    rows.add(f"{NAME}_kl_other_positions", fmean(found), "nats", how)
-
-
 def plot(_: Namespace, options: Namespace, __: Results) -> None:
     """Draw KL against computed share, a panel a family; equal points give an equal file."""
     families = _by_family(options.json / POINTS)
@@ -264,7 +242,7 @@ def _kept(path: Path) -> tuple[float, dict[str, Sample]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts that are asked for."""
     parser = parser_of(__doc__, FOLDER)
-    parts = {each.__name__: each for each in (calibrate, bounds, frontier, positions, plot)}
+    parts = {each.__name__: each for each in (calibrate, bounds, frontier, plot)}
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kept", type=Path, default=Path("results/bounded"), help="folder of what was served")
     parser.add_argument("--test", type=int, nargs=2, default=(100, 3), help="groups and questions in each, of a family")

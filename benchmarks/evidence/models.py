@@ -6,13 +6,14 @@ configurations are in `assets/models.json`, with their sources: of each `config.
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from benchmarks.program import Count, run_counted
+from benchmarks.program import FOLDER, parser_of
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor import Finding
@@ -76,23 +77,17 @@ def with_table(text: str) -> str:
     return before + start + table() + end + after
 
 
-def run(most: int, rows: Results, page: Path | None) -> None:
-    """Count those served of the first `most`, and make the table of `page`."""
-    models = published()[:most]
-    served = sum(isinstance(model.answer(), KnownModel) for model in models)
-    baseline = f"of {len(models)} popular models, by the connector's answers to their published config.json"
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count those served, and make the table of `--page`."""
+    parser = parser_of(__doc__, FOLDER)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of this page")
+    options, rows = parser.parse_args(arguments), Results(arguments, "cpu")
+    served = sum(isinstance(model.answer(), KnownModel) for model in published())
+    baseline = f"of {len(published())} popular models, by the connector's answers to their published config.json"
     rows.add("models_served", served, "models", baseline, GOAL, better="higher")
-    if page is not None:
-        write_bytes(page, with_table(page.read_text(encoding="utf-8")).encode())
-
-
-main = partial(
-    run_counted,
-    {"models": run},
-    __doc__,
-    [Count("most", len(published()), "models")],
-    page={"type": Path, "metavar": "FILE", "help": "write the table of this page"},
-)
+    rows.write(options.json, "models", FOLDER / str(rows.measured.machine["name"]))
+    if options.page is not None:
+        write_bytes(options.page, with_table(options.page.read_text(encoding="utf-8")).encode())
 
 
 if __name__ == "__main__":

@@ -118,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="default: the one in the model's folder")
-    parser.add_argument("--generations", type=int, default=GENERATIONS, help="that the profile shall allow")
     parser.add_argument("--name", default="", help="of model and dtype, at the end of the rows' names")
     parser.add_argument("--queries", type=int, default=QUERIES, help=f"prompts; fewer than {QUERIES} are a dry run")
     parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents to draw from")
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server = BatchServer(EmbeddedEngines(runner), [query.case for query in queries], settings)
     cold, _ = answers(server, COLD_ARM, queries)
     with tempfile.TemporaryDirectory(prefix="seen-documents-") as folder:
-        for generations in (0, options.generations):
+        for generations in (0, GENERATIONS):
             path = Path(folder) / f"{generations}.json"
             ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
             right, found = answers(server, arm_of(VERIFIED, choices_of(runner, None, path)), queries)

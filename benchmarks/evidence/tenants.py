@@ -113,7 +113,7 @@ def run(samples: int, salts: int, rows: Results) -> None:
     rows.add(f"salts_{SALTS}_memory_mb", memory_of(salts), "MB", f"growth of the process over {growth}", MOST_MB)
 
 
-COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]
+COUNTS = [Count("samples", SAMPLES, "prompts of each arm"), Count("salts", SALTS, "salts with a prompt each")]
 main = partial(run_counted, {"tenants": run}, __doc__, COUNTS)
 
 

@@ -1,36 +1,30 @@
-"""Requests through Dynamo's frontend and our component: who gets them, what kills cost, how fast answers pass.
+"""How fast answers pass through Dynamo's frontend and our component, and the harness of the tests with Dynamo.
 
-Two workers answer without an engine. A text comes after each of five instructions, each round once the events of
-the one before are known. Kills end a worker in the middle of its answers, and it is started again. The component's
-speed is that of answers of 256 tokens, 32 at once, which the workers give as fast as they can.
+Two workers answer without an engine, as fast as they can: answers of 256 tokens, 32 at once.
 """
 
 import asyncio
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import aiohttp
 
 from benchmarks.fleet.events import loopback_server
-from benchmarks.fleet.gateway import CONCURRENCIES, INSTRUCTIONS, gathered, prompts_of, routed_to_holder
 from benchmarks.program import Count, run_counted
-from semblend_trt.model_tokenizer import load_tokenizer
 from validation.results import Results
 
 # What `make dynamo-env` installs beside the environment that runs this.
@@ -175,13 +169,24 @@ def free_ports() -> Iterator[int]:
             yield port
 
 
-KILLS, KILL_SECONDS, KILLED_TOKENS, KILLED_AT_ONCE, TOKEN_SECONDS = 3, 2.0, 48, 8, 0.01
 SPEED_TOKENS, SPEED_AT_ONCE = 256, 32
 
 
-@asynccontextmanager
-async def running(token_seconds: float) -> AsyncIterator[tuple[DynamoFleet, aiohttp.ClientSession]]:
-    """Start a nats-server, a frontend, a component and the workers 1 and 2; yield them once both workers answer."""
+async def tokens_per_s(fleet: DynamoFleet, client: aiohttp.ClientSession, streams: int) -> float:
+    """Return the tokens a second of answers that the workers give at once, SPEED_AT_ONCE of them at a time."""
+    turns = asyncio.Semaphore(SPEED_AT_ONCE)
+
+    async def answer(number: int) -> Answer:
+        async with turns:
+            return await fleet.ask(client, [100 + number] * 100, SPEED_TOKENS)
+
+    start = time.perf_counter()
+    answers = await asyncio.gather(*map(answer, range(streams)))
+    return float(sum(answer.usage["completion_tokens"] for answer in answers)) / (time.perf_counter() - start)
+
+
+async def measure(streams: int, results: Results) -> None:
+    """Start a nats-server, a frontend, a component and two workers; add the row once both workers answer."""
     with (
         tempfile.TemporaryDirectory() as folder,
         loopback_server() as (nats, _),
@@ -189,73 +194,20 @@ async def running(token_seconds: float) -> AsyncIterator[tuple[DynamoFleet, aioh
     ):
         fleet.component()
         for number in (1, 2):
-            fleet.worker(number, "--token-seconds", str(token_seconds))
+            fleet.worker(number)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             await fleet.ready(client, 2)
-            yield fleet, client
-
-
-async def placed_share(fleet: DynamoFleet, client: aiohttp.ClientSession, texts: int, at_once: int) -> float:
-    """Return the share of the repeats of `texts` texts that the worker gets which answered the text first."""
-
-    async def answerer(prompt: list[int]) -> str:
-        return str((await fleet.ask(client, prompt, 16)).placed["worker"])
-
-    encode = load_tokenizer(str(MODEL_PATH)).encode
-    rounds = [[encode(prompt) for prompt in prompts] for prompts in prompts_of(texts, at_once)]
-    return await routed_to_holder(answerer, rounds, at_once)
-
-
-async def answered_through_kills(fleet: DynamoFleet, client: aiohttp.ClientSession, streams: int) -> float:
-    """Return the share of the streams that are whole, and the same as without kills."""
-    draws = random.Random(0)
-    prompts = [[draws.randrange(100, 2000) for _ in range(100)] for _ in range(streams)]
-    ask = partial(fleet.ask, client, most=KILLED_TOKENS)
-    whole = await gathered(ask, prompts, KILLED_AT_ONCE)
-    asked = asyncio.create_task(gathered(ask, prompts, KILLED_AT_ONCE))
-    for kill in range(KILLS):
-        await asyncio.sleep(KILL_SECONDS)
-        await fleet.ready(client, 2)  # or no worker may be left
-        number = 1 + kill % 2
-        fleet.end(f"worker-{number}", signal.SIGKILL)
-        fleet.worker(number, "--token-seconds", str(TOKEN_SECONDS))
-    if asked.done():
-        raise RuntimeError(f"{streams} streams ended before {KILLS} kills; ask for more")
-    return fmean(each.error is None and each.text == cold.text for each, cold in zip(await asked, whole, strict=True))
-
-
-async def tokens_per_s(fleet: DynamoFleet, client: aiohttp.ClientSession, streams: int) -> float:
-    """Return the tokens a second of answers that the workers give at once."""
-    prompts = [[100 + at] * 100 for at in range(streams)]
-    start = time.perf_counter()
-    answers = await gathered(partial(fleet.ask, client, most=SPEED_TOKENS), prompts, SPEED_AT_ONCE)
-    return float(sum(answer.usage["completion_tokens"] for answer in answers)) / (time.perf_counter() - start)
-
-
-async def measure(texts: int, streams: int, results: Results) -> None:
-    """Add the rows."""
-    async with running(0.0) as (fleet, client):
-        shares = [await placed_share(fleet, client, texts, at_once) for at_once in CONCURRENCIES]
-        speed = await tokens_per_s(fleet, client, streams // 2)
-    async with running(TOKEN_SECONDS) as (fleet, client):
-        answered = await answered_through_kills(fleet, client, streams)
-    placed = f"{texts} texts after {len(INSTRUCTIONS)} instructions, 1, 4 and 16 at once, the worst; 2 workers"
-    results.add("dynamo_routed_to_holder_share", min(shares), "share", placed, 0.98, "higher")
-    killed = f"{streams} streams of {KILLED_TOKENS} tokens, {KILLED_AT_ONCE} at once, through {KILLS} kills of a worker"
-    results.add("dynamo_answered_through_kills", answered, "share", killed, 1.0, "higher")
-    passed = (
-        f"answers of {SPEED_TOKENS} tokens, {SPEED_AT_ONCE} at once, with frontend, workers and client on the machine"
-    )
+            speed = await tokens_per_s(fleet, client, streams)
+    passed = f"answers of {SPEED_TOKENS} tokens, {SPEED_AT_ONCE} at once, all processes on the machine"
     results.add("dynamo_component_tokens_per_s", speed, "tokens/s", passed, 7000.0, "higher")
 
 
-def run(texts: int, streams: int, results: Results) -> None:
-    """Add the rows, on an event loop of their own."""
-    asyncio.run(measure(texts, streams, results))
+def run(streams: int, results: Results) -> None:
+    """Add the row, on an event loop of its own."""
+    asyncio.run(measure(streams, results))
 
 
-_COUNTS = [Count("texts", 40, "texts"), Count("streams", 600, "streams through kills")]
-main = partial(run_counted, {"fleet_dynamo": run}, __doc__, _COUNTS)
+main = partial(run_counted, {"fleet_dynamo": run}, __doc__, [Count("streams", 300, "answers whose speed is measured")])
 
 if __name__ == "__main__":
     main()

@@ -19,8 +19,7 @@ from dynamo.llm.exceptions import InvalidArgument
 from dynamo.runtime import dynamo_worker
 
 from benchmarks.fleet.directory import BASE_NAMESPACE
-from semblend_trt.config import load_settings
-from semblend_trt.fleet.announcer import announcer_for
+from benchmarks.fleet.events import announcer_at
 from semblend_trt.outcome import VLLM_RECEIPT
 
 SECONDS_BELOW, DROPPED = 16, 17
@@ -34,11 +33,7 @@ class RuleEngine:
 
     def __init__(self, worker_id: int, nats: str, longest: int, paused: float) -> None:
         self._worker_id, self._longest, self._paused, self._ids = worker_id, longest, paused, itertools.count()
-        announcer = announcer_for(
-            load_settings(nats_url=nats, worker_id=worker_id, metrics=False, heartbeat_seconds=_HEARTBEAT_SECONDS)
-        )
-        assert announcer is not None
-        self._announcer = announcer
+        self._announcer = announcer_at(nats, worker_id, heartbeat_seconds=_HEARTBEAT_SECONDS)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""

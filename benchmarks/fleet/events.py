@@ -62,13 +62,11 @@ def loopback_server() -> Iterator[tuple[str, str]]:
             process.wait()
 
 
-@contextmanager
-def announcing(url: str, **settings: Any) -> Iterator[DonorAnnouncer]:
-    """Announce donors to the server at `url` for a `with` block."""
-    announcer = announcer_for(load_settings(nats_url=url, worker_id=0, metrics=False, **settings))
+def announcer_at(url: str, worker_id: int = 0, **settings: Any) -> DonorAnnouncer:
+    """Return what announces a worker's donors to the server at `url`, until it is closed."""
+    announcer = announcer_for(load_settings(nats_url=url, worker_id=worker_id, metrics=False, **settings))
     assert announcer is not None
-    with closing(announcer):
-        yield announcer
+    return announcer
 
 
 def come(observer: DonorObserver, name: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
@@ -111,7 +109,7 @@ def rate(form: EventFormat, lasting: float, tokens: int) -> tuple[float, float]:
     """Return events a second that a server took, and CPU microseconds each. End the program if events were lost."""
     # Nothing asks for heartbeats or resyncs.
     quiet: dict[str, Any] = {"heartbeat_seconds": 3600.0, "resync_seconds": 0.0}
-    with loopback_server() as (url, monitor), announcing(url, event_format=form, **quiet) as announcer:
+    with loopback_server() as (url, monitor), closing(announcer_at(url, event_format=form, **quiet)) as announcer:
         publisher, coming = announcer._publisher, announce(announcer, tokens)
         next(islice(coming, SENT_HELD - 1, None))
         _await_sent(publisher)
@@ -134,7 +132,7 @@ def run(lasting: int, tokens: int, results: Results) -> None:
     """Add the rows of both measurements."""
     gc.collect()
     silent = best_round(DonorObserver())
-    with loopback_server() as (url, _), announcing(url) as announcer:
+    with loopback_server() as (url, _), closing(announcer_at(url)) as announcer:
         taken = best_round(announcer)
     baseline = f"{len(taken)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; without a fleet "
     baseline += f"{np.percentile(silent, 99):.2f} us"

@@ -3,26 +3,28 @@
 A measurement is a dict for JSON. Where it was not served as its row says, `problem` holds a sentence.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics
 import time
 from collections import Counter, deque
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
-from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, SHAPES, SMOLLM2, adapter_in
-from benchmarks.vllm.served import Served, sums
+from benchmarks.program import seconds
+from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, PLAIN, SHAPES, SMOLLM2, adapter_in
 from semblend_trt.connector.lookup import ProfileMatcher
+from semblend_trt.cost import CostModel
+from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.calibration.calibration import SAMPLE_EVERY
@@ -30,22 +32,11 @@ from validation.calibration.prepared import trial_of
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from semblend_trt.cost import CostModel
-
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
-BOUNDED, NEVER_SLOWER = OF_BOUNDS = ("bounded", "never_slower")
+OF_BOUNDS = ("bounded", "never_slower")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
-# Adapters' KV apart, which is measured of LORA alone.
-APART = "apart"
-IN_TURNS = ("ttft", "miss", APART, *OF_BOUNDS)
+IN_TURNS = ("ttft", "miss", "apart", *OF_BOUNDS)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
-# Times by size, of which `semblend-trt estimate` makes its latency model.
-OBSERVATIONS = "observations"
 # Requests that decode, and tokens of each; steps in which they are alone, and prefills that pass.
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
 # Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
@@ -54,13 +45,15 @@ _IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
 VOLATILE, CHECK_LAYER = "volatile_ms", 3
 BOUNDS = {VOLATILE: (0.0, False), "chosen_ms": (0.15, True), "chosen_by_sample_ms": (0.15, False)}
 # The share that is computed of retrieval prompts within a bound.
-RAG_BOUNDED, RAG_SHARE = "rag_bounded", 0.25
+RAG_SHARE = 0.25
 # Moved text is placed as it is.
 UNCHECKED = "unchecked_ms"
 # Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
 _COMPARED_TURNS, _FEW, _MANY, _RUNS = 3, 2, 16, (64, 512)
 # Prompts that push others out of vLLM's queue of free blocks.
 _OTHERS = 15
+# If less than this share of the tokens in donors is reused, a figure says nothing about reuse.
+SERVED_SHARE = 0.9
 # Tokens of the prompt and of the answer that wake a processor, which runs slowly at first when it has waited.
 _WAKING = 16, 64
 
@@ -86,7 +79,7 @@ class Sizes:
 
     @property
     def observed(self) -> list[int]:
-        """Tokens of the prompts of OBSERVATIONS."""
+        """Tokens of the prompts of `observations`."""
         return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
@@ -96,7 +89,7 @@ OF_SMOLLM2 = Sizes(long=8_192, model=SMOLLM2, compared=Sizes().compared[:-1])
 
 class VllmArm:
     """The arm's engine, started with vLLM's defaults and `options`. `turn` is entered for all that is measured in
-    turns. `check` changes the check of sampled_ms; `kv` is one of KV_FORMS."""
+    turns; `kv` is one of KV_FORMS."""
 
     def __init__(
         self,
@@ -104,9 +97,8 @@ class VllmArm:
         folder: Path,
         sizes: Sizes,
         options: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[None]],
-        check: Mapping[str, Any],
-        kv: str,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kv: str = PLAIN,
     ) -> None:
         """Make the model in `folder` and start the engine. Raises what vLLM raises when it does not start."""
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
@@ -130,7 +122,8 @@ class VllmArm:
         if not self._is_stock:
             settings = {
                 "policy": name,
-                "min_saving": 0.1,  # the default, by which costs are measured
+                # A boundary saves nothing where it computes all; else the default, by which costs are measured.
+                "min_saving": 0 if name == ReusePolicy.BOUNDARY.value else 0.1,
                 **({"risk": 0.5} if name == VERIFIED else {}),  # as in `trial_of`: its bound is twice a floor of 0.5
                 "device_bytes": sizes.device_bytes,
                 "host_bytes": 2 * sizes.device_bytes,
@@ -150,14 +143,11 @@ class VllmArm:
         self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
         assert self._profile.check is not None
         sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
-        self._sampled = self._profile.check.model_copy(update={**sample, **check})
-        profile = self._profile
+        self._sampled = self._profile.check.model_copy(update=sample)
         unchecked = {"policy": ReusePolicy.POSITION_FIX.value, "check": None, "head_tokens": 0}
-        self._profiles = {
-            "shifted_ms": profile,
-            "sampled_ms": profile.model_copy(update={"check": self._sampled}),
-            UNCHECKED: profile.model_copy(update=unchecked),
-        }
+        changes: dict[str, dict[str, Any]] = {"shifted_ms": {}, "sampled_ms": {"check": self._sampled}}
+        changes[UNCHECKED] = unchecked
+        self._profiles = {name: self._profile.model_copy(update=each) for name, each in changes.items()}
         self._profiles |= {name: self._trial(*terms) for name, terms in BOUNDS.items()}
         self.use_profile("shifted_ms")
         self._costs: CostModel | None = None
@@ -196,30 +186,28 @@ class VllmArm:
         with self._turn(), self.watched() as served:
             for adapter in reversed(self._adapters):  # vLLM loads an adapter with its first request
                 self._adapter = adapter
-                self.ask([self.prompts.fresh(_WAKING[0])])
-            self.ask([self.prompts.fresh(self.sizes.long)])
-            self.settle()
+                self.ask(self.prompts.fresh(_WAKING[0]))
+            self.save(self.prompts.fresh(self.sizes.long))
         if not self._is_stock and not declines:
             # But in `never_slower` what reuse takes is measured also where it is slower.
             runtime = self._scheduler._runtime
             self._costs, runtime.costs = runtime.costs, None
-        return served.problem(0)
+        return problem_of(served)
 
     def close(self) -> None:
         """End the engine."""
         self._engine.engine_core.shutdown()
 
-    def ask(self, prompts: Sequence[list[int]], new_tokens: int = 1) -> list[Any]:
-        """Return vLLM's outputs of prompts that are asked together through `generate`."""
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found: list[Any] = self._llm.generate(
-            asked, self._params(new_tokens), use_tqdm=False, lora_request=self._adapter
-        )
-        return found
+    def ask(self, prompt: list[int], new_tokens: int = 1) -> Any:
+        """Return vLLM's output of a prompt through `generate`."""
+        asked, params = [{"prompt_token_ids": prompt}], self._params(new_tokens)
+        [output] = self._llm.generate(asked, params, use_tqdm=False, lora_request=self._adapter)
+        return output
 
-    def ttft_ms(self, prompt: list[int]) -> float:
-        """Return the milliseconds from the request to its first token. It ends after the second, which is not timed."""
-        return self.answer(prompt, 2)[0]
+    def save(self, prompt: list[int]) -> None:
+        """Ask a prompt, and wait until its KV is saved."""
+        self.ask(prompt)
+        self.settle()
 
     def answer(self, prompt: list[int], new_tokens: int, **options: Any) -> tuple[float, Any]:
         """Return milliseconds to the first token, and vLLM's output at the end; `options` are of SamplingParams."""
@@ -232,15 +220,9 @@ class VllmArm:
             outputs = self._engine.step() or outputs
         return ttft, outputs[-1]
 
-    def request_ms(self, prompt: list[int]) -> float:
-        """Return the milliseconds of a request with one new token, up to its end and what the connector does then."""
-        begin = time.perf_counter()
-        self.ask([prompt])
-        return (time.perf_counter() - begin) * 1e3
-
     def settle(self) -> None:
         """Wait until what has ended is saved, by steps of short requests. Raises SemBlendError."""
-        settle(self._core, lambda: self.ask([[0]]))
+        settle(self._core, lambda: self.ask([0]))
 
     def serve(
         self, prompts: Sequence[list[int]], arrivals: Sequence[float] | None = None
@@ -261,26 +243,27 @@ class VllmArm:
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 if output.finished and output.request_id in asked:
                     done[output.request_id] = output
-        seconds = time.perf_counter() - begin
+        took = time.perf_counter() - begin
         self.settle()
         return [list(done[name].outputs[0].token_ids) for name in asked], {
             "requests": len(prompts),
             "prompt_tokens": sum(map(len, prompts)),
             "cached_tokens": sum(each.num_cached_tokens or 0 for each in done.values()),
-            "requests_per_s": len(prompts) / seconds,
+            "requests_per_s": len(prompts) / took,
             "ttft_ms": [1e3 * (first[name] - asked[name]) for name in asked],
         }
 
     @contextmanager
-    def watched(self) -> Iterator[Served]:
-        """Report, once the block is left, how the requests within it were served."""
-        found, before = Served(), self._last
+    def watched(self) -> Iterator[dict[str, Any]]:
+        """Say, once the block is left, how our connector served the requests within it: nothing of stock vLLM."""
+        found, before = dict[str, Any](), self._last
         yield found
-        if not self._is_stock:
-            found.counts = self._counts(range(before + 1, self._last + 1))
+        found |= self._counts(range(before + 1, self._last + 1))
 
     def _counts(self, numbers: Iterable[int]) -> dict[str, Any]:
         """How the requests of these numbers were served."""
+        if self._is_stock:
+            return {}
         runtime, index = self._scheduler._runtime, self._scheduler.donor_index
         reports = map(self._scheduler.outcomes.of, numbers)
         known = [each for each in reports if each is not None and each.reason != "short_prompt"]
@@ -292,8 +275,8 @@ class VllmArm:
             "mode": runtime.mode.value,
             "donors": 0 if index is None else index.held().donors,
             "largest_kept": max((each.largest_kept or 0.0 for each in known), default=0.0),
-            "sampled": sums([each for each in known if each.sampled_tokens]),
-        } | sums(known)
+            "sampled": _sums([each for each in known if each.sampled_tokens]),
+        } | _sums(known)
 
     def ttft(self) -> dict[str, Any]:
         """Measure the long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
@@ -318,10 +301,9 @@ class VllmArm:
             makers = {str(run): partial(self.prompts.in_runs, document, size, run) for run in runs}
             makers = {"cold": partial(self.prompts.fresh, size)} if self._is_stock else makers
             with self._turn():
-                self.ask([self.prompts.donor(document)])
-                self.settle()
+                self.save(self.prompts.donor(document))
             times, served = self._times(makers, _COMPARED_TURNS, max(_FEW, min(_MANY, self.sizes.long // size)))
-            found["ms"][str(size)], found["served"][str(size)] = times, {run: served[run].counts for run in makers}
+            found["ms"][str(size)], found["served"][str(size)] = times, served
         return found
 
     def _long(self, names: Iterable[str]) -> dict[str, Any]:
@@ -329,8 +311,7 @@ class VllmArm:
         size = self.sizes.long
         document = self.prompts.document(size)
         with self._turn():
-            self.ask([self.prompts.donor(document) if not self._is_stock else document])
-            self.settle()
+            self.save(self.prompts.donor(document) if not self._is_stock else document)
         makers: dict[str, Callable[[], list[int]]] = dict.fromkeys(names, lambda: self.prompts.shifted(document))
         if self._is_stock:
             makers = {
@@ -343,12 +324,12 @@ class VllmArm:
         for name, each in served_of.items():
             # Short gaps between chosen tokens are computed too.
             kept = 1 - 3 * BOUNDS[name][0] if name in BOUNDS else 1
-            problems.append(each.problem(round(len(document) * asked * kept)))
-            sampled, wanted = each.counts.get("sampled", {}).get("requests", 0), 0 if name == "shifted_ms" else asked
-            if each.counts and sampled != wanted:
+            problems.append(problem_of(each, round(len(document) * asked * kept)))
+            wanted = 0 if name == "shifted_ms" else asked
+            if each and (sampled := each["sampled"]["requests"]) != wanted:
                 problems.append(f"{sampled} checks of {name} had a sample, and {wanted} should have one")
-        told = {"served": served.counts, "served_of": {name: each.counts for name, each in served_of.items()}}
-        return {"tokens": size, **times, **told, "problem": next(filter(None, problems), None)}
+        told = {"served": served, "served_of": served_of, "problem": next(filter(None, problems), None)}
+        return {"tokens": size, **times, **told}
 
     def miss(self) -> dict[str, Any]:
         """Measure prompts that were never asked before, one directly after the other: each is saved while the next
@@ -359,48 +340,45 @@ class VllmArm:
                 gc.collect()
                 prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + _MISSES)]
                 with self._turn():
-                    self.ask([self.prompts.fresh(_WAKING[0])], _WAKING[1])
-                    found["ms"].append([self.request_ms(prompt) for prompt in prompts][1:])
+                    self.ask(self.prompts.fresh(_WAKING[0]), _WAKING[1])
+                    found["ms"].append([1e3 * seconds(self.ask, prompt) for prompt in prompts][1:])
                     self.settle()
-        problem = served.problem(0)
-        if not self._is_stock and not served.counts["donors"]:
-            problem = problem or "nothing was saved"
-        return found | {"served": served.counts, "problem": problem}
+        nothing = "nothing was saved" if served and not served["donors"] else None
+        return found | {"served": served, "problem": problem_of(served) or nothing}
 
     def apart(self) -> dict[str, Any]:
         """Ask for one document with each adapter and with none, after one of them has left it as a donor. `hits`:
         requests of the others that reused anything."""
         document, own = self.prompts.document(self.sizes.long), self._adapter
         with self._turn():
-            self.ask([self.prompts.donor(document)])
-            self.settle()
+            self.save(self.prompts.donor(document))
         hits, asked = 0, 0
         with self.watched() as of_own:
-            self.ask([self.prompts.shifted(document)])
-        problem = of_own.problem(len(document))
+            self.ask(self.prompts.shifted(document))
+        problem = problem_of(of_own, len(document))
         for adapter in (None, *(each for each in self._adapters if each is not own)):
             self._adapter = adapter
             for make in (self.prompts.shifted, self.prompts.donor):
                 with self.watched() as served:
-                    cached = self.ask([make(document)])[0].num_cached_tokens or 0
-                asked, hits = asked + 1, hits + bool(cached or served.counts.get("reused_tokens"))
+                    cached = self.ask(make(document)).num_cached_tokens or 0
+                asked, hits = asked + 1, hits + bool(cached or served.get("reused_tokens"))
         self._adapter = own
-        return {"hits": hits, "requests": asked, "served": of_own.counts, "problem": problem}
+        return {"hits": hits, "requests": asked, "served": of_own, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
-        """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
+        """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved.
+        `semblend-trt estimate` makes its latency model of them."""
         seen, problems = [], []
         for size in self.sizes.observed:
             document = self.prompts.document(size)
             if not self._is_stock:
-                self.ask([self.prompts.donor(document)])
-                self.settle()
+                self.save(self.prompts.donor(document))
             make = partial(self.prompts.fresh, size) if self._is_stock else partial(self.prompts.shifted, document)
             with self.watched() as served:
                 [times] = self._times({"shifted_ms": make})[0].values()
             asked = self.sizes.turns * (1 + _IN_TURN)
-            problems.append(served.problem(len(document) * asked))
-            reused = round(served.counts.get("reused_tokens", 0) / asked)
+            problems.append(problem_of(served, len(document) * asked))
+            reused = round(served.get("reused_tokens", 0) / asked)
             found = {"ttft_ms": round(statistics.median(times), 3), "computed": size - reused, "reused": reused}
             seen.append(found | {"is_checked": self.name == VERIFIED})
         return {"observations": seen, "problem": next(filter(None, problems), None)}
@@ -409,8 +387,7 @@ class VllmArm:
         """Measure times between tokens of running requests, alone and while long prompts pass one after the other."""
         sizes = self.sizes
         document = self.prompts.document(sizes.long)
-        self.ask([self.prompts.donor(document)])
-        self.settle()
+        self.save(self.prompts.donor(document))
         names = [self._add(self.prompts.fresh(sizes.document), _DECODED_TOKENS) for _ in range(_DECODING)]
         last: dict[str, float] = {}
         ended: set[str] = set()
@@ -437,14 +414,14 @@ class VllmArm:
                 while passing not in ended:
                     gaps = step()
                     beside += gaps if index else []  # the first one warms up
-        problem = served.problem(len(document) * (1 + _PREFILLS))
+        problem = problem_of(served, len(document) * (1 + _PREFILLS))
         if not ended.isdisjoint(names):
             problem = f"the {_DECODING} running requests ended before the prefills did"
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self.settle()
-        return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.counts, "problem": problem}
+        return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served, "problem": problem}
 
     def rag(self) -> dict[str, Any]:
         """Measure retrieval prompts a second in random order, _AT_ONCE of them all the time."""
@@ -469,15 +446,15 @@ class VllmArm:
         ]
         with self.watched() as served:
             answers, _ = self.serve(prompts)
-        problem = served.problem(sizes.per_prompt * sizes.document * len(prompts))
+        problem = problem_of(served, sizes.per_prompt * sizes.document * len(prompts))
         for _ in range(_OTHERS):
-            self.ask([self.prompts.fresh(sizes.miss)])
+            self.ask(self.prompts.fresh(sizes.miss))
         self.settle()
         again = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         runtime = self._scheduler._runtime
         kept, runtime.refusal = runtime.refusal, runtime.refusal or "benchmark"
         try:
-            hits, control = ([self.ask([prompt])[0].num_cached_tokens for prompt in again] for _ in range(2))
+            hits, control = ([self.ask(prompt).num_cached_tokens for prompt in again] for _ in range(2))
         finally:
             runtime.refusal = kept
         if min(control) <= INSTRUCTION:
@@ -488,13 +465,13 @@ class VllmArm:
             "hits": sum(cached > INSTRUCTION for cached in hits),
             "largest_hit_tokens": max(hits),
             "smallest_exact_hit_tokens": min(control),
-            "served": served.counts,
+            "served": served,
             "problem": problem,
         }
 
     def _times(
         self, makers: Mapping[str, Callable[[], list[int]]], turns: int | None = None, in_turn: int = _IN_TURN
-    ) -> tuple[dict[str, list[float]], dict[str, Served]]:
+    ) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
         """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, after one that warms up; and
         how all of them were served."""
         times, numbers = {name: list[float]() for name in makers}, {name: list[int]() for name in makers}
@@ -502,17 +479,17 @@ class VllmArm:
             prompts = {name: [make() for _ in range(1 + in_turn)] for name, make in makers.items()}
             gc.collect()
             with self._turn():
-                self.ask([self.prompts.fresh(_WAKING[0])], _WAKING[1])
+                self.ask(self.prompts.fresh(_WAKING[0]), _WAKING[1])
                 for name, own in prompts.items():
                     self.use_profile(name)
                     before = self._last
                     for prompt in own:
-                        times[name].append(self.ttft_ms(prompt))
+                        # The second token, at which it ends, is not timed.
+                        times[name].append(self.answer(prompt, 2)[0])
                         self.settle()
                     del times[name][-len(own)]
                     numbers[name] += range(before + 1, self._last + 1)
-        counts = {} if self._is_stock else {name: self._counts(each) for name, each in numbers.items()}
-        return times, {name: Served(counts.get(name, {})) for name in makers}
+        return times, {name: self._counts(each) for name, each in numbers.items()}
 
     @cached_property
     def _library(self) -> tuple[list[int], list[list[int]], Prompts]:
@@ -521,8 +498,7 @@ class VllmArm:
         documents = [prompts.fresh(self.sizes.document) for _ in range(3 * shown)]
         instruction = prompts.fresh(INSTRUCTION)
         for begin in range(0, 3 * shown, shown):
-            self.ask([[*instruction, *chain(*documents[begin : begin + shown]), *prompts.fresh(QUESTION)]])
-            self.settle()
+            self.save([*instruction, *chain(*documents[begin : begin + shown]), *prompts.fresh(QUESTION)])
         return instruction, documents, prompts
 
     def _retrieval(self, seed: int, count: int) -> list[list[int]]:
@@ -539,8 +515,8 @@ class VllmArm:
         gc.collect()
         with self.watched() as served:
             _, found = self.serve(prompts, arrivals)
-        problem = served.problem(int(kept * self.sizes.per_prompt * self.sizes.document * len(prompts)))
-        return found | {"served": served.counts, "problem": problem}
+        problem = problem_of(served, int(kept * self.sizes.per_prompt * self.sizes.document * len(prompts)))
+        return found | {"served": served, "problem": problem}
 
     def _add(self, prompt: list[int], new_tokens: int, **options: Any) -> str:
         self._asked += 1
@@ -583,6 +559,26 @@ class VllmArm:
         self._profiles[measured].model_copy(update=own).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
         scheduler._lookup._profiles = ProfileMatcher(settings)
+
+
+def problem_of(served: Mapping[str, Any], in_donors: int = 0) -> str | None:
+    """Return why requests do not show reuse, by how they were `watched`: `in_donors` of their tokens are in donors."""
+    if not served:
+        return None
+    if served["mode"] != EngineMode.WRAPPER.value or served["refusal"] or served["faults"]:
+        return f"mode {served['mode']}, refusal {served['refusal']}, faults {served['faults']}"
+    if declined := served["outcomes"].get("backend_declined_reuse"):
+        return f"{declined} of {served['requests']} requests were declined: {served['reasons']}"
+    reused = served["exact_prefix_tokens"] + served["reused_tokens"]
+    if reused < SERVED_SHARE * in_donors:
+        return f"{reused} of {in_donors} tokens in donors were reused: {served['outcomes']}, {served['reasons']}"
+    return None
+
+
+def _sums(reports: Sequence[Any]) -> dict[str, int]:
+    """Tokens of some requests together, by what became of them."""
+    names = ("exact_prefix_tokens", "offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens")
+    return {"requests": len(reports)} | {name: sum(getattr(each, name) or 0 for each in reports) for name in names}
 
 
 def _runner_of(worker: Any) -> str:

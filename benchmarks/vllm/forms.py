@@ -1,17 +1,13 @@
 """What the benchmark's engines serve: models by name, forms of the KV cache, and adapters of the model."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from validation.output import write_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The rank of the adapters.
 RANK = 16

@@ -6,34 +6,27 @@ and the time ends when the forward returns. What the host waits for the card mea
 writes what further planned steps spent, for pstats. `--small` is a dry run, for which no card is needed.
 """
 
-from __future__ import annotations
-
 import cProfile
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.bench_model import NEW_TOKENS
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SMALL, UNCHECKED, VERIFIED, VOLATILE, Sizes, VllmArm
-from benchmarks.vllm.forms import PLAIN
 from kernels.device import HostCopy
 from validation.results import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # The host's time of a planned step over that of stock's.
 GOAL = 1.5
 _PLANS = {UNCHECKED: "planned", VOLATILE: "sampled"}
 _STEPS, _WARM = 20, 5
-_OPTIONS: dict[str, Any] = {"enforce_eager": True}
-_SMALL_OPTIONS: dict[str, Any] = {"block_size": 32}
 
 
 class Watch:
@@ -48,8 +41,7 @@ class Watch:
         self._run, self._plans = self._forward._run_step, self._forward._runtime.active_plans
         self._rows, self._waited = rows, 0.0
         self.profile: cProfile.Profile | None = None
-        self.planned: list[float] = []
-        self.stock: list[float] = []
+        self.planned, self.stock = list[float](), list[float]()
         self._forward._run_step = self._timed
         read = HostCopy.read
 
@@ -81,19 +73,17 @@ class Watch:
 
 def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> None:
     """Add all rows. Raises SystemExit if a prompt has no plan."""
-    problem = arm.begin()
-    if problem is not None:
+    if problem := arm.begin():
         raise SystemExit(f"nothing is reused in this engine: {problem}")
     document = arm.prompts.document(arm.sizes.long)
-    arm.ask([arm.prompts.donor(document)])
-    arm.settle()
+    arm.save(arm.prompts.donor(document))
     watch, layers = Watch(NEW_TOKENS), arm.facts["layers"]
     for kind, name in _PLANS.items():
         arm.use_profile(kind)
         watch.planned, watch.stock, watch.profile = [], [], None
         for _ in range(_WARM + _STEPS):
-            arm.ask([arm.prompts.shifted(document)])
-            arm.ask([arm.prompts.fresh(NEW_TOKENS)])
+            arm.ask(arm.prompts.shifted(document))
+            arm.ask(arm.prompts.fresh(NEW_TOKENS))
         if len(watch.planned) < _WARM + _STEPS or len(watch.stock) < _WARM + _STEPS:
             raise SystemExit(f"{len(watch.planned)} steps had a plan and {len(watch.stock)} none; each needs {_STEPS}")
         planned, stock = (statistics.median(each[_WARM:]) for each in (watch.planned, watch.stock))
@@ -101,8 +91,8 @@ def measure(arm: VllmArm, rows: Results, profile: cProfile.Profile | None) -> No
         rows.add(f"{name}_forward_host_ms", planned, "ms", shown, GOAL * stock)
         rows.add(f"{name}_forward_host_over_stock", planned / stock, "ratio", shown, GOAL)
         watch.profile = profile
-        for _ in range(_STEPS if profile is not None else 0):
-            arm.ask([arm.prompts.shifted(document)])
+        for _ in range(_STEPS if profile else 0):
+            arm.ask(arm.prompts.shifted(document))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,14 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a dry run with a small model")
     options = parser.parse_args(arguments)
     profile = None if options.profile is None else cProfile.Profile()
-    own = _OPTIONS | (_SMALL_OPTIONS if options.small else {"gpu_memory_utilization": 0.8})
+    own = {"enforce_eager": True} | ({"block_size": 32} if options.small else {"gpu_memory_utilization": 0.8})
+    sizes = SMALL if options.small else Sizes()
     rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
-    with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(VERIFIED, Path(folder), SMALL if options.small else Sizes(), own, nullcontext, {}, PLAIN)
-        try:
-            measure(arm, rows, profile)
-        finally:
-            arm.close()
+    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(VERIFIED, Path(folder), sizes, own)) as arm:
+        measure(arm, rows, profile)
     if profile is not None:
         profile.dump_stats(options.profile)
     rows.write(options.json, "vllm_host")

@@ -4,36 +4,30 @@
 a model's answers. What LMCache did not serve has no figure.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, label, write_config
 from benchmarks.program import parser_of
-from benchmarks.vllm.served import SERVED_SHARE
-from semblend_trt.connector.model_facts import model_facts
+from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Tokeniser
+from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match
 from validation.results import Results
 from validation.vllm_engine import VllmEngines
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from validation.cases import TokenisedCase
 
 # The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
 RATIO, CHECK_LAYER = 0.15, 1
@@ -43,14 +37,13 @@ FAMILIES = ("reordered", "header_trap")
 _MARKS = " # # # #"
 # Beside vLLM's cache lie LMCache's buffers on the card: three times one layer of the prompt.
 _CARD_SHARE = 0.6
-# How often the prompt's KV fits into host memory, and what is kept for the small prompts beside it.
-_KEPT_PROMPTS, _KEPT_BESIDE = 3, 1 << 30
-_BYTES = 2
+# The KV of three of the longest prompts, and of small ones beside them.
+_HOST_GIB = 6
 # LMCache counts its own tables of angles by this; Qwen2.5-7B-Instruct has this number of positions.
 _POSITIONS = 32_768
 # Tokens of the prompts that are timed, room for new tokens and the marks, and runs before and of a median.
 _SIZE, _ROOM, _WARM_UPS, _REPEATS = 24_576, 1_024, 2, 7
-_ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS, _KEPT_LINES = 8, 6, 4, 1_024, 4 << 30
+_ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS = 8, 6, 4, 1_024
 
 
 class Segments:
@@ -86,7 +79,7 @@ class Segments:
 class LmcacheEngine:
     """vLLM with LMCache's connector as CacheBlend needs it: eager, no prefix cache of vLLM's, a prompt in one step."""
 
-    def __init__(self, folder: Path, separator: str, longest: int, host_bytes: int, **options: Any) -> None:
+    def __init__(self, folder: Path, separator: str, longest: int, **options: Any) -> None:
         """Tokens of `separator` after the first separate segments. `longest`: tokens a prompt. Raises as vLLM does."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or LMCache would not find the model
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -103,7 +96,7 @@ class LmcacheEngine:
             "blend_special_str": separator,
             "blend_check_layers": [CHECK_LAYER],
             "blend_recompute_ratios": [RATIO],
-            "max_local_cpu_size": host_bytes / 2**30,
+            "max_local_cpu_size": _HOST_GIB,
         }
         self._llm = LLM(
             model=str(folder),
@@ -124,13 +117,6 @@ class LmcacheEngine:
             ),
             **options,
         )
-        self.settings = settings
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return what engine it is, for JSON."""
-        versions = {name: import_module(name).__version__ for name in ("vllm", "lmcache")}
-        return {**versions, "settings": self.settings, "separator_tokens": self.segments.separator}
 
     def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
         """Return vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""
@@ -157,28 +143,25 @@ class LmcacheEngine:
 
 def measure_ttft(rows: Results) -> None:
     """Add times of long prompts over random weights: cold, and with a document that was elsewhere before."""
-    size = _SIZE
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
+        config = write_config(folder, {"max_position_embeddings": _POSITIONS})
         write_tokenizer(folder)
-        facts = model_facts(name)
-        kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
-        engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
+        engine = LmcacheEngine(folder, _MARKS, _SIZE + _ROOM, load_format="dummy")
         prompts, segments = Prompts(int(config.vocab_size)), engine.segments
-        document = prompts.fresh(size - NEW_TOKENS - 2 * len(segments.separator))
+        document = prompts.fresh(_SIZE - NEW_TOKENS - 2 * len(segments.separator))
 
         def shifted() -> list[int]:
             prompt = segments.join(prompts.fresh(INSTRUCTION), document, prompts.fresh(QUESTION))
             engine.prepare(prompt)
             return prompt
 
-        cold, _ = _times(engine, lambda: prompts.fresh(size), keeps=False)
+        cold, _ = _times(engine, lambda: prompts.fresh(_SIZE), keeps=False)
         donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
         engine.ask(donor)
         blended, cached = _times(engine, shifted)
         check_served(sum(cached), len(document) * len(cached))
-        add_times(rows, engine.facts, size, cold, blended, cached)
+        add_times(rows, cold, blended, cached)
 
 
 def measure_answers(rows: Results, folder: Path) -> None:
@@ -188,7 +171,7 @@ def measure_answers(rows: Results, folder: Path) -> None:
     model = VllmEngines(str(folder))
     tokeniser = Tokeniser(model, _ANSWER_TOKENS)
     cases = {name: write_cases(model, FamilyRequest((name,), _GROUPS, _QUESTIONS, _TOKENS)) for name in FAMILIES}
-    engine = LmcacheEngine(folder, line_separator(folder), model.facts.max_positions, _KEPT_LINES)
+    engine = LmcacheEngine(folder, line_separator(folder), model.facts.max_positions)
     # Nothing is kept yet, so that nothing can be taken.
     cold = {
         name: [_answer(engine, tokeniser, tokeniser.tokenise(case), keeps=False)[0] for case in asked]
@@ -212,7 +195,7 @@ def measure_answers(rows: Results, folder: Path) -> None:
         baseline = (
             f"cold {_matches(cold[name], references):.3f}; {len(asked)} prompts, {_matches(texts, theirs):.3f} "
             f"answered as the donor says; {cached:,} of {prompt_tokens:,} tokens from LMCache, a segment a line; "
-            f"{_shown(engine.facts)}"
+            f"{_engine()}"
         )
         row = f"vllm_lmcache_em_{name}_{folder.name}"
         rows.add(row, _matches(texts, references), "exact match", baseline, better="higher")
@@ -275,7 +258,7 @@ def _answer(
 def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
     """The share of texts that are their reference."""
     pairs = zip(texts, references, strict=True)
-    return sum(reference is not None and exact_match(text, reference) for text, reference in pairs) / len(texts)
+    return statistics.fmean(reference is not None and exact_match(text, reference) for text, reference in pairs)
 
 
 def check_served(cached: int, kept: int) -> None:
@@ -284,20 +267,18 @@ def check_served(cached: int, kept: int) -> None:
         raise SystemExit(f"no figure: LMCache served {cached:,} of {kept:,} tokens that it had kept")
 
 
-def add_times(
-    rows: Results, engine: dict[str, Any], tokens: int, cold_ms: list[float], blended_ms: list[float], cached: list[int]
-) -> None:
-    """Add the rows of prompts of so long; `cached` of their tokens came from LMCache."""
-    size, cold, blended = label(tokens), statistics.median(cold_ms), statistics.median(blended_ms)
-    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{_shown(engine)}; nothing kept or taken")
-    counts = f"{min(cached):,} of {tokens:,} tokens from LMCache in host memory"
-    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_shown(engine)}")
+def add_times(rows: Results, cold_ms: list[float], blended_ms: list[float], cached: list[int]) -> None:
+    """Add the rows of the long prompts; `cached` of their tokens came from LMCache."""
+    size, cold, blended = label(_SIZE), statistics.median(cold_ms), statistics.median(blended_ms)
+    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{_engine()}; nothing kept or taken")
+    counts = f"{min(cached):,} of {_SIZE:,} tokens from LMCache in host memory"
+    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_engine()}")
     rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
 
 
-def _shown(engine: dict[str, Any]) -> str:
+def _engine() -> str:
     return (
-        f"LMCache {engine['lmcache']}, CacheBlend {RATIO:.0%} chosen at layer {CHECK_LAYER}, vLLM {engine['vllm']} "
+        f"LMCache {version('lmcache')}, CacheBlend {RATIO:.0%} chosen at layer {CHECK_LAYER}, vLLM {version('vllm')} "
         "eager, without its prefix cache"
     )
 
@@ -305,20 +286,20 @@ def _shown(engine: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print and write."""
     parser = parser_of(__doc__)
-    described = "compare the answers of this model, in place of times"
-    parser.add_argument("--answers", type=Path, metavar="FOLDER", help=described)
+    parser.add_argument("--answers", type=Path, metavar="FOLDER", help="compare this model's answers, not times")
     options = parser.parse_args(arguments)
     if options.answers is not None and not (options.answers / "config.json").is_file():
         parser.error(f"{options.answers} holds no config.json; name a model's folder")
     if find_spec("lmcache") is None:
         parser.error("LMCache is not installed; install it beside vLLM")
     rows = Results(arguments, "cuda")
-    rows.measured.versions["lmcache"] = import_module("lmcache").__version__
+    rows.measured.versions["lmcache"] = version("lmcache")
     if options.answers is None:
         measure_ttft(rows)
+        rows.write(options.json, "vllm_lmcache")
     else:
         measure_answers(rows, options.answers)
-    rows.write(options.json, "vllm_lmcache" if options.answers is None else f"vllm_lmcache_{options.answers.name}")
+        rows.write(options.json, f"vllm_lmcache_{options.answers.name}")
 
 
 if __name__ == "__main__":

@@ -7,83 +7,46 @@ share of stock vLLM's on two ranks: where sums are added in another order, token
 prompts.
 """
 
-from __future__ import annotations
-
-import multiprocessing
 import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from benchmarks.bench_model import Prompts
+from benchmarks.bench_model import NEW_TOKENS
 from benchmarks.program import parser_of
+from benchmarks.vllm.arm import SMALL, STOCK, VllmArm
+from benchmarks.vllm.forms import PLAIN, TP2
+from semblend_trt.policy import ReusePolicy
+from validation.cases import equal_start
 from validation.models import shipped_model
-from validation.results import Measured, Results, command, write_rows
-from validation.vllm_engine import TRANSFER, settle
+from validation.results import Results, write_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_NEW_TOKENS, _DOCUMENT, _VOCABULARY = 64, 1024, 2000
+_ANSWER_TOKENS, _DOCUMENT, _LAYERS = 64, 1024, 8
 
 
-def _answers(ranks: int, *, is_ours: bool, count: int) -> tuple[list[list[int]], int]:
+def _answers(policy: str, kv: str, count: int) -> tuple[list[list[int]], int]:
     """The answers to `count` prompts, and how many of their tokens came from donors, to be computed again."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    on_card = torch.cuda.is_available()
-    given: dict[str, Any] = {"gpu_memory_utilization": 0.3} if on_card else {"block_size": 32, "enforce_eager": True}
-    if is_ours:
-        layers = {"policy": "boundary", "recompute_boundary_layer": 8, "min_saving": 0, "host_bytes": 1 << 30}
-        given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=layers)
-    dtype = "bfloat16" if on_card else "float32"
-    llm = LLM(str(shipped_model()), dtype=dtype, max_model_len=2048, tensor_parallel_size=ranks, **given)
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
-    core: Any = llm.llm_engine.engine_core.engine_core
-    prompts, found, offered = Prompts(_VOCABULARY), list[list[int]](), 0
-
-    def ask(prompt: list[int], new_tokens: int = _NEW_TOKENS) -> Any:
-        params.max_tokens = new_tokens
-        [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        return output
-
-    for _ in range(count):
-        document = prompts.document(_DOCUMENT)
-        ask(prompts.donor(document), 1)
-        settle(core, lambda: ask([0], 1))
-        output = ask(prompts.shifted(document))
-        found.append(list(output.outputs[0].token_ids))
-        receipt = (output.kv_transfer_params or {}).get("semblend.receipt", {})
-        offered += receipt.get("offered_tokens", 0)
-    llm.llm_engine.engine_core.shutdown()
-    return found, offered
-
-
-def _measure(connection: Any, ranks: int, is_ours: bool, count: int) -> None:
-    connection.send(_answers(ranks, is_ours=is_ours, count=count))
-
-
-def _in_process(ranks: int, is_ours: bool, count: int) -> tuple[list[list[int]], int]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_measure, args=(theirs, ranks, is_ours, count))
-    process.start()
-    theirs.close()
-    found: tuple[list[list[int]], int] = ours.recv()
-    process.join()
-    return found
-
-
-def _equal(found: list[list[int]], wanted: list[list[int]]) -> float:
-    """The share of tokens before the first that differs."""
-    equal = 0
-    for own, other in zip(found, wanted, strict=True):
-        differs = (index for index, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1])
-        equal += next(differs, len(other))
-    return equal / sum(map(len, wanted))
+    os.environ["SEMBLEND_RECOMPUTE_BOUNDARY_LAYER"] = str(_LAYERS)
+    options: dict[str, Any] = {"model": str(shipped_model()), "load_format": "auto", "max_model_len": 2048}
+    here = {"block_size": 32, "enforce_eager": True}
+    options |= {"gpu_memory_utilization": 0.3, "dtype": "bfloat16"} if torch.cuda.is_available() else here
+    found, sizes = list[list[int]](), replace(SMALL, long=_DOCUMENT + NEW_TOKENS)
+    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(policy, Path(folder), sizes, options, kv=kv)) as arm:
+        if problem := arm.begin():
+            raise SystemExit(f"no figure: {problem}")
+        with arm.watched() as served:
+            for _ in range(count):
+                document = arm.prompts.document(sizes.long)
+                arm.save(arm.prompts.donor(document))
+                found.append(list(arm.ask(arm.prompts.shifted(document), _ANSWER_TOKENS).outputs[0].token_ids))
+    return found, served.get("offered_tokens", 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,16 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the row goes")
     parser.add_argument("--small", action="store_true", help="a dry run with few prompts, no goal")
     options = parser.parse_args(arguments)
-    count = 2 if options.small else 48
-    (one, _), (stock, _) = _in_process(1, False, count), _in_process(2, False, count)
-    ours, offered = _in_process(2, True, count)
+    rows, count, answers = Results(arguments, dry=options.small), 2 if options.small else 48, []
+    for policy, kv in ((STOCK, PLAIN), (STOCK, TP2), (ReusePolicy.BOUNDARY.value, TP2)):
+        # vLLM holds one engine a process.
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            given, offered = process.submit(_answers, policy, kv, count).result()
+        answers.append(given)
     if offered < count * _DOCUMENT // 2:
         raise SystemExit(f"no figure: {offered} tokens came from donors")
-    floor, share = _equal(stock, one), _equal(ours, one)
-    measured = Measured.now(command(arguments), "cuda" if torch.cuda.is_available() else "cpu")
-    rows = Results(measured=measured, dry=options.small)
+    one, *two = answers
+    floor, share = (sum(map(equal_start, own, one)) / sum(map(len, one)) for own in two)
     baseline = (
-        f"of {count} answers of {_NEW_TOKENS} tokens to moved documents, {offered:,} offered tokens computed again; "
+        f"of {count} answers of {_ANSWER_TOKENS} tokens to moved documents, {offered:,} offered tokens computed again; "
         f"stock vLLM on two ranks {floor:.3f} of one rank's"
     )
     rows.add("vllm_tp2_tokens_equal", share, "share", baseline, floor, "higher")

@@ -2,19 +2,17 @@
 
 `python -m benchmarks.vllm.ttft --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
 and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
-writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and the rows are made of what is there. So a
-run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
-VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
-and `--kv mla` another model, whose attention is latent; `--kv tp2` has two ranks of tensor parallelism, and `--kv lora`
-an adapter: of these the single prompts are measured, with position_fix.
+writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and the rows are made of what is there, so
+that `--arms` and `--parts` may spread a run over several calls. With `--engine-option VLLM_USE_V2_MODEL_RUNNER=1` rows
+are named after the second model runner. `--kv` has the cache in e4m3 (fp8), another model, whose attention is latent
+(mla), two ranks (tp2) or an adapter (lora), and measures single prompts with position_fix.
 `--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--arms stock,verified
 --parts bounded,never_slower` measures reuse within a bound, and prompts of all lengths for which it may not pay, also
 with SmolLM2-135M's shape (alone: `--parts smollm2`); `--parts rag_bounded` retrieval prompts of which a share is
 computed. `--small` is a dry run, for which no card is needed.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
 import multiprocessing
 import os
@@ -22,31 +20,28 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.bench_model import label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
-    APART,
     ARMS,
-    BOUNDED,
     BOUNDS,
     CHECK_LAYER,
     IN_TURNS,
-    NEVER_SLOWER,
-    OBSERVATIONS,
     OF_BOUNDS,
     OF_SMOLLM2,
     PARTS,
     POSITION_FIX,
-    RAG_BOUNDED,
     RAG_SHARE,
     SMALL,
     STOCK,
@@ -54,15 +49,10 @@ from benchmarks.vllm.arm import (
     Sizes,
     VllmArm,
 )
-from benchmarks.vllm.forms import KV_FORMS, LORA, PLAIN, SMOLLM2, TP2
+from benchmarks.vllm.forms import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
-from validation.output import write_json, write_text
-from validation.results import Measured, Results, command, markdown_table, write_rows
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
+from validation.output import write_json
+from validation.results import Measured, Results, command, write_rows
 
 # Our connector inside vLLM, each against stock vLLM of the same version in the same run.
 VLLM_OVER_EXACT_HIT = 1.0
@@ -70,7 +60,7 @@ VLLM_VERIFIED_OVER_EXACT_HIT = 1.2
 VLLM_OVER_COLD = {POSITION_FIX: 0.03, VERIFIED: 0.13}
 VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
-VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0, RAG_BOUNDED: 4.0}
+VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0, "rag_bounded": 4.0}
 VLLM_RAG_P95_RATIO = 0.25
 # Within a bound, by what BOUNDS names: the row, with the prompt's size, and its goal.
 VLLM_BOUNDED = {
@@ -79,10 +69,8 @@ VLLM_BOUNDED = {
     "chosen_by_sample_ms": ("vllm_bounded_15_{}_over_cold_by_sample", 0.17),
 }
 VLLM_REUSE_OVER_COLD = 1.02
-# With a cache in fp8, and with latent attention.
-VLLM_OTHER_KV_OVER_COLD = 0.05
-# On two ranks and with adapters.
-VLLM_SERVED_OVER_COLD = {TP2: 0.05, LORA: 0.035}
+# Of the single prompts with another cache, on two ranks, and with adapters.
+VLLM_KV_OVER_COLD = {FP8: 0.05, MLA: 0.05, TP2: 0.05, LORA: 0.035}
 
 # Requests at 80 % of what stock vLLM sustains.
 LOAD = 0.8
@@ -91,11 +79,13 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
-_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED, OBSERVATIONS)
+_IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, "rag_bounded", "observations")
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-# At the end of the names of rows of the second model runner, by the module that vLLM has it in.
-_RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
+# Their rows' names end in `_v2_runner`.
+SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+# Parts that stock vLLM has no part in.
+OURS_ALONE = ("contaminated", "apart")
 
 
 @contextmanager
@@ -133,38 +123,32 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
         own |= _SHARING if has_card else {}
     elif name != STOCK and not options.small:
         own |= _OURS
-    own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
+    own |= _settings(options.engine_option)
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
     path = _file_of(options.out, name, SMOLLM2 if parts == [SMOLLM2] else _IN_TURNS if parent is not None else "")
-    with tempfile.TemporaryDirectory() as folder:
-        turn = nullcontext if parent is None else lambda: turn_of(parent)
-        sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes()
-        check = _settings(options.check_option)
-        arm = VllmArm(name, Path(folder), sizes, own, turn, check, options.kv)
-        try:
-            record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
-            record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
-            # What an earlier call measured of the same engine stays.
-            earlier = _read(path)
-            record["parts"] = (
-                earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(record["engine"])) else {}
-            )
-            record["problem"] = arm.begin()
+    turn = nullcontext if parent is None else lambda: turn_of(parent)
+    sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(VllmArm(name, Path(folder), sizes, own, turn, options.kv)) as arm,
+    ):
+        record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
+        record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
+        # What an earlier call measured of the same engine stays.
+        earlier = _read(path)
+        is_same = earlier.get("engine") == json.loads(json.dumps(record["engine"]))
+        record |= {"parts": earlier["parts"] if is_same else {}, "problem": arm.begin()}
+        write_json(path, record)
+        if record["problem"]:
+            raise SystemExit(f"{name}: nothing is reused in this engine: {record['problem']}")
+        for part in parts:
+            _measure_part(arm, part, record, options.out)
             write_json(path, record)
-            if record["problem"]:
-                raise SystemExit(f"{name}: nothing is reused in this engine: {record['problem']}")
-            for part in parts:
-                _measure_part(arm, part, record, options.out)
-                write_json(path, record)
-        finally:
-            arm.close()
 
 
 def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
-    if (part in ("contaminated", APART) and arm.name == STOCK) or (
-        part in (*OF_BOUNDS, SMOLLM2, RAG_BOUNDED) and arm.name == POSITION_FIX
-    ):
+    if part in {STOCK: OURS_ALONE, POSITION_FIX: (*OF_BOUNDS, SMOLLM2, "rag_bounded")}.get(arm.name, ()):
         return
     given = []
     if part == "arrivals":
@@ -173,7 +157,7 @@ def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) ->
             print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
             return
         given = [LOAD * rag["requests_per_s"]]
-    record["parts"][part] = getattr(arm, NEVER_SLOWER if part == SMOLLM2 else part)(*given)
+    record["parts"][part] = getattr(arm, "never_slower" if part == SMOLLM2 else part)(*given)
     print(f"{arm.name} {part}: measured {record['parts'][part].get('problem') or ''}", flush=True)
 
 
@@ -189,54 +173,58 @@ def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
     stock = served[STOCK]
     for arm in (POSITION_FIX, VERIFIED):
         for name, add in (_ROWS if kv == PLAIN else _OTHER_ROWS).items():
-            if name in served[arm] and (name in stock or name in ("contaminated", APART)):
+            if name in served[arm] and (name in stock or name in OURS_ALONE):
                 add(arm if kv == PLAIN else kv, served[arm][name], stock.get(name), rows)
     if kv == PLAIN and (found := stock.get("ttft")) is not None:
-        size = label(found["tokens"])
-        rows.add(f"vllm_stock_cold_ttft_{size}_ms", median(found["cold_ms"]), "ms", _spread(found["cold_ms"]))
-        rows.add(f"vllm_stock_hit_ttft_{size}_ms", median(found["exact_hit_ms"]), "ms", _spread(found["exact_hit_ms"]))
+        for name, kind in (("cold", "cold"), ("hit", "exact_hit")):
+            times, row = found[f"{kind}_ms"], f"vllm_stock_{name}_ttft_{label(found['tokens'])}_ms"
+            rows.add(row, median(times), "ms", _spread(times))
     if kv == PLAIN and (found := stock.get("rag")) is not None:
         rows.add("vllm_stock_rag_requests_per_s", found["requests_per_s"], "1/s", _of_rag(found), better="higher")
     return problems
 
 
+def _add_ratio(
+    rows: Results, row: str, times: list[float], stock: Any, kind: str, said: str, goal: float | None = None
+) -> None:
+    """Add the median of our milliseconds over that of stock's, `cold` or `exact_hit`."""
+    mine, theirs = median(times), median(stock[f"{kind}_ms"])
+    beside = f"{mine:,.1f} ms over stock vLLM's {kind.replace('_', ' ')} {theirs:,.1f} ms"
+    rows.add(row, mine / theirs, "x", f"{beside}; {said}; {_spread(times)}", goal)
+
+
 def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    size, times = label(ours["tokens"]), ours["shifted_ms"]
-    ttft, cold, hit = median(times), median(stock["cold_ms"]), median(stock["exact_hit_ms"])
-    counts = f"{_reused(ours['served'])}; {_spread(times)}"
-    if arm == POSITION_FIX:
-        baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
-        rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, VLLM_OVER_EXACT_HIT)
+    size, times, counts = label(ours["tokens"]), ours["shifted_ms"], _reused(ours["served"])
     name = "shifted" if arm == POSITION_FIX else "verified"
-    baseline = f"{ttft:,.1f} ms over stock vLLM cold {cold:,.1f} ms; {counts}"
-    rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, VLLM_OVER_COLD[arm])
-    rows.add(f"vllm_{name}_ttft_{size}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
+    row, ttft = f"vllm_{name}_ttft_{size}", median(times)
+    if arm == POSITION_FIX:
+        _add_ratio(rows, f"{row}_over_exact_hit", times, stock, "exact_hit", counts, VLLM_OVER_EXACT_HIT)
+    _add_ratio(rows, f"{row}_over_cold", times, stock, "cold", counts, VLLM_OVER_COLD[arm])
+    cold, hit = median(stock["cold_ms"]), median(stock["exact_hit_ms"])
+    rows.add(f"{row}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
     if sampled := ours.get("sampled_ms"):
-        sample = ours["served"]["sampled"]
-        baseline = (
-            f"{median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; check in layer "
-            f"{ours['check']['layer']}, one token in {ours['check']['sample_every']}; of "
-            f"{sample['offered_tokens']:,} offered tokens {sample['sampled_tokens']:,} in a sample, "
-            f"{sample['checked_tokens']:,} checked after it, {sample['reused_tokens']:,} reused; {_spread(sampled)}"
+        sample, check = ours["served"]["sampled"], ours["check"]
+        counts = (
+            f"check in layer {check['layer']}, one token in {check['sample_every']}; of {sample['offered_tokens']:,} "
+            f"offered tokens {sample['sampled_tokens']:,} in a sample, {sample['checked_tokens']:,} checked after it, "
+            f"{sample['reused_tokens']:,} reused"
         )
-        row = f"vllm_verified_ttft_{size}_over_exact_hit"
-        rows.add(row, median(sampled) / hit, "x", baseline, VLLM_VERIFIED_OVER_EXACT_HIT)
+        _add_ratio(rows, f"{row}_over_exact_hit", sampled, stock, "exact_hit", counts, VLLM_VERIFIED_OVER_EXACT_HIT)
         rows.add(f"vllm_verified_sampled_ttft_{size}_ms", median(sampled), "ms", f"every token checked {ttft:,.1f} ms")
 
 
 def _bounded_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     for name, (share, compares_all) in BOUNDS.items():
-        ttft, served, other = median(ours[name]), ours["served_of"][name], "cold" if share else "exact_hit"
-        theirs, (row, goal) = median(stock[f"{other}_ms"]), VLLM_BOUNDED[name]
-        sampled, way = served["sampled"]["sampled_tokens"], "and nothing more was computed"
+        served, (row, goal) = ours["served_of"][name], VLLM_BOUNDED[name]
+        way = "and nothing more was computed"
         if share:
             way = f"then {'all tokens ran there, and ' if compares_all else ''}{share:.0%} were chosen and computed"
-        baseline = (
-            f"{ttft:,.1f} ms over stock vLLM's {other} {theirs:,.1f} ms; other text in front and after; {sampled:,} "
-            f"sampled in the {CHECK_LAYER} lowest of {ours['layers']} layers, {way}; {_reused(served)}; "
-            f"{_spread(ours[name])}"
+        said = (
+            f"other text in front and after; {served['sampled']['sampled_tokens']:,} sampled in the {CHECK_LAYER} "
+            f"lowest of {ours['layers']} layers, {way}; {_reused(served)}"
         )
-        rows.add(row.format(label(ours["tokens"])), ttft / theirs, "x", baseline, goal)
+        kind = "cold" if share else "exact_hit"
+        _add_ratio(rows, row.format(label(ours["tokens"])), ours[name], stock, kind, said, goal)
 
 
 def _never_slower_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
@@ -257,18 +245,12 @@ def _never_slower_rows(_: str, ours: dict[str, Any], stock: Any, rows: Results) 
 
 
 def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    size, ttft = label(ours["tokens"]), median(ours["shifted_ms"])
-    for name, goal in (("cold", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", None)):
-        theirs = median(stock[f"{name}_ms"])
-        baseline = (
-            f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {_reused(ours['served'])}; "
-            f"{_spread(ours['shifted_ms'])}"
-        )
-        row = f"vllm_{kv}_shifted_over_{name}_{size}"
-        if kv in VLLM_SERVED_OVER_COLD:
-            row = f"vllm_{kv}_shifted_ttft_{size}_over_{name}"
-            goal = None if goal is None else VLLM_SERVED_OVER_COLD[kv]
-        rows.add(row, ttft / theirs, "x", baseline, goal)
+    size, times = label(ours["tokens"]), ours["shifted_ms"]
+    for kind, goal in (("cold", VLLM_KV_OVER_COLD[kv]), ("exact_hit", None)):
+        row = f"vllm_{kv}_shifted_over_{kind}_{size}"
+        if kv in (TP2, LORA):
+            row = f"vllm_{kv}_shifted_ttft_{size}_over_{kind}"
+        _add_ratio(rows, row, times, stock, kind, _reused(ours["served"]), goal)
 
 
 def _miss_rows(kind: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
@@ -299,7 +281,7 @@ def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> N
 
 def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     gain, goal = ours["requests_per_s"] / stock["requests_per_s"], VLLM_RAG_GAIN[arm]
-    computed = f"{RAG_SHARE:.0%} chosen and computed; " if arm == RAG_BOUNDED else ""
+    computed = f"{RAG_SHARE:.0%} chosen and computed; " if arm == "rag_bounded" else ""
     baseline = (
         f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
         f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {computed}"
@@ -330,12 +312,12 @@ def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Results) ->
 _ROWS = {
     "ttft": _ttft_rows,
     "miss": _miss_rows,
-    BOUNDED: _bounded_rows,
-    NEVER_SLOWER: _never_slower_rows,
+    "bounded": _bounded_rows,
+    "never_slower": _never_slower_rows,
     SMOLLM2: _never_slower_rows,
     "decode": _decode_rows,
     "rag": _rag_rows,
-    RAG_BOUNDED: lambda _, *given: _rag_rows(RAG_BOUNDED, *given),
+    "rag_bounded": lambda _, *given: _rag_rows("rag_bounded", *given),
     "arrivals": _arrival_rows,
     "contaminated": _contaminated_rows,
 }
@@ -346,7 +328,7 @@ def _apart_rows(kv: str, ours: dict[str, Any], _: Any, rows: Results) -> None:
     rows.add(f"vllm_{kv}_contaminated", ours["hits"], "requests", baseline, 0)
 
 
-_OTHER_ROWS = {"ttft": _other_kv_rows, "miss": _miss_rows, APART: _apart_rows}
+_OTHER_ROWS = {"ttft": _other_kv_rows, "miss": _miss_rows, "apart": _apart_rows}
 
 
 def _of_rag(found: dict[str, Any]) -> str:
@@ -371,10 +353,9 @@ def _settings(options: Sequence[str]) -> dict[str, Any]:
     found = {}
     for option in options:
         key, _, value = option.partition("=")
-        try:
+        found[key] = value
+        with suppress(ValueError):
             found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
     return found
 
 
@@ -392,12 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=more)
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
-    for name, described in (
-        ("engine", "of vLLM's engine, or a variable in capitals"),
-        ("our", "the same, in our arms only"),
-        ("check", "of the profile's check, where it has a sample"),
-    ):
-        parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=described)
+    engine = "of vLLM's engine, or a variable in capitals"
+    parser.add_argument("--engine-option", action="append", default=[], metavar="KEY=VALUE", help=engine)
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     chosen = {"arms": options.arms, "parts": options.parts}
@@ -407,10 +384,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = (VERIFIED,) if options.kv != PLAIN else ()
     arms = [arm for arm in ARMS if arm in options.arms.split(",") and arm not in others]
     parts = [part for part in (*PARTS, *_MORE) if part in options.parts.split(",")]
-    parts += [APART] if options.kv == LORA else []
+    parts += ["apart"] if options.kv == LORA else []
     options.out.mkdir(parents=True, exist_ok=True)
     failed = _run(arms, [part for part in parts if part in IN_TURNS], options, in_turns=True)
-    if {NEVER_SLOWER, SMOLLM2} & {*parts} and not options.small:
+    if {"never_slower", SMOLLM2} & {*parts} and not options.small:
         failed += _run(arms, [SMOLLM2], options, in_turns=True)
     for arm in arms if options.kv == PLAIN else []:
         failed += _run([arm], [part for part in parts if part not in (*IN_TURNS, SMOLLM2)], options, in_turns=False)
@@ -442,16 +419,18 @@ def _file_of(folder: Path, arm: str, kind: str) -> Path:
 
 def _record(options: argparse.Namespace) -> list[str]:
     """Print and write the rows of what is there; return the problems."""
-    files = {arm: [_read(_file_of(options.out, arm, kind)) for kind in ("", _IN_TURNS, SMOLLM2)] for arm in ARMS}
-    there = [found for each in files.values() for found in each if found]
+    arms, there = dict[str, Any](), list[dict[str, Any]]()
+    for arm in ARMS:
+        files = [_read(_file_of(options.out, arm, kind)) for kind in ("", _IN_TURNS, SMOLLM2)]
+        arms[arm] = {name: part for found in files for name, part in found.get("parts", {}).items()}
+        there += filter(None, files)
     if not there:
         return [f"{options.out} holds no arm"]
-    arms = {arm: dict(item for found in each for item in found.get("parts", {}).items()) for arm, each in files.items()}
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
     rows = Results(measured=measured, dry=options.small, is_shown=False)  # shown when they are written, by their names
-    kv, runner = first["engine"]["kv"], _RUNNERS.get(first["engine"]["runner"], "")
+    kv, runner = first["engine"]["kv"], "_v2_runner" * (first["engine"]["runner"] == SECOND_RUNNER)
     problems = add_rows(arms, kv, rows)
     rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
     is_bounded = {*chain(*arms.values())} <= {*OF_BOUNDS, SMOLLM2}
@@ -459,13 +438,9 @@ def _record(options: argparse.Namespace) -> list[str]:
     rows.write(options.out / "rows", name)
     if options.json is not None:
         write_rows(options.json / f"{name}.json", rows.rows)
-    if rows.rows:
-        table = markdown_table("*", {f"{first['machine']['name']}/{name}": rows.rows})
-        write_text(options.out / "rows" / f"{name}.md", table)
-    observed = [parts[OBSERVATIONS] for parts in arms.values() if OBSERVATIONS in parts]
-    if seen := [each for found in observed if not found.get("problem") for each in found[OBSERVATIONS]]:
-        lines = ",\n".join(f" {json.dumps(each)}" for each in seen)
-        write_text(options.out / f"{OBSERVATIONS}.json", f"[\n{lines}\n]\n")
+    observed = [parts["observations"] for parts in arms.values() if "observations" in parts]
+    if seen := [each for found in observed if not found.get("problem") for each in found["observations"]]:
+        write_json(options.out / "observations.json", seen)
     return problems
 
 

@@ -88,23 +88,9 @@ def test_the_last_generated_token_is_no_part_of_the_donor(engine):
 
 
 FACTS = [
-    (
-        "the board of the company did not approve the offer that was made",
-        "the board of the company did approve the offer",
-    ),
-    (
-        "on Tuesday Alice paid Bob what she owed him for the house",
-        "on Tuesday Bob paid Alice what he owed her for the house",
-    ),
-    (
-        "from the store 12 lamps and 40 chairs were taken that night",
-        "from the store 40 lamps and 12 chairs were taken that night",
-    ),
-    (
-        "there were thirteen witnesses at the hearing in the old hall",
-        "there were fourteen witnesses at the hearing in the old hall",
-    ),
-    ("she bought a dozen eggs from the farmer down the road", "she bought 12 eggs from the farmer down the road"),
+    ("the board did not approve the offer that was made", "the board did approve the offer that was made"),
+    ("on Tuesday Alice paid Bob what she owed him for it", "on Tuesday Bob paid Alice what he owed her for it"),
+    ("from the store 12 lamps and 40 chairs were taken", "from the store 40 lamps and 12 chairs were taken"),
 ]
 
 

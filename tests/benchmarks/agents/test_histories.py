@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.agents.histories import Variants, read_histories
+from benchmarks.agents.histories import read_histories, sessions_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import load_tokenizer
 from validation.cases import equal_start
@@ -52,17 +52,17 @@ def test_both_forms_of_files_are_read_alike(written, tmp_path):
 
 def test_each_variant_shares_what_its_harness_keeps(written, reader):
     [history] = read_histories(written, 1, 6_000)
-    sessions = {name: each for name, [each] in Variants(reader, 6_000, 3).of([history]).items()}
+    sessions = {name: each for name, [each] in sessions_of(reader, [history], 6_000, 3).items()}
     for name, session in sessions.items():
-        first, *later = session.prompts
+        first, *later = session
         assert len(later) == 3
-        assert max(map(len, session.prompts)) <= 6_000
+        assert max(map(len, session)) <= 6_000
         head = max(equal_start(first, each) for each in later[:1])
         if name in ("volatile", "shared"):
             assert head < 80  # a prefix cache wins the template alone
         if name == "reread":
             assert len(later[0]) > len(first)
-    assert equal_start(*sessions["shared"].prompts[::2]) > 300  # the same agent's
+    assert equal_start(*sessions["shared"][::2]) > 300  # the same agent's
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_other_files_are_refused(tmp_path, text, sentence):
 
 def test_too_few_turns_are_refused(written, reader):
     with pytest.raises(ConfigurationError, match="too few for 3 turns"):
-        Variants(reader, 600, 3).of(read_histories(written, 1, 600))
+        sessions_of(reader, read_histories(written, 1, 600), 600, 3)

@@ -8,7 +8,7 @@ from benchmarks.agents.play import Turn, distances
 
 
 def turn(answer, *rows):
-    return Turn("s", 1.0, 10, 0, answer, [{token: math.log(p) for token, p in row.items()} for row in rows])
+    return Turn(1.0, 10, 0, answer, [{token: math.log(p) for token, p in row.items()} for row in rows])
 
 
 def test_answers_are_compared_up_to_the_first_other_token():

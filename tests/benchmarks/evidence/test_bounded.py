@@ -51,12 +51,6 @@ def point(kind, share, kl, arm=None, family="order"):
     return Point(family, arm or kind, kind, share, kl, 300)
 
 
-def test_a_kl_between_two_points_is_interpolated_as_its_logarithm():
-    points = [point("profile", 0.4, 0.0001), point("profile", 0.2, 0.01)]
-    assert kl_at(points, 0.3) == pytest.approx(0.001)
-    assert kl_at(points, 0.1) is None
-
-
 @pytest.mark.parametrize(("unchecked", "is_compared"), [(0.1, True), (0.0029, False)])
 def test_choices_are_compared_where_reuse_is_worse_than_rounding(unchecked, is_compared):
     rows = Results([], "cpu", is_shown=False)
@@ -70,4 +64,6 @@ def test_choices_are_compared_where_reuse_is_worse_than_rounding(unchecked, is_c
     values = {each.name: (each.value, each.goal) for each in rows.rows}
     ratio = values.get("smollm2_selection_kl_over_cacheblend_order")
     assert (ratio == (pytest.approx(0.25), 0.5)) if is_compared else ratio is None
+    # Its logarithm is interpolated.
     assert values["smollm2_kl_another_order_quarter"] == (pytest.approx(0.00707, rel=0.01), 0.012)
+    assert kl_at(kinds["profile"], 0.05) is None

@@ -5,11 +5,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
-from benchmarks.fleet import directory, events, gateway
+from benchmarks.fleet import directory, events
 from tests.benchmarks.dry_runs import dry_rows
-from tests.http_server import answering
 
 
 def test_the_directory_finds_holders_and_places_while_donors_come_and_go(tmp_path, monkeypatch):
@@ -33,16 +31,3 @@ def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
     rows = dry_rows(events, tmp_path, "--seconds", "1", "--tokens", "256")
     assert {"event_cost_p99_us", "publisher_events_per_s", "publisher_events_per_s_msgpack"} < set(rows)
     assert min(row.value for row in rows.values()) > 0
-
-
-def test_a_gateway_that_forgets_one_text_of_two_holders_has_half_of_the_share(tmp_path, monkeypatch):
-    monkeypatch.setenv("LITELLM_MASTER_KEY", "key")
-    monkeypatch.setattr(gateway, "SETTLED_SECONDS", 0.0)
-    turns = iter(range(1000))
-
-    async def answer(request):
-        return web.json_response({}, headers={"x-litellm-model-id": str(next(turns) // 4 % 2)})
-
-    with answering(answer) as url:
-        rows = dry_rows(gateway, tmp_path, "--texts", "4", "--url", url)
-    assert rows["litellm_routed_to_holder_share"].value == 0.5

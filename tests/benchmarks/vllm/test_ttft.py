@@ -6,9 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.vllm import ttft
-from benchmarks.vllm.arm import ARMS, POSITION_FIX, STOCK, VERIFIED, Sizes
+from benchmarks.vllm.arm import ARMS, POSITION_FIX, STOCK, VERIFIED, problem_of
 from benchmarks.vllm.forms import FP8, MLA, PLAIN
-from benchmarks.vllm.served import Served
 from validation.estimate.figures import recorded_observations
 from validation.results import read_rows
 
@@ -118,35 +117,23 @@ def test_what_was_not_served_from_donors_gives_no_row(tmp_path, capsys):
     ],
 )
 def test_a_measurement_is_judged_by_how_it_was_served(change, said):
-    problem = Served({**TOLD, **change}).problem(1_000)
+    problem = problem_of({**TOLD, **change}, 1_000)
     assert (problem is None) if said is None else (problem is not None and said in problem)
 
 
-def test_the_sizes_are_those_of_the_rows():
-    sizes = Sizes()
-    assert (sizes.long, sizes.miss, sizes.observed) == (24_576, 8_192, [4_096, 8_192, 16_384, 24_576, 32_768])
-
-
-@pytest.mark.parametrize("kv", [FP8, MLA])
-def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path, kv):
-    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=kv)
+@pytest.mark.parametrize(
+    ("kv", "runner", "end"), [(FP8, "vllm.v1.worker.gpu_model_runner", ""), (MLA, ttft.SECOND_RUNNER, "_v2_runner")]
+)
+def test_rows_of_another_kv_cache_and_runner_are_named_so_and_have_goals_of_their_own(tmp_path, kv, runner, end):
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, runner, kv)
     ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
     [(file, rows)] = read_rows(tmp_path / "json").items()
-    assert file == f"vllm_{kv}"
+    assert file == f"vllm_{kv}{end}"
     assert [(row.name, row.value, row.goal) for row in rows] == [
-        (f"vllm_{kv}_shifted_over_cold_24k", 15 / 700, ttft.VLLM_OTHER_KV_OVER_COLD),
-        (f"vllm_{kv}_shifted_over_exact_hit_24k", 15 / 20, None),
-        (f"vllm_{kv}_miss_overhead_8k", pytest.approx(0.5), None),
+        (f"vllm_{kv}_shifted_over_cold_24k{end}", 15 / 700, ttft.VLLM_KV_OVER_COLD[kv]),
+        (f"vllm_{kv}_shifted_over_exact_hit_24k{end}", 15 / 20, None),
+        (f"vllm_{kv}_miss_overhead_8k{end}", pytest.approx(0.5), None),
     ]
-
-
-def test_rows_of_the_second_model_runner_are_named_so(tmp_path):
-    written(tmp_path, {STOCK: STOCK_PARTS}, runner="vllm.v1.worker.gpu.model_runner")
-    ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
-    [(file, rows)] = read_rows(tmp_path / "json").items()
-    assert file == "vllm_v2_runner"
-    assert [row.name for row in rows if not row.name.endswith("_v2_runner")] == []
-    assert "vllm_stock_rag_requests_per_s_v2_runner" in [row.name for row in rows]
 
 
 def test_observations_are_a_file_that_the_estimate_reads(tmp_path):

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, placed_share, tokens_per_s
+from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, tokens_per_s
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
 from tests.semblend_trt.fleet.conftest import PublishingWorker
@@ -192,8 +192,7 @@ async def test_a_client_that_leaves_ends_its_request(fleet, client, some):
     await asyncio.wait_for(ended(), 30)
 
 
-async def test_the_benchmark_says_who_gets_texts_and_how_fast_answers_pass(fleet, client):
-    assert await placed_share(fleet, client, 3, 2) == 1.0
+async def test_the_benchmark_says_how_fast_answers_pass(fleet, client):
     assert await tokens_per_s(fleet, client, 4) > 0
 
 
