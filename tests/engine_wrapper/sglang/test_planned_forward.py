@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, OTHER, WHOLE, assert_cold
+from tests.builders.vllm import DONOR, MOVED, NEW, assert_cold
+from tests.engine_wrapper.sglang.conftest import OTHER, WHOLE
 
 
 @pytest.mark.promise(
@@ -32,23 +33,9 @@ def test_answers_are_those_of_cold_runs(serve, cold, options, record_property):
         assert assert_cold(served, cold, DONOR)[0].receipt["exact_prefix_tokens"] >= len(DONOR) - 16
 
 
-def test_checked_plans_keep_what_does_not_deviate(serve, cold, tmp_path):
-    with serve(WHOLE) as served:
+def test_checked_plans_keep_what_does_not_deviate(serve, profile_at):
+    with serve(profile_at({"layer": 2, "threshold": 1.0})) as served:
         served.teach()
-        checked = served.checked_at(tmp_path, layer=2, threshold=1.0)
-    with serve(checked) as served:
-        served.teach()
-        answer = served.ask(MOVED, max_new_tokens=16)
+        answer = served.ask(MOVED, max_tokens=16)
         assert answer.receipt["checked_tokens"] >= 480
         assert answer.receipt["reused_tokens"] == answer.receipt["checked_tokens"]
-
-
-def test_a_check_that_keeps_nothing_computes_everything(serve, cold, tmp_path):
-    with serve(WHOLE) as served:
-        served.teach()
-        checked = served.checked_at(tmp_path, layer=2, threshold=1e-9)
-    with serve(checked) as served:
-        served.teach()
-        (answer,) = assert_cold(served, cold, MOVED)
-        assert answer.receipt["reused_tokens"] == 0
-        assert answer.receipt["recomputed_tokens"] >= 480

@@ -27,7 +27,8 @@ def test_the_doctor_says_what_would_be_refused(tmp_path, capsys, options, reason
 
 def test_the_validation_reads_logits_and_forces_answers(monkeypatch):
     from engine_wrapper.embedded.request import SamplingParams
-    from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, WARM
+    from tests.builders.vllm import DONOR, MOVED
+    from tests.engine_wrapper.sglang.conftest import WARM
 
     monkeypatch.setenv("SEMBLEND_METRICS", "0")
     engines = SglangEngines(str(shipped_model()), "float32")

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_wrapper.sglang.planned_forward import PlannedForward
-from tests.engine_wrapper.sglang.conftest import MOVED, NEW, assert_cold
+from tests.builders.vllm import MOVED, NEW, assert_cold
 from validation.sglang_engine import Ask
 
 

@@ -19,8 +19,6 @@ from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
-from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
@@ -65,19 +63,6 @@ def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments_until
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
     held = from_vllm_config(first)
     assert from_vllm_config(second) is not held
-
-
-def test_both_halves_take_the_arguments_and_meet(monkeypatch):
-    arguments = from_vllm_config(engine_config(min_donor_tokens=77, metrics=False))
-    worker, scheduler = SemBlendKvConnectorWorker(arguments), SemBlendKvConnectorScheduler(arguments)
-    try:
-        assert [half._settings.min_donor_tokens for half in (worker, scheduler)] == [77, 77]
-        assert worker._runtime is scheduler._runtime
-        assert scheduler._refusal is None
-        assert worker._holds_saved_blocks
-    finally:
-        scheduler.close()
-        worker.close()
 
 
 def test_what_the_halves_read_is_what_the_engine_runs_with():
@@ -131,13 +116,6 @@ def test_what_changes_the_kv_makes_another_namespace_and_what_is_not_known_match
     other = namespace_of(changes)
     assert (unknown_fields(other) == []) if unknown is None else (unknown in unknown_fields(other))
     assert other.key != namespace_of({} if unknown is None else changes).key
-
-
-@pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
-def test_a_model_that_is_told_more_than_its_files_say_is_refused(name):
-    arguments = from_vllm_config(engine_config({f"model_config.{name}": {"a": 1}}))
-    assert arguments.has_model_overrides
-    assert engine_refusal(arguments) == "model_kwargs"
 
 
 def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unknown():

@@ -1,6 +1,5 @@
 """What vLLM does not hand over is found among the callers, and its model runners are left as they were found."""
 
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from engine_wrapper.patches import AlreadyPatchedError
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import hooks
-from engine_wrapper.vllm.hooks import find_runner, find_scheduler, own_kernels, watch_worker_calls
+from engine_wrapper.vllm.hooks import find_runner, find_scheduler, watch_worker_calls
 
 
 class SecondRunner(GPUModelRunner):
@@ -123,12 +121,3 @@ def test_an_engine_has_one_connector_alone():
         runner.register()
     found.remove()
     runner.register().remove()
-
-
-def test_modules_run_their_own_kernels_for_a_while_alone(monkeypatch):
-    monkeypatch.setattr(hooks, "_ir_ops", tuple)
-    modules = [SimpleNamespace(_forward_method=f"compiled {each}", forward_cuda=f"own {each}") for each in "ab"]
-    with suppress(RuntimeError), own_kernels(modules):
-        assert [each._forward_method for each in modules] == ["own a", "own b"]
-        raise RuntimeError("a layer fails")
-    assert [each._forward_method for each in modules] == ["compiled a", "compiled b"]

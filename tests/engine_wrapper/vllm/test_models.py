@@ -280,14 +280,3 @@ def test_layers_that_take_something_else_are_refused_by_name(forward):
     with pytest.raises(LayoutError, match="not known here") as refusal:
         layer_calls_of(model)
     assert refusal.value.reason == "layer_call"
-
-
-def test_layers_are_called_by_the_names_that_they_give():
-    class Layer:
-        def forward(self, hidden_states, positions, residual, scale=7):
-            return 100 * positions + 10 * hidden_states + residual, scale
-
-        __call__ = forward
-
-    calls = layer_calls_of(SimpleNamespace(model=SimpleNamespace(layers=[Layer()])))
-    assert calls.run(0, 1, (2, 3)) == (123, 7)
