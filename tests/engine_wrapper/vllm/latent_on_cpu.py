@@ -29,37 +29,6 @@ def complete(patch):
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
-def take_prompts_as_in_0_25(patch, workspace_rows):
-    """Takes prompts as vLLM 0.25.1 does on a card (`mla_attention.py`): first those with tokens before them."""
-    from vllm.forward_context import get_forward_context
-    from vllm.model_executor.layers.attention import mla_attention
-
-    builders = mla_attention.MLACommonMetadataBuilder
-    build, join = builders.build, mla_attention.merge_attn_states
-
-    def built(builder, common_prefix_len, common_attn_metadata, **options):
-        metadata, common = build(builder, common_prefix_len, common_attn_metadata, **options), common_attn_metadata
-        context = metadata.prefill and metadata.prefill.chunked_context
-        if context is not None:
-            starts = common.query_start_loc_cpu[metadata.num_decodes :]
-            before = common.seq_lens_cpu_upper_bound[metadata.num_decodes :] - starts.diff()
-            count = int((before > 0).sum())
-            assert builder.chunked_prefill_workspace_size // count >= builder.page_size
-            context.prefill_tokens_with_context = int(starts[count] - starts[0])
-        return metadata
-
-    def joined(*, output, suffix_output, **rest):
-        join(output=output, suffix_output=suffix_output, **rest)
-        metadata = next(iter(get_forward_context().attn_metadata.values()))
-        with_context = metadata.prefill.chunked_context.prefill_tokens_with_context
-        if rest.get("output_lse") is None and with_context is not None:
-            output[with_context:] = suffix_output[with_context:]
-
-    patch.setattr(builders, "determine_chunked_prefill_workspace_size", staticmethod(lambda _: workspace_rows))
-    patch.setattr(builders, "build", built)
-    patch.setattr(mla_attention, "merge_attn_states", joined)
-
-
 def scale_by(patch, scales):
     """Gives every layer its scale, as a checkpoint would that has them."""
     from vllm.model_executor.layers.attention import MLAAttention

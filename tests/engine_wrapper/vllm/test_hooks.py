@@ -62,14 +62,6 @@ def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was()
     assert found.order() == ["c"]
 
 
-def test_the_first_runner_holds_its_batch():
-    runner = FirstRunner(CUDAGraphMode.NONE)
-    found = runner.register()
-    runner.input_batch.req_ids = ["b"]
-    assert (found.groups, found.model, found.order()) == (["a group"], runner.model, ["b"])
-    found.remove()
-
-
 @pytest.mark.promise(
     "engines",
     "In vLLM a full graph of a decode replays no step whose plan would be lost: such a plan is computed, and later "
@@ -101,17 +93,18 @@ def test_prefills_that_are_replayed_whole_are_refused(kind, mode, is_breakable, 
     assert "prepare_inputs" not in vars(runner)
 
 
-def test_another_runner_is_not_known():
-    with pytest.raises(LookupError, match="not known"):
-        find_runner()
-
-
-def test_objects_of_another_kind_are_not_taken():
-    weights = None
-    with pytest.raises(LookupError, match="executor is of a kind that is not known"):
-        watch_worker_calls(weights)
-    with pytest.raises(LookupError, match="the scheduler is not among the callers"):
-        find_scheduler()
+@pytest.mark.parametrize(
+    ("find", "problem"),
+    [
+        (find_runner, "the model runner is of a kind that is not known"),
+        (lambda: watch_worker_calls(None), "executor is of a kind that is not known"),
+        (find_scheduler, "the scheduler is not among the callers"),
+    ],
+    ids=["runner", "executor", "scheduler"],
+)
+def test_objects_of_another_kind_are_not_taken(find, problem):
+    with pytest.raises(LookupError, match=problem):
+        find()
 
 
 def test_an_engine_has_one_connector_alone():

@@ -28,7 +28,7 @@ from tests.builders.vllm import (
     while_another_decodes,
 )
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8, take_prompts_as_in_0_25
+from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8
 from tests.engine_wrapper.watching import watched
 from tests.kernels.builders import token_rows
 
@@ -186,18 +186,6 @@ def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_run
         assert (refused.refusal, refused.faults) == ("self_check", {"self_check": 1})
 
 
-@in_own_dtype
-@pytest.mark.every_version
-@pytest.mark.skipif(ON_CARD, reason="a card's vLLM takes prompts in its own way")
-def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_them_first(
-    engine, models, many_runs, built, monkeypatch
-):
-    take_prompts_as_in_0_25(monkeypatch, workspace_rows=64)
-    served = proven(engine, models())
-    assert served.runtime.mode.value == "wrapper"
-    assert max(prompts for _, prompts in built) > 15
-
-
 @pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 @pytest.mark.every_version
 def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
@@ -251,17 +239,6 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
         # A token may lie at the threshold.
         assert found.reused_tokens == pytest.approx(len(kept), abs=2 if ON_CARD or kv else 0)
         assert found.checked_tokens == len(DOCUMENT)
-
-
-@in_own_dtype
-def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, tmp_path):
-    served = engine("position_fix", model=models())
-    expected = served.cold(MOVED)
-    settings = checked_at(served, tmp_path, layer=1, threshold=1e-6)
-    served = taught(engine("boundary", settings, model=models()))
-    assert_cold(served, served.ask(MOVED, max_tokens=16), expected)
-    found = served.scheduler.outcomes.of(served.last)
-    assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
 
 
 @in_own_dtype

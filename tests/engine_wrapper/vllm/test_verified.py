@@ -229,18 +229,3 @@ def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(engin
         assert served.llm.get_tokenizer().decode(found[-1].tokens).startswith(question.answer)
     assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
     assert sorted(served.scheduler.donor_index.catalog.generations.values()) == [1] * generations
-
-
-@pytest.mark.promise("policies", "A profile that is replaced under...")
-def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile, tmp_path):
-    path, held = tmp_path / "profile.json", ReuseProfile.read(profile)
-    held.write(path)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    served = engine("boundary", {"policy": "verified", "profile": str(path)})
-    held.model_copy(update={"policy": "position_fix", "check": None, "head_tokens": 0}).write(path)
-    cases = cases_of(served.llm.get_tokenizer(), "header_trap")
-    right, followed, _ = answers(served, cases, donors=True)
-    settled = [served.scheduler.outcomes.of(each) for each in range(1, served.last + 1)]
-    assert {each.profile for each in settled if each is not None} == {digest}
-    assert right >= GROUPS - 1
-    assert followed == 0
