@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from engine_wrapper import batch as batch_module
 from engine_wrapper.batch import Batch
@@ -76,8 +77,6 @@ def served(profile_at, cold):
 
 def ready(served):
     """The engine as it was before the last fault: with the donor, and nothing in SGLang's own prefix cache."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     served.runtime.refusal, served.runtime.mode = None, EngineMode.WRAPPER
     served.runtime.faults.clear()
     served.scheduler.forget_donors()

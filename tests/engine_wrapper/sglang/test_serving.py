@@ -5,7 +5,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.server_args import ServerArgs
 
+from engine_wrapper.sglang.refusals import engine_refusal_of, model_refusal_of
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, assert_cold
 from tests.engine_wrapper.sglang.conftest import OTHER, WARM, some
 from validation.models import shipped_model
@@ -66,8 +70,6 @@ def test_a_flush_forgets_donors(serve):
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_aborted_requests_leave_nothing(serve, cold, steps):
-    from sglang.srt.managers.io_struct import AbortReq
-
     with serve() as served:
         served.teach()
         seen = []
@@ -88,8 +90,6 @@ def test_aborted_requests_leave_nothing(serve, cold, steps):
 
 @pytest.mark.promise("engines", "In SGLang salts keep requests apart,...")
 def test_donors_of_other_weights_are_dropped(serve, tmp_path):
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
     other = tmp_path / "other"
     shutil.copytree(shipped_model(), other)
     weights = load_file(other / "model.safetensors")
@@ -146,10 +146,6 @@ def test_refused_engines_serve_as_stock(serve, caplog, options, reason):
     ],
 )
 def test_options_are_refused_by_name(name, value, reason):
-    from sglang.srt.server_args import ServerArgs
-
-    from engine_wrapper.sglang.refusals import engine_refusal_of
-
     arguments = ServerArgs(model_path=str(shipped_model()), device="cpu")
     assert engine_refusal_of(arguments) is None
     setattr(arguments, name, value)
@@ -158,8 +154,6 @@ def test_options_are_refused_by_name(name, value, reason):
 
 @pytest.mark.promise("engines", "What SGLang's version, options or model...")
 def test_other_versions_are_refused(monkeypatch):
-    from engine_wrapper.sglang.refusals import engine_refusal_of
-
     monkeypatch.setattr("sglang.version.__version__", "0.5.22")
     assert engine_refusal_of(None) == "sglang_version"
 
@@ -175,8 +169,6 @@ def test_settings_that_cannot_be_used_turn_reuse_off(serve, caplog):
     ("kind", "reason"), [("attention", "sliding_window"), ("model", "unknown_architecture"), ("pool", "pool_layout")]
 )
 def test_models_and_caches_of_other_kinds_are_refused(serve, kind, reason):
-    from engine_wrapper.sglang.refusals import model_refusal_of
-
     with serve() as served:
         runner = served.local.scheduler.tp_worker.model_runner
         assert model_refusal_of(runner) is None
@@ -190,6 +182,4 @@ def test_models_and_caches_of_other_kinds_are_refused(serve, kind, reason):
 
 
 def evict(served):
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     served.cache.evict(EvictParams(num_tokens=1 << 20))

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.attention import Attention
 from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.connector.attention_layout import LLAMA4
-from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
@@ -63,18 +62,6 @@ def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments_until
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
     held = from_vllm_config(first)
     assert from_vllm_config(second) is not held
-
-
-def test_what_the_halves_read_is_what_the_engine_runs_with():
-    arguments = from_vllm_config(engine_config(host_bytes=5))
-    assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})
-    assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
-    assert (arguments.dtype, arguments.read_caches().dtype) == ("float32", "auto")
-    assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size) == (1, 1)
-    assert (arguments.context_parallel_size, arguments.quantization) == (1, None)
-    assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
-    assert (arguments.has_model_overrides, arguments.speculates) == (False, False)
-    assert engine_refusal(arguments) is None
 
 
 def test_only_vllms_own_code_puts_channels_into_another_order():
