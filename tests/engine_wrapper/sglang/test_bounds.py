@@ -45,8 +45,11 @@ def weighed_in_the_embedded_engine(tmp_path, check):
     "In SGLang a bound chooses tokens by the attention that the embedded engine finds, and receipts say what was "
     "computed",
 )
-@pytest.mark.parametrize("compares_all", [True, False], ids=["all compared", "a sample compared"])
-@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 128}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("options", "compares_all"),
+    [({}, False), ({"chunked_prefill_size": 128}, True)],
+    ids=["whole, a sample compared", "chunks, all compared"],
+)
 def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     serve, profile_at, tmp_path, monkeypatch, options, compares_all
 ):

@@ -24,7 +24,6 @@ from tests.builders.vllm import (
     TINY_LAYERS,
     WINDOW,
     checked_at,
-    cold_answers,
     exact,
     is_cold,
     needs_vision,
@@ -188,8 +187,9 @@ def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
 def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(engine, tiny):
     """vLLM does so where it takes long prompts; the KV is that of another engine then."""
     model = tiny(MIXED[0], MIXED[1], **MIXED[2])
-    wanted = cold_answers(MOVED, model=model, **SCALED)(MOVED)
-    served = taught(engine(*AGAIN, model=model, **SCALED))
+    served = engine(*AGAIN, model=model, **SCALED)
+    wanted = served.cold(MOVED)
+    taught(served)
     assert is_cold(served.ask(MOVED, max_tokens=16), wanted)
     assert served.offered >= len(DOCUMENT) - CHUNK
     assert served.scheduler.namespace.backend_cache_layout.endswith("/scaled")
