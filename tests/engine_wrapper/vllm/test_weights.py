@@ -140,3 +140,13 @@ def test_new_scales_of_an_fp8_cache_end_reuse(engine):
     served.forget()
     served.ask(DONOR)
     assert (reused(served), served.refusal) == (0, "kv_scales")
+
+
+def test_nor_does_it_once_the_change_is_known(engine, other, answers):
+    served = engine("exact")
+    served.ask(DONOR, max_tokens=1)
+    reload(served, other)
+    for prompt in (PROMPTS[1], PROMPTS[3]):
+        assert served.ask(prompt, max_tokens=1).cached > 400
+        served.settle()
+    assert assert_cold(served, answers["other"], [PROMPTS[3]]) == [0]
