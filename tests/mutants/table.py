@@ -415,7 +415,7 @@ MUTANTS = (
         "mask = tokens <= places[:, None] + 1", "test_any_positions_and_any_window_match_naive"),
        ("attention-window", "a window counts its own token", "mask &= tokens > places[:, None] - window",
         "mask &= tokens >= places[:, None] - window", "test_any_positions_and_any_window_match_naive")),
-    *of("engine_wrapper/sglang/radix_cache.py", "engine_wrapper/sglang/test_serving.py",
+    *of("engine_wrapper/sglang/radix_cache.py", "engine_wrapper/sglang/test_planned_forward.py",
        ("sglang-publication", "moved KV never enters SGLang's tree", "up_to=min(up_to, exact)", "up_to=up_to",
         "test_moved_kv_is_never_served_from_the_prefix_cache"),
         environment="sglang"),

@@ -1,7 +1,6 @@
 """A real SGLang with the shipped model, in this process. The folder is left out without SGLang."""
 
 import gc
-import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, random_tokens
 from validation.models import shipped_model
 from validation.sglang_engine import Ask, LocalSglang
 
@@ -19,17 +19,8 @@ SHORT = {"MIN_DONOR_TOKENS": "32", "MIN_SPAN": "48", "HOST_BYTES": str(1 << 28),
 WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "8"}
 
 
-def random_tokens(seed):
-    """Draws so many tokens."""
-    generator = random.Random(seed)
-    return lambda count: [generator.randrange(10, 2000) for _ in range(count)]
-
-
-some = random_tokens(6)
-DOCUMENT = some(500)
-WARM = some(100)
-DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
-OTHER, NEW = [*some(30), *DOCUMENT[100:400], *some(60)], some(150)
+some = random_tokens(7)
+WARM, OTHER = some(100), [*some(30), *DOCUMENT[100:400], *some(60)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +51,9 @@ class Served:
         self.are_faults_read = True
         return self.runtime.faults
 
-    def ask(self, *prompts, salts=(), options=None, **sampling):
+    def ask(self, *prompts, salts=(), options=None, max_tokens=8, **sampling):
         """Answers of prompts that are asked together, greedily."""
-        salts = [*salts, *[None] * (len(prompts) - len(salts))]
+        salts, sampling = [*salts, *[None] * (len(prompts) - len(salts))], {"max_new_tokens": max_tokens, **sampling}
         asked = [Ask(p, sampling, salt, options or {}) for p, salt in zip(prompts, salts, strict=True)]
         found = [self._answered(each) for each in self.local.ask(*asked)]
         return found[0] if len(found) == 1 else found
@@ -85,14 +76,6 @@ class Served:
         self.settle()
         assert self.runtime.mode.value == "wrapper"
         return self
-
-    def checked_at(self, folder, **check):
-        """Variables of a profile for this engine with such a check."""
-        made = ReuseProfile.made_for(
-            self.scheduler.namespace, self.runtime.pool.geometry, policy="verified", check=ProfileCheck(**check)
-        )
-        made.write(folder / "profile.json")
-        return {"POLICY": "verified", "PROFILE": str(folder / "profile.json"), "PROFILE_TRIAL": "1"}
 
 
 @contextmanager
@@ -137,16 +120,15 @@ def serve(monkeypatch):
     return open_one
 
 
-def near(ours, theirs):
-    """Whether log-probabilities are the same but for rounding."""
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+@pytest.fixture(scope="session")
+def profile_at(tmp_path_factory):
+    """Makes variables of a profile for SGLang's engine, with a check and whatever else the profile has."""
+    with serving(pytest.MonkeyPatch(), WHOLE) as served:
+        known = served.teach().scheduler.namespace, served.runtime.pool.geometry
 
+    def variables(check, **more):
+        path = tmp_path_factory.mktemp("profile") / "profile.json"
+        ReuseProfile.made_for(*known, policy="verified", check=ProfileCheck(**check), **more).write(path)
+        return {"POLICY": "verified", "PROFILE": str(path), "PROFILE_TRIAL": "1"}
 
-def assert_cold(served, cold, *prompts, **options):
-    """The answers to prompts that are asked together are those of cold runs; returns them."""
-    found = served.ask(*prompts, max_new_tokens=16, **options)
-    answers = found if isinstance(found, list) else [found]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == cold(prompt).tokens
-        assert near(answer.logprobs, cold(prompt).logprobs)
-    return answers
+    return variables

@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from engine_wrapper import batch as batch_module
 from engine_wrapper.batch import Batch
@@ -24,7 +25,8 @@ from semblend_trt.runtime import ActivePlans, Runtime
 from semblend_trt.transfer import load as load_module
 from semblend_trt.transfer.load import PlanLoader
 from semblend_trt.transfer.save import DonorSaver
-from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, WHOLE, assert_cold, serving
+from tests.builders.vllm import DONOR, MOVED, NEW, assert_cold
+from tests.engine_wrapper.sglang.conftest import serving
 
 INSIDE = [
     *((batch_module, name) for name in ("run_works", "works_of", "with_lowest_layers_run")),
@@ -66,25 +68,20 @@ NOT_ALWAYS = {"_decline", "output"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, cold):
+def served(profile_at, cold):
     """One engine in which a plan is checked and every token of it computed."""
-    with pytest.MonkeyPatch.context() as patch:
-        with serving(patch, WHOLE) as other:
-            variables = other.teach().checked_at(tmp_path_factory.mktemp("profile"), layer=1, threshold=1e-9)
-        with serving(patch, variables) as served:
-            served.are_faults_read = True
-            yield served.teach()
+    with serving(pytest.MonkeyPatch(), profile_at({"layer": 1, "threshold": 1e-9})) as served:
+        served.are_faults_read = True
+        yield served.teach()
 
 
 def ready(served):
     """The engine as it was before the last fault: with the donor, and nothing in SGLang's own prefix cache."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     served.runtime.refusal, served.runtime.mode = None, EngineMode.WRAPPER
     served.runtime.faults.clear()
     served.scheduler.forget_donors()
     served.cache.evict(EvictParams(num_tokens=1 << 20))
-    served.ask(DONOR, max_new_tokens=1)
+    served.ask(DONOR, max_tokens=1)
     served.settle()
     served.cache.evict(EvictParams(num_tokens=1 << 20))
 

@@ -5,7 +5,7 @@ import pytest
 
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, sketch_key
-from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW
+from tests.builders.vllm import DONOR, MOVED, NEW
 from tests.semblend_trt.conftest import NatsServer, Reader
 from tests.semblend_trt.fleet.conftest import donors_of, overlap
 from tests.semblend_trt.samples import prompt_fingerprints
@@ -22,17 +22,16 @@ def nats(tmp_path):
 
 
 @pytest.mark.promise("engines", "In SGLang Llama, Qwen2 and Qwen3...")
-def test_donors_are_announced_and_withdrawn(serve, nats, tmp_path):
+def test_donors_are_announced_and_withdrawn(serve, nats, profile_at):
     reader = Reader(nats.url)
-    with serve() as served:
-        checked = served.teach().checked_at(tmp_path, layer=2, threshold=1.0)
+    checked = profile_at({"layer": 2, "threshold": 1.0})
     with serve({**checked, "NATS_URL": nats.url, "WORKER_ID": "5"}) as served:
         served.teach()
         assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 2)
         # Of a request that reused moved text, what comes before that text alone is announced.
-        assert served.ask(MOVED, max_new_tokens=1).receipt["reused_tokens"] > 400
+        assert served.ask(MOVED, max_tokens=1).receipt["reused_tokens"] > 400
         served.settle()
-        served.ask(NEW, max_new_tokens=1)
+        served.ask(NEW, max_tokens=1)
         served.settle()
         assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 4)
         key = sketch_key(served.scheduler.namespace.for_request(None, None).key, None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine_wrapper.sglang.conftest import near
+from tests.builders.vllm import near
 
 LEAD, DOCUMENT, TAIL = ([*range(begin, end)] for begin, end in ((10, 50), (60, 200), (210, 250)))
 DONOR, MOVED = [*TAIL[:20], *DOCUMENT, *LEAD], [*LEAD, *TAIL[:30], *DOCUMENT, *TAIL]
@@ -14,10 +14,10 @@ WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "3"}
 def test_answers_of_each_model_are_those_of_stock(serve, tiny_model_paths, family):
     options = {"model": str(tiny_model_paths[family])}
     with serve(None, disable_radix_cache=True, **options) as stock:
-        wanted = stock.ask(MOVED, max_new_tokens=16)
+        wanted = stock.ask(MOVED, max_tokens=16)
     with serve(WHOLE, **options) as served:
         served.teach(DONOR, warm=[*range(250, 100, -1)])
-        found = served.ask(MOVED, max_new_tokens=16)
+        found = served.ask(MOVED, max_tokens=16)
     assert found.tokens == wanted.tokens
     assert near(found.logprobs, wanted.logprobs)
     assert found.receipt["recomputed_tokens"] == found.receipt["offered_tokens"] >= len(DOCUMENT) - 2

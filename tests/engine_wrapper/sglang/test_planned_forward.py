@@ -1,8 +1,16 @@
 """Plans before SGLang's own forward: with everything computed, answers are those of cold runs."""
 
-import pytest
+import shutil
 
-from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, NEW, OTHER, WHOLE, assert_cold
+import pytest
+from safetensors.torch import load_file, save_file
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, assert_cold
+from tests.engine_wrapper.sglang.conftest import OTHER, WHOLE, some
+from validation.models import shipped_model
+
+LEADS = some(80)
 
 
 @pytest.mark.promise(
@@ -32,23 +40,40 @@ def test_answers_are_those_of_cold_runs(serve, cold, options, record_property):
         assert assert_cold(served, cold, DONOR)[0].receipt["exact_prefix_tokens"] >= len(DONOR) - 16
 
 
-def test_checked_plans_keep_what_does_not_deviate(serve, cold, tmp_path):
-    with serve(WHOLE) as served:
+def test_checked_plans_keep_what_does_not_deviate(serve, profile_at):
+    with serve(profile_at({"layer": 2, "threshold": 1.0})) as served:
         served.teach()
-        checked = served.checked_at(tmp_path, layer=2, threshold=1.0)
-    with serve(checked) as served:
-        served.teach()
-        answer = served.ask(MOVED, max_new_tokens=16)
+        answer = served.ask(MOVED, max_tokens=16)
         assert answer.receipt["checked_tokens"] >= 480
         assert answer.receipt["reused_tokens"] == answer.receipt["checked_tokens"]
 
 
-def test_a_check_that_keeps_nothing_computes_everything(serve, cold, tmp_path):
-    with serve(WHOLE) as served:
+@pytest.mark.promise("engines", "In SGLang answers are those of...")
+def test_moved_kv_is_never_served_from_the_prefix_cache(serve, profile_at, record_property):
+    """Fill the cache with approximate requests, evict, and ask again."""
+    hits = 0
+    with serve(profile_at({"layer": 1, "threshold": 1.0}), max_total_tokens=2048) as served:
         served.teach()
-        checked = served.checked_at(tmp_path, layer=2, threshold=1e-9)
-    with serve(checked) as served:
+        for n in [0, 1, 2, 3] * 2:
+            prompt = [*LEADS[: 40 + 9 * n], *DOCUMENT[:400], *NEW[:30]]
+            answer = served.ask(prompt, max_tokens=4)
+            assert answer.receipt["reused_tokens"] >= 300
+            longer = served.ask([*prompt, *answer.tokens, *NEW[:20]], max_tokens=1)
+            # What comes before the document is exact.
+            hits += sum(max(0, each.receipt["exact_prefix_tokens"] - 40 - 9 * n) for each in (answer, longer))
+    record_property("contaminated_hits", hits)
+    assert hits == 0
+
+
+@pytest.mark.promise("engines", "In SGLang salts keep requests apart,...")
+def test_donors_of_other_weights_are_dropped(serve, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(shipped_model(), other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with serve() as served:
         served.teach()
-        (answer,) = assert_cold(served, cold, MOVED)
-        assert answer.receipt["reused_tokens"] == 0
-        assert answer.receipt["recomputed_tokens"] >= 480
+        update = UpdateWeightFromDiskReqInput(model_path=str(other), load_format="auto", flush_cache=False)
+        served.local.scheduler.process_input_requests([update])
+        assert served.ask(MOVED).receipt["offered_tokens"] == 0
+        assert served.runtime.weights_changes == 1

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.cli.main import main
+from tests.builders.vllm import DONOR, MOVED
+from tests.engine_wrapper.sglang.conftest import WARM
 from validation.arms import ArmChoices, arms_of
 from validation.engines import EngineSettings, ended_requests, opened
 from validation.models import shipped_model
@@ -26,9 +29,6 @@ def test_the_doctor_says_what_would_be_refused(tmp_path, capsys, options, reason
 
 
 def test_the_validation_reads_logits_and_forces_answers(monkeypatch):
-    from engine_wrapper.embedded.request import SamplingParams
-    from tests.engine_wrapper.sglang.conftest import DONOR, MOVED, WARM
-
     monkeypatch.setenv("SEMBLEND_METRICS", "0")
     engines = SglangEngines(str(shipped_model()), "float32")
     cold, *_, unchecked = arms_of(["cold", "position_fix"], ArmChoices(engines.facts.num_layers, boundary=1))

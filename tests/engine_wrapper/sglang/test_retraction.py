@@ -3,7 +3,7 @@
 import pytest
 
 from engine_wrapper.sglang.planned_forward import PlannedForward
-from tests.engine_wrapper.sglang.conftest import MOVED, NEW, assert_cold
+from tests.builders.vllm import MOVED, NEW, assert_cold
 from validation.sglang_engine import Ask
 
 
@@ -31,8 +31,15 @@ def test_a_request_that_nothing_can_compute_now_begins_again(serve, cold, monkey
 
 
 @pytest.mark.promise("engines", "In SGLang no fault of ours...")
-@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 64}], ids=["overlap", "chunks"])
-@pytest.mark.parametrize("place", ["ScheduleBatch.release_req", "release_kv_cache", "evict_from_tree_cache"])
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("ScheduleBatch.release_req", {}),
+        ("release_kv_cache", {"chunked_prefill_size": 64}),
+        ("evict_from_tree_cache", {}),
+    ],
+    ids=["overlap", "chunks", "released"],
+)
 def test_a_retraction_that_sglang_cannot_end_harms_that_request_alone(serve, cold, monkeypatch, options, place):
     """Where its slots are back, it begins again; it is aborted if not."""
 

@@ -1,63 +1,12 @@
-"""What vLLM's CPU builds lack of latent attention (vLLM 0.28, `model_executor/layers/attention/mla_attention.py`)."""
+"""Latent rows in e4m3, which vLLM's backends for a CPU do not store."""
 
 from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
 
 import torch
 
 from kernels.layout import indexable
 from kernels.rope import saturated
 from tests.kernels.builders import FP8
-
-_HERE = "vllm.v1.attention.backends.mla.prefill"
-
-
-def complete(patch):
-    """Puts in what is missing."""
-    if find_spec(f"{_HERE}.cpu_sdpa") is not None:
-        return
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.attention import mla_attention
-
-    patch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: _prefill_backend())
-    patch.setattr(mla_attention, "merge_attn_states", _join)
-    patch.setattr(_custom_ops, "gather_and_maybe_dequant_cache", _gather)
-    # The weights of one projection are read once more after vLLM has packed them.
-    keep = partial(_keep_weights, utils.dispatch_cpu_unquantized_gemm)
-    patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
-
-
-def take_prompts_as_in_0_25(patch, workspace_rows):
-    """Takes prompts as vLLM 0.25.1 does on a card (`mla_attention.py`): first those with tokens before them."""
-    from vllm.forward_context import get_forward_context
-    from vllm.model_executor.layers.attention import mla_attention
-
-    builders = mla_attention.MLACommonMetadataBuilder
-    build, join = builders.build, mla_attention.merge_attn_states
-
-    def built(builder, common_prefix_len, common_attn_metadata, **options):
-        metadata, common = build(builder, common_prefix_len, common_attn_metadata, **options), common_attn_metadata
-        context = metadata.prefill and metadata.prefill.chunked_context
-        if context is not None:
-            starts = common.query_start_loc_cpu[metadata.num_decodes :]
-            before = common.seq_lens_cpu_upper_bound[metadata.num_decodes :] - starts.diff()
-            count = int((before > 0).sum())
-            assert builder.chunked_prefill_workspace_size // count >= builder.page_size
-            context.prefill_tokens_with_context = int(starts[count] - starts[0])
-        return metadata
-
-    def joined(*, output, suffix_output, **rest):
-        join(output=output, suffix_output=suffix_output, **rest)
-        metadata = next(iter(get_forward_context().attn_metadata.values()))
-        with_context = metadata.prefill.chunked_context.prefill_tokens_with_context
-        if rest.get("output_lse") is None and with_context is not None:
-            output[with_context:] = suffix_output[with_context:]
-
-    patch.setattr(builders, "determine_chunked_prefill_workspace_size", staticmethod(lambda _: workspace_rows))
-    patch.setattr(builders, "build", built)
-    patch.setattr(mla_attention, "merge_attn_states", joined)
 
 
 def scale_by(patch, scales):
@@ -117,57 +66,3 @@ def _read(cache, table, scale, dtype):
     blocks, places = table.unique(return_inverse=True)
     held = indexable(cache)[blocks.long()].view(FP8).float() * scale
     return held.to(dtype), places.int()
-
-
-def _keep_weights(stock, layer, remove_weight):
-    stock(layer, remove_weight=False)
-
-
-def _prefill_backend():
-    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-
-    class TorchPrefill(MLAPrefillBackend):
-        """In the place of the one that a card has."""
-
-        @staticmethod
-        def get_name():
-            return "FLASH_ATTN"
-
-        def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, **_):
-            starts = self._prefill_metadata.query_start_loc
-            output, sums = _attend(q, k, v, starts, starts, self.scale, causal=True)
-            return (output, sums) if return_softmax_lse else output
-
-        def run_prefill_context_chunk(self, chunk, q, k, v, **_):
-            return _attend(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, self.scale, causal=False)
-
-    return TorchPrefill
-
-
-def _attend(q, k, v, queries, keys, scale, causal):
-    """Attention of sequences that begin at `queries` and `keys`; the output, and each softmax's logarithmic sum."""
-    outputs, sums = [], []
-    pairs = (zip(each[:-1].tolist(), each[1:].tolist(), strict=True) for each in (queries, keys))
-    for (begin, end), (first, last) in zip(*pairs, strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[first:last]) * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-        sums.append(scores.logsumexp(-1))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[first:last]))
-    return torch.cat(outputs), torch.cat(sums, 1)
-
-
-def _gather(*, src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, seq_starts, **_):
-    sequences = token_to_seq[:num_tokens].long()
-    positions = torch.arange(num_tokens) - cu_seq_lens[sequences] + seq_starts[sequences]
-    size = src_cache.shape[1]
-    dst[:num_tokens] = src_cache[block_table[sequences, positions // size].long(), positions % size]
-
-
-def _join(*, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, **_):
-    both = torch.stack([prefix_lse, suffix_lse])
-    share = both.softmax(0)[0].T[..., None]
-    joined = prefix_output * share + suffix_output * (1 - share)
-    if output_lse is not None:
-        output_lse.copy_(both.logsumexp(0))
-    output.copy_(joined)

@@ -88,9 +88,9 @@ def assert_cold(answers, cold):
     "In vLLM a LoRA adapter reuses KV of its own weights alone, in mixed batches, replaced in place or under "
     "another's name",
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, compiled):
-    served = loaded(engine(*WHOLE, **LORA, enforce_eager=not compiled), *adapters)
+@pytest.mark.parametrize("mode", [{"enforce_eager": False}, {}], ids=["compiled", "eager"])
+def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, mode):
+    served = loaded(engine(*WHOLE, kept=True, **LORA, **mode), *adapters)
     for each in (None, *adapters):  # one after the other: a donor of another adapter must not be found
         [first] = ask(served, (DONOR, each), max_tokens=1)
         assert first.receipt["offered_tokens"] == 0
@@ -107,7 +107,7 @@ def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, a
 def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(engine, tmp_path, adapters, cold_with):
     """Its files change unseen first: vLLM goes on with what it has loaded, and so do its donors."""
     path = write_adapter(tmp_path / "replaced", 1)
-    served = loaded(engine(*WHOLE, **LORA), own := LoRARequest("own", 7, str(path)))
+    served = loaded(engine(*WHOLE, kept=True, **LORA), own := LoRARequest("own", 7, str(path)))
     ask(served, (DONOR, own), max_tokens=1)
     forgotten(served)
     write_adapter(path, 2)
@@ -130,7 +130,7 @@ def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(en
 @pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")
 def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_path, adapters, cold_with):
     """It is unloaded, and another one loaded under its name: vLLM's own prefix cache goes by the name alone."""
-    served = loaded(engine(*WHOLE, **LORA), first := LoRARequest("name", 11, adapters[0].lora_path))
+    served = loaded(engine(*WHOLE, kept=True, **LORA), first := LoRARequest("name", 11, adapters[0].lora_path))
     ask(served, (DONOR, first), max_tokens=1)
     served.settle()  # vLLM's prefix cache keeps its blocks
     served.llm.llm_engine.remove_lora(11)

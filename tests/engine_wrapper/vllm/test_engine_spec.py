@@ -16,11 +16,8 @@ from vllm.model_executor.layers.attention import Attention
 from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.connector.attention_layout import LLAMA4
-from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
-from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
@@ -67,31 +64,6 @@ def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments_until
     assert from_vllm_config(second) is not held
 
 
-def test_both_halves_take_the_arguments_and_meet(monkeypatch):
-    arguments = from_vllm_config(engine_config(min_donor_tokens=77, metrics=False))
-    worker, scheduler = SemBlendKvConnectorWorker(arguments), SemBlendKvConnectorScheduler(arguments)
-    try:
-        assert [half._settings.min_donor_tokens for half in (worker, scheduler)] == [77, 77]
-        assert worker._runtime is scheduler._runtime
-        assert scheduler._refusal is None
-        assert worker._holds_saved_blocks
-    finally:
-        scheduler.close()
-        worker.close()
-
-
-def test_what_the_halves_read_is_what_the_engine_runs_with():
-    arguments = from_vllm_config(engine_config(host_bytes=5))
-    assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})
-    assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
-    assert (arguments.dtype, arguments.read_caches().dtype) == ("float32", "auto")
-    assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size) == (1, 1)
-    assert (arguments.context_parallel_size, arguments.quantization) == (1, None)
-    assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
-    assert (arguments.has_model_overrides, arguments.speculates) == (False, False)
-    assert engine_refusal(arguments) is None
-
-
 def test_only_vllms_own_code_puts_channels_into_another_order():
     assert from_vllm_config(engine_config()).halved_model_types == LLAMA4
     others = engine_config({"model_config.model_impl": "transformers"})
@@ -131,13 +103,6 @@ def test_what_changes_the_kv_makes_another_namespace_and_what_is_not_known_match
     other = namespace_of(changes)
     assert (unknown_fields(other) == []) if unknown is None else (unknown in unknown_fields(other))
     assert other.key != namespace_of({} if unknown is None else changes).key
-
-
-@pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
-def test_a_model_that_is_told_more_than_its_files_say_is_refused(name):
-    arguments = from_vllm_config(engine_config({f"model_config.{name}": {"a": 1}}))
-    assert arguments.has_model_overrides
-    assert engine_refusal(arguments) == "model_kwargs"
 
 
 def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unknown():

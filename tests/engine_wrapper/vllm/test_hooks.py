@@ -1,6 +1,5 @@
 """What vLLM does not hand over is found among the callers, and its model runners are left as they were found."""
 
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from engine_wrapper.patches import AlreadyPatchedError
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import hooks
-from engine_wrapper.vllm.hooks import find_runner, find_scheduler, own_kernels, watch_worker_calls
+from engine_wrapper.vllm.hooks import find_runner, find_scheduler, watch_worker_calls
 
 
 class SecondRunner(GPUModelRunner):
@@ -64,14 +62,6 @@ def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was()
     assert found.order() == ["c"]
 
 
-def test_the_first_runner_holds_its_batch():
-    runner = FirstRunner(CUDAGraphMode.NONE)
-    found = runner.register()
-    runner.input_batch.req_ids = ["b"]
-    assert (found.groups, found.model, found.order()) == (["a group"], runner.model, ["b"])
-    found.remove()
-
-
 @pytest.mark.promise(
     "engines",
     "In vLLM a full graph of a decode replays no step whose plan would be lost: such a plan is computed, and later "
@@ -103,17 +93,18 @@ def test_prefills_that_are_replayed_whole_are_refused(kind, mode, is_breakable, 
     assert "prepare_inputs" not in vars(runner)
 
 
-def test_another_runner_is_not_known():
-    with pytest.raises(LookupError, match="not known"):
-        find_runner()
-
-
-def test_objects_of_another_kind_are_not_taken():
-    weights = None
-    with pytest.raises(LookupError, match="executor is of a kind that is not known"):
-        watch_worker_calls(weights)
-    with pytest.raises(LookupError, match="the scheduler is not among the callers"):
-        find_scheduler()
+@pytest.mark.parametrize(
+    ("find", "problem"),
+    [
+        (find_runner, "the model runner is of a kind that is not known"),
+        (lambda: watch_worker_calls(None), "executor is of a kind that is not known"),
+        (find_scheduler, "the scheduler is not among the callers"),
+    ],
+    ids=["runner", "executor", "scheduler"],
+)
+def test_objects_of_another_kind_are_not_taken(find, problem):
+    with pytest.raises(LookupError, match=problem):
+        find()
 
 
 def test_an_engine_has_one_connector_alone():
@@ -123,12 +114,3 @@ def test_an_engine_has_one_connector_alone():
         runner.register()
     found.remove()
     runner.register().remove()
-
-
-def test_modules_run_their_own_kernels_for_a_while_alone(monkeypatch):
-    monkeypatch.setattr(hooks, "_ir_ops", tuple)
-    modules = [SimpleNamespace(_forward_method=f"compiled {each}", forward_cuda=f"own {each}") for each in "ab"]
-    with suppress(RuntimeError), own_kernels(modules):
-        assert [each._forward_method for each in modules] == ["own a", "own b"]
-        raise RuntimeError("a layer fails")
-    assert [each._forward_method for each in modules] == ["compiled a", "compiled b"]

@@ -82,11 +82,7 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_unread, is_lost]
 @pytest.mark.promise("engines", "A load or a plan that...")
 @pytest.mark.parametrize(
     ("fail", "is_async"),
-    [
-        (fail, mode)
-        for mode in (True, False)
-        for fail in (fails_twice, cannot_be_read, is_disordered, is_unread, is_lost)
-    ],
+    [(fail, mode) for mode in (True, False) for fail in FAILURES],
     indirect=["is_async"],
     ids=lambda value: {True: "async", False: "in turn"}[value] if isinstance(value, bool) else value.__name__,
 )

@@ -90,7 +90,7 @@ def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     assert second.tokens == cold(MOVED[1]).tokens
 
 
-@pytest.mark.parametrize("end", ["shutdown", "aborted", "killed"])
+@pytest.mark.parametrize("end", ["shutdown", "killed"])
 def test_what_was_running_at_the_end_is_no_donor(engine, cold, tmp_path, end):
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     if end == "killed":
@@ -103,8 +103,6 @@ def test_what_was_running_at_the_end_is_no_donor(engine, cold, tmp_path, end):
         served.ask(DONOR, max_tokens=1)
         written(served)
         leave_running(served)
-        if end == "aborted":
-            served.llm.llm_engine.abort_request(["a", "b"])
     served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
     assert len(donor_files(tmp_path)) == 1
     for prompt in (*LEFT[1:], MOVED[0]):  # each but the last one is a cold run of what was left

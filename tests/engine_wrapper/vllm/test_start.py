@@ -1,16 +1,12 @@
 """What an engine is before its first plan: plans are executed where its first prompt has come out the same. What keeps
 the worker half out is named and counted, and vLLM serves as without us."""
 
-import json
 import logging
-from copy import copy
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import vllm
-from safetensors.torch import load_file, save_file
 from vllm.model_executor.models import qwen2
 
 from engine_wrapper.self_check import LayoutError
@@ -20,7 +16,6 @@ from engine_wrapper.vllm.planned_forward import PlannedForward
 from semblend_trt.cost import CostModel
 from semblend_trt.outcome import Scope, advice
 from tests.builders.vllm import DONOR, MOVED, NEW, transfer
-from tests.conftest import save_tiny_model
 
 UNKNOWN = LookupError("the model runner is of a kind that is not known")
 ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER")
@@ -57,19 +52,6 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     sentence = sentence or f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}"
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
     assert "forward" not in vars(served.runner.get_model())
-
-
-def test_a_configuration_without_the_step_s_size_is_a_counted_fallback(engine, cold, monkeypatch):
-    def without_size(arguments, config):
-        config = copy(config)
-        config.scheduler_config = SimpleNamespace()
-        return stock(arguments, config)
-
-    stock = worker.VllmWorker
-    monkeypatch.setattr(worker, "VllmWorker", without_size)
-    served = engine("position_fix")
-    assert served.ask(NEW, max_tokens=16) == cold(NEW)
-    assert (served.refusal, served.faults["hook"]) == ("model_runner", 1)
 
 
 @pytest.fixture
@@ -177,31 +159,3 @@ def test_layers_that_rotate_otherwise_are_served_as_stock(engine, monkeypatch, c
 
     monkeypatch.setattr(qwen2, "get_rope", other)
     assert_refused(engine("position_fix"), caplog)
-
-
-def as_mistral_publishes(folder, theta):
-    """The model in the folder, with its weights and parameters in Mistral's own form beside those of Transformers."""
-    told = json.loads((folder / "config.json").read_text())
-    names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
-    names |= {"n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps"}
-    names |= {each: each for each in ("head_dim", "vocab_size", "max_position_embeddings")}
-    parameters = {name: told[own] for name, own in names.items()} | {"rope_theta": theta}
-    (folder / "params.json").write_text(json.dumps(parameters))
-    del told["rope_parameters"]
-    (folder / "config.json").write_text(json.dumps(told | {"rope_theta": 10000.0}))
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights, folder / "consolidated.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize("theta", [10000.0, 20000.0])
-def test_parameters_that_vllm_reads_in_the_place_of_config_json_are_those_that_count(engine, tmp_path, caplog, theta):
-    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
-    model = as_mistral_publishes(save_tiny_model("mistral", tmp_path, **sizes), theta)
-    served = engine("position_fix", model=model, tokenizer_mode="hf", load_format="safetensors")
-    assert served.llm.llm_engine.model_config.hf_config.rope_theta == theta
-    if theta != 10000.0:
-        assert_refused(served, caplog)
-        return
-    served.ask(DONOR, max_tokens=1)
-    assert served.runtime.mode.value == "wrapper"

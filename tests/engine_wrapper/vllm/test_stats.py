@@ -92,10 +92,9 @@ def test_unknown_reasons_are_counted_together():
 
 
 @pytest.mark.promise("engines", "vLLM's own metrics tell of reuse")
-@pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
-def test_vllm_tells_every_request_once(engine, options, monkeypatch):
+def test_vllm_tells_every_request_once(engine, monkeypatch):
     document = some(400)
-    served = engine("position_fix", disable_log_stats=False, **options)
+    served = engine("position_fix", disable_log_stats=False)
     told = watched(monkeypatch, served.core.scheduler, "make_stats", lambda stats, *_, **__: stats.kv_connector_stats)
     served.ask([*some(20), *document])
     served.settle()
