@@ -18,10 +18,11 @@ from msgspec import Meta
 
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import ReasonedError
-from semblend_trt.namespace import TENANT_PREFIX, CacheNamespace
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from semblend_trt.namespace import CacheNamespace
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES, MAX_NAMESPACE_BYTES, MAX_METADATA_BYTES = 65536, 16384, 32768
@@ -123,13 +124,6 @@ class DonorRegistered(_Kind, frozen=True, gc=False, kw_only=True, tag="donor_reg
     segments: Annotated[list[Segment], Meta(min_length=1, max_length=MAX_SEGMENTS)]
     block_ids: Blocks = []
     provider_generation: Count
-
-    @property
-    def tenant_key(self) -> str:
-        """Tenant key v1 of the namespace; where it states none, that of requests without a salt."""
-        extra = self.namespace.get("extra")
-        key = extra.get("tenant_key") if isinstance(extra, dict) else None
-        return key if isinstance(key, str) else TENANT_PREFIX + "none"
 
 
 class DonorEvicted(_Kind, frozen=True, gc=False, omit_defaults=True, tag="donor_evicted"):

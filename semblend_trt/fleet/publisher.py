@@ -351,7 +351,7 @@ class EventPublisher:
         if request is None:
             return
         if BROKEN_PROFILE in request:
-            promise = request[BROKEN_PROFILE], request.get("namespace")
+            promise: tuple[Any, Any] = request[BROKEN_PROFILE], request.get("namespace")
             is_promise = all(isinstance(each, str) and len(each) == _DIGEST_DIGITS for each in promise)
             if is_promise and promise not in self.broken and len(self.broken) < MAX_BROKEN:
                 self.broken.add(promise)

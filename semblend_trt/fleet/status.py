@@ -57,7 +57,8 @@ class FleetStatus:
             donors = list(followed.donors.values())
             for donor in donors:
                 tokens[donor.tier] += donor.tokens
-            tenants, heard = len({donor.tenant_key for donor in donors}), (dict(followed.events), followed.compared)
+            tenants = len({donor.namespace.salt for donor in donors if donor.namespace is not None})
+            heard = dict(followed.events), followed.compared
             known = (name, followed.generation, len(donors), dict(tokens), tenants, *heard, round(silent, 3))
             status.workers.append(WorkerStatus(*known))
             if worker in twice:

@@ -84,7 +84,6 @@ def test_the_shape_of_dynamo_is_read():
     event = read(data | {"namespace": namespace, "segments": [segment]}, event_id=0)
     assert event.data.segments[0].block_hashes is None
     assert event.data.segments[0].provider_metadata == b""
-    assert event.data.tenant_key == "semblend:tenant:v1:none"
     with pytest.raises(NamespaceError):
         CacheNamespace.from_dict(event.data.namespace)
 
@@ -305,7 +304,9 @@ def test_no_salt_and_no_tokens_are_written(writer):
     )
     assert b"tenant-acme" not in payload
     assert not [token for token in tokens.tolist() if str(token).encode() in payload]
-    assert decode(payload).data.tenant_key == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
+    assert decode(payload).data.namespace["extra"]["tenant_key"] == (
+        "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
+    )
 
 
 def test_digest_of_unsalted_tokens_is_the_packed_one():
