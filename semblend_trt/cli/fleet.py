@@ -30,7 +30,6 @@ EXAMPLES = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the action and its arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     action = actions.add_parser("status", help=SUMMARY, description=f"{SUMMARY.capitalize()}.")
     add_listening(action, 30.0)

@@ -40,7 +40,6 @@ _REFUSED = (400, 413, 422, 500)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the server, the documents and how they are sent."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text of one document, or *.jsonl")
     add_server(parser)
     parser.add_argument("--model", type=named, help="what requests call the model (default: the server's first)")
@@ -168,7 +167,6 @@ class Warming:
             write_bytes(self._state, json.dumps({"warmed": list(self._sent)}).encode())
 
     def fail(self, place: str, problem: str) -> None:
-        """Name a document that was not sent."""
         self.counts["failed"] += 1
         tqdm.write(printable(f"{place}: {problem}"), file=sys.stderr)
 

@@ -272,7 +272,6 @@ class DirectoryReader:
             await asyncio.wait([self._task], timeout=END_SECONDS)
 
     async def _follow(self, client: Any, lost: asyncio.Event) -> bool:
-        """Read over one connection until it is lost."""
         resync, warned = self._options.subject + RESYNC_SUFFIX, set[Any]()
         await listen(client, self._options, self._read)
         # Events before this subscription are unknown, so all workers are asked for a resync.

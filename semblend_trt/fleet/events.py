@@ -221,7 +221,6 @@ def decode(payload: bytes) -> Event:
 
 
 def shown(event: Event) -> dict[str, Any]:
-    """Return the event as JSON shows it."""
     fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=list)
     return fields
 
@@ -272,7 +271,6 @@ class EventWriter:
         self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
 
     def reset(self) -> bytes:
-        """Write provider_generation_reset."""
         return self._message(ProviderGenerationReset(self.emitter.generation))
 
     def registered(
@@ -312,7 +310,6 @@ class EventWriter:
         return self._message(DonorEvicted(donor_id, self.emitter.generation))
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
-        """Write donor_relocated."""
         return self._message(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
 
     def purged(self) -> bytes:

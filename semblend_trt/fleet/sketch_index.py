@@ -80,7 +80,6 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        """Add a donor."""
         entries = sketch.entries.copy()
         entries.sort()
         posting = Posting(worker, sketch.level, entries)
@@ -89,7 +88,6 @@ class SketchIndex:
         return posting
 
     def remove(self, posting: Posting) -> None:
-        """Remove a donor that was added."""
         self._donors_of_level[posting.level] -= 1
         self._change(posting, -1)
 
