@@ -89,12 +89,6 @@ def test_loads_go_with_the_first_answer():
     assert loads.tokens == {"a": 50}
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
-def test_a_weight_that_is_not_positive_is_refused(weight):
-    with pytest.raises(ValueError, match="load weight"):
-        Placement(None, load_weight=weight)
-
-
 def test_tenants_never_meet():
     placement = Placement(None)
     fed(placement.directory, ("d", DOCUMENT, "acme"), worker=(2, 0))

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from nats.js.client import JetStreamContext
-from prometheus_client import CollectorRegistry
 
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet import connection, publisher
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.events import decode
-from semblend_trt.fleet.publisher import GROUP_TOKENS, EventCounters
+from semblend_trt.fleet.publisher import GROUP_TOKENS
 from semblend_trt.fleet.sketch import sketch_key, sketch_of, token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
 from tests.semblend_trt.fleet.conftest import donors_of, held_donor, outbox
@@ -271,15 +270,3 @@ def test_another_donor_of_the_same_id_or_a_later_embedding_is_one_more_registrat
     box.donors["a"].tier = "host"
     assert kinds_of(box, "a") == ["donor_relocated"]
     assert announced(box) == {"a": "host"}
-
-
-def test_counts_of_all_publishers_are_shown_in_prometheus():
-    registry = CollectorRegistry()
-    for count in (3, 1, 0):
-        counters = EventCounters(registry=registry)
-        for what, label in (("sent", "donor_registered"), ("dropped", "overflow"), ("resyncs", "connected")):
-            counters.count(what, label, count)
-    assert counters.dropped.total() == 0
-    shown = {name: value for metric in registry.collect() for name, _, value, *_ in metric.samples if value}
-    shown = {name: value for name, value in shown.items() if name.endswith("_total")}
-    assert shown == {f"semblend_{name}_total": 4 for name in ("events", "events_dropped", "event_resyncs")}
