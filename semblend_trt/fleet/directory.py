@@ -90,25 +90,25 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace: its key, the digests of its salt and tokenizer, the number and sketches of its donors."""
+    """A namespace, its key and the digest of its salt, the number and sketches of its donors."""
 
+    fields: CacheNamespace
     key: str
     salt: str
-    tokenizer: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
 
 @functools.lru_cache(maxsize=1024)
-def _identity(spelling: bytes) -> tuple[str, str, str]:
-    """Return key, salt and tokenizer's digest of a namespace in MessagePack. Donors with the same bytes share one cache
+def _identity(spelling: bytes) -> tuple[CacheNamespace, str, str]:
+    """Return a namespace in MessagePack, its key and its salt's digest. Donors with the same bytes share one cache
     entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace.key, salt, namespace.tokenizer_revision
+    return namespace, namespace.key, salt
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -293,7 +293,8 @@ class Directory:
         with self._lock:
             self._expire(self._clock())
             met = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
-            fit = (each for each in met if tokenizer in (None, each.tokenizer) or not is_content(each.tokenizer))
+            own = ((each, each.fields.tokenizer_revision) for each in met)
+            fit = (each for each, other in own if tokenizer in (None, other) or not is_content(other))
             met = sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
@@ -450,12 +451,12 @@ class Directory:
     def _entered(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Return the namespace with these `values`, and count a donor. Raise NamespaceError for bad values, a tenant
         key that does not match the salt, and too many namespaces."""
-        key, salt, tokenizer = _identity(msgspec.msgpack.encode(values))
+        fields, key, salt = _identity(msgspec.msgpack.encode(values))
         known = self._namespaces.get(key)
         if known is None:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._namespaces[key] = KnownNamespace(key, salt, tokenizer)
+            known = self._namespaces[key] = KnownNamespace(fields, key, salt)
             self._of_salt.setdefault(salt, []).append(known)
         known.donors += 1
         return known

@@ -240,4 +240,5 @@ def _halves(key: bytes) -> tuple[int, int]:
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
     """Count the zero bits at the start of each value, MAX_LEVEL at most."""
     _, bits = np.frexp((values >> np.uint64(11)).astype(np.float64))  # a float holds 53 bits
-    return (MAX_LEVEL - bits).astype(np.uint8)
+    levels: npt.NDArray[np.uint8] = (MAX_LEVEL - bits).astype(np.uint8)
+    return levels
