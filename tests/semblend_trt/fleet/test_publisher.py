@@ -36,8 +36,9 @@ def converges(reader, worker):
 @pytest.mark.parametrize("stream", [None, "DONORS"])
 def test_a_donors_life_is_told(nats_server, reader, make_worker, form, stream):
     worker = make_worker(nats_server, form=form, stream=stream)
-    for step, donor_id in ((worker.add, "a"), (worker.move, "a"), (worker.add, "b"), (worker.remove, "a")):
-        step(donor_id)
+    move, remove = (lambda: worker.announcer.moved("a", "host")), (lambda: worker.announcer.gone("a"))
+    for step in (lambda: worker.add("a"), move, lambda: worker.add("b"), remove):
+        step()
         assert worker.publisher.flush(30)
     assert converges(reader, worker)
     kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
@@ -81,7 +82,7 @@ def test_an_overflow_is_counted_and_made_good(nats_server, reader, make_worker, 
     worker = make_worker(nats_server)
     assert worker.publisher.flush(30)
     add_at_once(worker, 40)
-    worker.remove("donor-3")
+    worker.announcer.gone("donor-3")
     assert converges(reader, worker)
     assert worker.counters.dropped["overflow"] >= 33
     assert worker.counters.resyncs["overflow"] == 1

@@ -211,58 +211,45 @@ def test_the_thread_ends_with_the_last_reference(records):
     assert not thread.is_alive()
 
 
-class Scheduled(Records):
-    """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
-
-    def __init__(self, path, model=MODEL):
-        super().__init__(path)
-        reported_to, folder = (self.audit, self.metrics, self.announcer), partial(tokenizer_folder, engine(model))
-        self.neighbours = neighbours_for(load_settings(embedder="static"), folder, *reported_to)
-
-    def hold(self, donor_id, tokens):
-        self.neighbours.intended(donor_id, SimpleNamespace(key="space"), None)
-        self.neighbours.held(donor_id, tokens, "host")
-
-    def nearest(self, request_id, tokens):
-        self.neighbours.look_up(request_id, "space", tokens)
-        self.neighbours.drain()
-        return [each.donor_id for each in self.neighbours.nearest(request_id)]
+def hold(made, donor_id, tokens):
+    made.intended(donor_id, SimpleNamespace(key="space"), None)
+    made.held(donor_id, tokens, "host")
 
 
-@pytest.fixture
-def scheduled(tmp_path):
-    made = Scheduled(tmp_path / "audit")
-    yield made
-    made.neighbours.close()
+def nearest(made, request_id, tokens):
+    made.look_up(request_id, "space", tokens)
+    made.drain()
+    return [each.donor_id for each in made.nearest(request_id)]
 
 
-def test_donors_near_a_request_are_given_to_the_scheduler_once(scheduled):
-    scheduled.hold("one", text(1))
-    scheduled.nearest(5, text(7))
-    assert scheduled.neighbours.near_donors() == []
-    scheduled.nearest(6, text(1))
-    assert [scheduled.neighbours.near_donors() for _ in range(2)] == [["one"], []]
-    scheduled.neighbours.gone("one")
-    assert scheduled.neighbours.nearest(6) == ()
+def test_donors_near_a_request_are_given_to_the_scheduler_once(made):
+    hold(made, "one", text(1))
+    nearest(made, 5, text(7))
+    assert made.near_donors() == []
+    nearest(made, 6, text(1))
+    assert [made.near_donors() for _ in range(2)] == [["one"], []]
+    made.gone("one")
+    assert made.nearest(6) == ()
 
 
-def test_a_donor_whose_namespace_no_request_named_is_not_entered(scheduled):
-    scheduled.neighbours.held("one", text(1), "host")
-    scheduled.hold("two", text(2))
-    scheduled.neighbours.intended("three", SimpleNamespace(key="space"), None)
-    scheduled.neighbours.gone("three")
-    scheduled.neighbours.held("three", text(3), "host")
-    assert [scheduled.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
+def test_a_donor_whose_namespace_no_request_named_is_not_entered(made):
+    made.held("one", text(1), "host")
+    hold(made, "two", text(2))
+    made.intended("three", SimpleNamespace(key="space"), None)
+    made.gone("three")
+    made.held("three", text(3), "host")
+    assert [nearest(made, number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
 
 
-@pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
-def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, model):
+@pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty", MODEL])
+def test_a_model_without_a_tokenizer_is_served_without_neighbours(records, tmp_path, model):
     (tmp_path / "empty").mkdir()
-    made = Scheduled(tmp_path / "audit", model=tmp_path / "empty" if model == "empty" else model)
-    made.hold("one", text(1))
-    assert made.nearest(1, text(1)) == []
-    assert made.neighbours.refusal is not None
-    made.neighbours.close()
+    folder = partial(tokenizer_folder, engine(tmp_path / "empty" if model == "empty" else model))
+    made = neighbours_for(load_settings(embedder="static"), folder, records.audit, records.metrics, records.announcer)
+    hold(made, "one", text(1))
+    assert nearest(made, 1, text(1)) == (["one"] if model == MODEL else [])
+    assert (made.refusal is None) == (model == MODEL)
+    made.close()
 
 
 DIM = 32
