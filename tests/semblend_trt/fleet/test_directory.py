@@ -152,17 +152,6 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     assert is_synced(directory)
 
 
-def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
-    fed(directory, heartbeat=True)
-    clock.now += 10 * HEARTBEATS_MISSED
-    assert directory.holders(DOCUMENT)
-    clock.now += 1
-    assert directory.holders(DOCUMENT) == ()
-    assert directory.workers() == {}
-    fed(directory, ("b", DOCUMENT), generation=3)
-    assert directory.holders(DOCUMENT) == FOUND
-
-
 @pytest.mark.promise("fleet", "A forgery lasts as long as it is repeated, and three heartbeats")
 @pytest.mark.parametrize("forged", ["first", "generation", "event_id", "interval", "reset", "endless_first", "donors"])
 def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged):

@@ -97,7 +97,7 @@ def test_tenants_never_meet():
     assert placement.counts == {"held": 1, "not_held": 3}
 
 
-@pytest.mark.promise("fleet", "Many long prompts at once keep...")
+@pytest.mark.promise("fleet", "Many long prompts at once keep their holder")
 def test_sixteen_prompts_of_128k_tokens_at_once_go_to_their_holders(tokenizer):
     rng, placement, threads = np.random.default_rng(5), Placement(None), ReadingThreads(tokenizer)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
