@@ -24,7 +24,7 @@ PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "gatewa
 
 
 @pytest.mark.parametrize("kind", ["no file", "garbage", "pipe"])
-def test_without_its_credentials_nothing_is_sent(make_nats_server, make_worker, tmp_path, kind, caplog):
+def test_without_its_credentials_nothing_is_sent(make_nats_server, make_worker, tmp_path, kind):
     creds = tmp_path / "user.creds"
     if kind == "garbage":
         creds.write_bytes(b"\xff not credentials")
@@ -35,7 +35,6 @@ def test_without_its_credentials_nothing_is_sent(make_nats_server, make_worker, 
     worker.add("a")
     assert not worker.publisher.flush(0.5)
     assert worker.counters.connections["made"] == 0
-    assert "a turn of the event publisher failed" not in caplog.text
 
 
 @pytest.mark.promise("fleet", "A JetStream stream keeps each event...")
