@@ -93,7 +93,6 @@ class Server:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the server's address and key."""
     parser.add_argument("--url", type=Server, required=True, help="the server, such as http://127.0.0.1:8001")
     parser.add_argument("--api-key", help=f"the server's API key (default: the variable {KEY_VARIABLE})")
 

@@ -44,7 +44,6 @@ that gave it. `semblend-trt doctor` says whether the settings can work on this m
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the forms in which the settings can be printed."""
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON")
     forms.add_argument(
@@ -88,7 +87,6 @@ class SettingInUse:
 
     @property
     def text(self) -> str:
-        """The value in the words of its variable."""
         return shown(self.value)
 
 

@@ -44,7 +44,6 @@ _software, _machine, _settings = map(Area, ("software", "machine", "settings"))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add what the doctor is to look at."""
     about = "folder or hub id of the model that is to be served"
     parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help=about)
     about = "dtype of the engine's KV cache (default: that of the engine's options, or the model's own)"

@@ -28,7 +28,6 @@ MAX_SECONDS = 86400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     tail = actions.add_parser("tail", help=SUMMARY, description=f"{SUMMARY.capitalize()}.")
     add_listening(tail, None)
@@ -61,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
-    """Return the connection of the arguments and the settings."""
     from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 

@@ -31,7 +31,6 @@ _GONE = {
 
 
 def subcommands() -> list[str]:
-    """Return the subcommands' names, sorted."""
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_")}
     names = {name.replace("_", "-") for name in modules - {"main"}}
     return sorted(names | _plugged().keys())

@@ -34,7 +34,6 @@ DIFFERENCES_SHOWN = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the server, the requests and the share of them."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL of requests' bodies, or a pipe")
     add_server(parser)
     parser.add_argument(
@@ -129,7 +128,6 @@ class SpotChecks:
             self._judge(receipt, first, second)
 
     def report(self) -> dict[str, Any]:
-        """Return what was found, in JSON's values."""
         return {
             **{name: self.counts[name] for name in ("requests", "unread", "sampled", "without_reuse")},
             "cold_runs": dict(self.results),

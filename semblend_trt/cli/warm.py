@@ -21,7 +21,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AliasPath, BaseModel, Field, StrictInt, TypeAdapter
+from pydantic import AliasPath, BaseModel, Field, StrictInt
 from tqdm import tqdm
 
 from semblend_trt.cli._server import KEY_VARIABLE, Server, add_server, said
@@ -40,7 +40,6 @@ _REFUSED = (400, 413, 422, 500)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the server, the documents and how they are sent."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text of one document, or *.jsonl")
     add_server(parser)
     parser.add_argument("--model", type=named, help="what requests call the model (default: the server's first)")
@@ -70,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     from semblend_trt.policy import EXACT_ONLY
 
     files, server = arguments.files, arguments.url
-    state = State(arguments.state or files[0].parent / STATE_NAME)
     prefix = read_text(arguments.prefix, may_be_pipe=True) if arguments.prefix else ""
     server.use_key(arguments.api_key or os.environ.get(KEY_VARIABLE, ""))
     fields = {
@@ -82,76 +80,71 @@ def run(arguments: argparse.Namespace) -> int:
         "priority": arguments.priority,
     }
     fields = {name: value for name, value in fields.items() if value is not None}
-    warming = Warming(server, fields, prefix, state)
+    warming = Warming(server, fields, prefix, arguments.state or files[0].parent / STATE_NAME)
     documents = iter(tqdm(documents_of(files, warming.fail), desc="documents", leave=False, disable=None))
+    counts = warming.counts
     with ThreadPool(arguments.concurrency) as threads:
         try:
             while batch := list(islice(documents, arguments.concurrency)):
                 warming.send(batch, threads)
         finally:
-            sys.stdout.write(warming.summary())
-    return 0 if warming.counts["sent"] or warming.counts["before"] else USAGE_ERROR
+            sent = f"{counts['sent']} document{'s' * (counts['sent'] != 1)} sent ({counts['tokens']:,} tokens)"
+            sys.stdout.write(f"{sent}, {counts['before']} sent before, {counts['failed']} failed\n")
+    return 0 if counts["sent"] or counts["before"] else USAGE_ERROR
 
 
 def documents_of(files: Sequence[Path], fail: Callable[[str, str], None]) -> Iterator[tuple[str, str]]:
     """Yield place and text of each document; call `fail` with the place of one that cannot be read, and why."""
-    for place, content, is_line in _contents_of(files, fail):
-        try:
-            text = json.loads(content.decode("utf-8"))["text"] if is_line else content.decode("utf-8")
-            if text.strip():
-                yield place, text
-            else:
-                fail(place, "the document is empty; give it text, or leave it out")
-        except UnicodeDecodeError as error:
-            byte = f"byte {content[error.start]:#04x} at {error.start}"
-            fail(place, f"{byte} is not UTF-8; write the document in UTF-8")
-        except (ValueError, RecursionError):
-            fail(place, 'the line is not JSON; give {"text": "..."}')
-        except (KeyError, TypeError, AttributeError):
-            fail(place, 'the line has no text; give {"text": "..."}')
-
-
-def _contents_of(files: Sequence[Path], fail: Callable[[str, str], None]) -> Iterator[tuple[str, bytes, bool]]:
-    """Yield place and bytes of each file, or of each line of *.jsonl, and whether it is a line."""
     for path in files:
         try:
             if path.suffix != ".jsonl":
-                yield str(path), read_input(path, may_be_pipe=True), False
+                yield from _document(str(path), read_input(path, may_be_pipe=True), fail, is_line=False)
                 continue
             with open_input(path) as file:
                 for number, (line, _) in enumerate(bounded_lines(file), 1):
                     if why := too_long(line):
                         fail(f"{path}:{number}", f"the line is {why}; give a shorter one")
                     elif line.strip():
-                        yield f"{path}:{number}", line, True
+                        yield from _document(f"{path}:{number}", line, fail, is_line=True)
         except OSError as error:
             fail(str(path), f"it cannot be read ({error.strerror}); name another file")
 
 
-class State:
-    """Digests of the documents sent, in a file that is whole at any time. Raises ConfigurationError for a bad file."""
-
-    def __init__(self, path: Path) -> None:
-        check_writable(path)
-        self._path, self.digests = path, dict[str, None]()
-        if path.exists():
-            try:
-                kept = TypeAdapter(dict[str, list[str]]).validate_json(read_input(path))
-                self.digests |= dict.fromkeys(kept["warmed"])
-            except (OSError, ValueError, KeyError):
-                raise ConfigurationError(f"{path} is no state of this command; name another with --state") from None
-
-    def add(self, digest: str) -> None:
-        self.digests[digest] = None
-        write_bytes(self._path, json.dumps({"warmed": list(self.digests)}).encode())
+def _document(
+    place: str, content: bytes, fail: Callable[[str, str], None], *, is_line: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield place and text of one document, or call `fail`."""
+    try:
+        text = json.loads(content.decode("utf-8"))["text"] if is_line else content.decode("utf-8")
+        if text.strip():
+            yield place, text
+        else:
+            fail(place, "the document is empty; give it text, or leave it out")
+    except UnicodeDecodeError as error:
+        byte = f"byte {content[error.start]:#04x} at {error.start}"
+        fail(place, f"{byte} is not UTF-8; write the document in UTF-8")
+    except (ValueError, RecursionError):
+        fail(place, 'the line is not JSON; give {"text": "..."}')
+    except (KeyError, TypeError, AttributeError):
+        fail(place, 'the line has no text; give {"text": "..."}')
 
 
 class Warming:
-    """Sends documents after `prefix` to a server with the request's `fields`, and counts what became of them."""
+    """Sends documents after `prefix` to a server with the request's `fields`, and counts what became of them.
 
-    def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State) -> None:
-        self._server, self._fields, self._prefix, self._state = server, fields, prefix, state
+    The file at `state` has the digests of those sent, and is whole at any time. Raises ConfigurationError for a bad
+    one."""
+
+    def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: Path) -> None:
+        check_writable(state)
+        self._server, self._fields, self._prefix = server, fields, prefix
+        self._state, self._sent = state, dict[str, None]()
         self.counts: Counter[str] = Counter()
+        if state.exists():
+            try:
+                self._sent |= dict.fromkeys(_Kept.model_validate_json(read_input(state)).warmed)
+            except (OSError, ValueError):
+                raise ConfigurationError(f"{state} is no state of this command; name another with --state") from None
 
     def send(self, documents: Sequence[tuple[str, str]], threads: ThreadPool) -> None:
         """Send the documents at once, and wait for their answers. Raises SemBlendError when the server fails."""
@@ -160,7 +153,7 @@ class Warming:
         for place, text in documents:
             seen = json.dumps([*about, self._prefix + text])
             digest = hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
-            if digest in self._state.digests or digest in fresh:
+            if digest in self._sent or digest in fresh:
                 self.counts["before"] += 1
             else:
                 fresh[digest] = place, json.dumps({**self._fields, "prompt": self._prefix + text}).encode()
@@ -168,22 +161,18 @@ class Warming:
         for (digest, (place, _)), tokens in zip(fresh.items(), answers, strict=True):
             if isinstance(tokens, str):
                 self.fail(place, tokens)
-            else:
-                self.counts.update(sent=1, tokens=tokens)
-                self._state.add(digest)
+                continue
+            self.counts.update(sent=1, tokens=tokens)
+            self._sent[digest] = None
+            write_bytes(self._state, json.dumps({"warmed": list(self._sent)}).encode())
 
     def fail(self, place: str, problem: str) -> None:
-        """Name a document that was not sent."""
         self.counts["failed"] += 1
         tqdm.write(printable(f"{place}: {problem}"), file=sys.stderr)
 
-    def summary(self) -> str:
-        """Return one line about all documents so far."""
-        sent = self.counts["sent"]
-        return (
-            f"{sent} document{'s' * (sent != 1)} sent ({self.counts['tokens']:,} tokens), {self.counts['before']} sent "
-            f"before, {self.counts['failed']} failed\n"
-        )
+
+class _Kept(BaseModel):
+    warmed: list[str]
 
 
 class _Answer(BaseModel):

@@ -1,11 +1,10 @@
-"""Connections to NATS: a publisher's, which knows what has arrived, and a directory's, which reconnects by itself.
-
-A publisher's connection ends when it is lost. The publisher then opens another one and resyncs."""
+"""Connections to NATS: made again whenever one is lost, with a publisher or a directory's reader at this end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import random
@@ -13,6 +12,7 @@ import ssl
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import open_input
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from semblend_trt.config import Settings
-    from semblend_trt.fleet.directory import Directory, Worker
+    from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.events import Emitter, Notice
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
 # The field of a message beside requests for a resync: a reuse profile whose promise is broken in a `namespace`.
 BROKEN_PROFILE = "broken_profile"
-_DIGEST_DIGITS = 64
 # Seconds after which a server that has not answered counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS, STREAM_BYTES, DUPLICATE_SECONDS = 3600, 256 << 20, 120
@@ -115,13 +115,9 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
     except ImportError as error:
         raise ConfigurationError("events need nats-py; install semblend-trt[nats]") from error
 
-    has_warned = False
-
     async def erred(error: Exception) -> None:
-        """Log a missing permission once: it ends no connection and shows nowhere else."""
-        nonlocal has_warned
-        if not has_warned and "permissions violation" in str(error).lower():
-            has_warned = True
+        """Log a missing permission: it ends no connection and shows nowhere else."""
+        if "permissions violation" in str(error).lower():
             logger.warning("NATS does not permit what this process needs, so that events are lost: %s", error)
 
     for path in filter(None, (options.tls_ca, options.tls_cert, options.tls_key, options.creds)):
@@ -130,6 +126,47 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
     # asyncio would log the exception of an abandoned attempt if it were not read.
     attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
+
+
+async def follow(
+    options: ConnectionOptions,
+    use: Callable[[Any, asyncio.Event], Awaitable[bool]],
+    cost: str,
+    failed: Callable[[], None] = lambda: None,
+    **arguments: Any,
+) -> None:
+    """Connect again and again, and await `use(client, lost)` over each connection; end once it returns True.
+
+    `lost` is set when the connection is. After an error `failed` is called; the first in a row is logged with `cost`,
+    what it costs. The waits between attempts are random, so that not all workers come back to a server at once."""
+    failures = 0
+    while True:
+        lost, client = asyncio.Event(), None
+
+        async def closed(lost: asyncio.Event = lost) -> None:
+            lost.set()
+
+        try:
+            client = await connect_client(options, closed_cb=closed, **arguments)
+            if await use(client, lost):
+                return
+            failures = 0
+        except ConfigurationError as error:
+            logger.error("%s: %s", cost, error)
+            return
+        except Exception as error:
+            if not failures:
+                # The text of a failed attempt's error may hold the server's address with a user and a password.
+                known = None if client is None else error
+                logger.warning("NATS is out of reach, %s: %s", cost, type(error).__name__, exc_info=known)
+            failed()
+            failures += 1
+        finally:
+            if client is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(client.close(), ANSWER_SECONDS)
+        seconds = min(FIRST_RETRY_SECONDS * 2 ** min(max(0, failures - 1), 16), LAST_RETRY_SECONDS)
+        await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
 
 
 async def flush(client: Any) -> None:
@@ -152,46 +189,34 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
     await client.subscribe(options.subjects, cb=read)
 
 
-async def pause(failures: int) -> None:
-    """Wait before another attempt; at random, so that not all workers come back to a server at once."""
-    seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)
-    await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+class Sender:
+    """Sends one emitter's messages over a client, to a stream where the options name one; made with `over`."""
 
-
-class Connection:
-    """Sends one emitter's messages; made with `open`, in one event loop. `is_asked`: a reader asked for a resync;
-    `is_id_twice`: it said that another live process has this worker id. `broken`: reuse profiles whose promise spot
-    checks found broken, each with the key of the namespace."""
-
-    def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
-        self._emitter, self._stream = emitter, options.stream
+    def __init__(self, client: Any, options: ConnectionOptions, emitter: Emitter) -> None:
+        self._client, self._emitter, self._stream = client, emitter, options.stream
         self._subject = f"{options.subject}.{emitter.worker_id}" if options.per_worker else options.subject
-        self._client: Any = None
         self._jetstream: Any = None
-        self._acks: list[asyncio.Future[Any]] = []
-        self.is_lost = self.is_asked = self.is_id_twice = False
-        self.broken: list[tuple[str, str]] = []
 
     @classmethod
-    async def open(cls, options: ConnectionOptions, emitter: Emitter) -> Connection:
-        """Connect in one attempt; raise what the client raises."""
-        connection = cls(options, emitter)
-        name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
-        connection._client = client = await connect_client(options, closed_cb=connection._closed, name=name)
-        try:
-            await client.subscribe(options.subject + RESYNC_SUFFIX, cb=connection._asked)
-            if options.stream is not None:
-                connection._jetstream = client.jetstream(timeout=ANSWER_SECONDS)
-                await _provide_stream(connection._jetstream, options.stream, options.subjects)
-        except BaseException:
-            await connection.close()
-            raise
-        return connection
+    async def over(cls, client: Any, options: ConnectionOptions, emitter: Emitter) -> Sender:
+        """Return a sender, once there is its stream; raise what the client raises."""
+        sender = cls(client, options, emitter)
+        if options.stream is not None:
+            from nats.js.errors import NotFoundError
+
+            sender._jetstream = client.jetstream(timeout=ANSWER_SECONDS)
+            try:
+                await sender._jetstream.stream_info(options.stream)
+            except NotFoundError:
+                limits = {"max_age": STREAM_SECONDS, "max_bytes": STREAM_BYTES, "duplicate_window": DUPLICATE_SECONDS}
+                await sender._jetstream.add_stream(name=options.stream, subjects=[options.subjects], **limits)
+        return sender
 
     async def send(self, notices: Sequence[Notice]) -> list[Notice]:
         """Send in order and wait until the server has all messages; return those that are too large for it.
         When messages may be lost, raise ConnectionLostError or the client's exception; send no more after that."""
-        fit = [notice for notice in notices if len(notice.payload) <= self._client.max_payload]
+        most = self._client.max_payload
+        fit = [notice for notice in notices if len(notice.payload) <= most]
         if self._jetstream is None:
             for notice in fit:
                 await self._client.publish(self._subject, notice.payload)
@@ -200,63 +225,18 @@ class Connection:
             unsure = await self._store(fit)
             if unsure and await self._store(unsure):
                 raise ConnectionLostError(f"{len(unsure)} events were not acknowledged by the stream")
-        if self.is_lost:
+        if self._client.is_closed:
             raise ConnectionLostError("the connection to NATS was lost while events were being sent")
-        return [notice for notice in notices if len(notice.payload) > self._client.max_payload]
-
-    async def close(self) -> None:
-        """End the connection. Never raise, and wait ANSWER_SECONDS at most."""
-        self.is_lost = True
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._client.close(), ANSWER_SECONDS)
+        return [notice for notice in notices if len(notice.payload) > most]
 
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
         """Publish to the stream, which stores each id once; return the messages without acknowledgement."""
-        acks = self._acks = []
         sender = f"{self._emitter.worker_id}.{self._emitter.dp_rank}.{self._emitter.generation}"
-        for notice in notices:
-            acks.append(
-                await self._jetstream.publish_async(
-                    self._subject,
-                    notice.payload,
-                    wait_stall=ANSWER_SECONDS,
-                    stream=self._stream,
-                    headers={"Nats-Msg-Id": f"{sender}.{notice.event_id}"},
-                )
-            )
-        if acks and not self.is_lost:
-            await asyncio.wait(acks, timeout=ANSWER_SECONDS)
-        return [
-            notice
-            for notice, ack in zip(notices, acks, strict=True)
-            if not ack.done() or ack.cancelled() or ack.exception() is not None
-        ]
-
-    async def _asked(self, message: Any) -> None:
-        request = meant(message.data, self._emitter)
-        if request and BROKEN_PROFILE in request:
-            profile, namespace = request[BROKEN_PROFILE], request.get("namespace")
-            if all(isinstance(each, str) and len(each) == _DIGEST_DIGITS for each in (profile, namespace)):
-                self.broken.append((str(profile), str(namespace)))
-            return
-        self.is_asked = self.is_asked or request is not None
-        self.is_id_twice = self.is_id_twice or bool(request and request.get("id_twice") is True)
-
-    async def _closed(self) -> None:
-        self.is_lost = True
-        # No more answers come.
-        for ack in self._acks:
-            ack.cancel()
-
-
-async def _provide_stream(jetstream: Any, name: str, subjects: str) -> None:
-    from nats.js.errors import NotFoundError
-
-    try:
-        await jetstream.stream_info(name)
-    except NotFoundError:
-        limits = {"max_age": STREAM_SECONDS, "max_bytes": STREAM_BYTES, "duplicate_window": DUPLICATE_SECONDS}
-        await jetstream.add_stream(name=name, subjects=[subjects], **limits)
+        ids = [{"Nats-Msg-Id": f"{sender}.{notice.event_id}"} for notice in notices]
+        publish = functools.partial(self._jetstream.publish, self._subject, stream=self._stream, timeout=ANSWER_SECONDS)
+        asked = (publish(notice.payload, headers=named) for notice, named in zip(notices, ids, strict=True))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [notice for notice, each in zip(notices, answers, strict=True) if isinstance(each, BaseException)]
 
 
 def meant(request: bytes, emitter: Emitter) -> dict[str, Any] | None:
@@ -281,7 +261,8 @@ class DirectoryReader:
 
     async def start(self) -> None:
         """Start to read; return before there is a connection."""
-        self._task = asyncio.create_task(self._run(), name="semblend-directory")
+        following = follow(self._options, self._follow, "no donor events are read", name="semblend-trt directory")
+        self._task = asyncio.create_task(following, name="semblend-directory")
 
     async def stop(self) -> None:
         """Stop reading; the directory keeps its workers until they expire."""
@@ -290,54 +271,27 @@ class DirectoryReader:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=END_SECONDS)
 
-    async def _run(self) -> None:
-        failures = 0
-        while True:
-            try:
-                await self._follow()
-                failures = 0
-            except ConfigurationError as error:
-                logger.error("no donor events are read: %s", error)
-                return
-            except Exception as error:
-                if not failures:
-                    # The error's text may hold the server's address with a user and a password.
-                    logger.warning("NATS is out of reach, donor events are not read: %s", type(error).__name__)
-                failures += 1
-            await pause(max(0, failures - 1))
-
-    async def _follow(self) -> None:
-        """Read over one connection until it is lost. Raise when it cannot be made."""
-        lost, resync = asyncio.Event(), self._options.subject + RESYNC_SUFFIX
-
-        async def closed() -> None:
-            lost.set()
-
-        client = await connect_client(self._options, closed_cb=closed, name="semblend-trt directory")
-        try:
-            await listen(client, self._options, self._read)
-            # Events before this subscription are unknown, so all workers are asked for a resync.
-            await client.publish(resync, b"")
-            await flush(client)
-            self.connections += 1
-            warned: set[Worker] = set()
-            while not lost.is_set():
-                twice = self._directory.twice()
-                for worker in {*self._directory.resyncs_due(), *(twice - warned)}:
-                    asked = {"worker_id": worker[0], "dp_rank": worker[1], "id_twice": worker in twice}
-                    await client.publish(resync, json.dumps(asked).encode())
-                warned = twice
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(lost.wait(), TICK_SECONDS)
-        finally:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(client.close(), LAST_RETRY_SECONDS)
+    async def _follow(self, client: Any, lost: asyncio.Event) -> bool:
+        resync, warned = self._options.subject + RESYNC_SUFFIX, set[Any]()
+        await listen(client, self._options, self._read)
+        # Events before this subscription are unknown, so all workers are asked for a resync.
+        await client.publish(resync, b"")
+        await flush(client)
+        self.connections += 1
+        while not lost.is_set():
+            twice = self._directory.twice()
+            for worker in {*self._directory.resyncs_due(), *(twice - warned)}:
+                asked = {"worker_id": worker[0], "dp_rank": worker[1], "id_twice": worker in twice}
+                await client.publish(resync, json.dumps(asked).encode())
+            warned = twice
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(lost.wait(), TICK_SECONDS)
+        return False
 
     async def _read(self, payload: bytes, sender: str | None) -> None:
         try:
             self._directory.observe(payload, sender)
         except Exception:
             self.failures += 1
-            if self.failures == 1:  # the same failure may repeat with every message
-                logger.exception("a message on the event subject could not be taken")
+            logger.exception("a message on the event subject could not be taken")
         await asyncio.sleep(0)

@@ -71,7 +71,7 @@ _RIVAL_HEARTBEATS = 2
 MOST_AHEAD_US = 86_400_000_000
 # Seconds between two checks for silent workers.
 _LOOK_SECONDS = 0.05
-# Donors of cleared workers that are removed from the index with each event.
+# Donors of cleared workers that are removed from the index with each event or look-up.
 _REMOVED_AT_ONCE = 8
 
 
@@ -90,62 +90,25 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace: its key, the digests of its salt and tokenizer, the number and sketches of its donors."""
+    """A namespace, its key and the digest of its salt, the number and sketches of its donors."""
 
+    fields: CacheNamespace
     key: str
     salt: str
-    tokenizer: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
 
-class KnownNamespaces:
-    """The namespaces of the known donors. Not thread safe."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[str, KnownNamespace] = {}
-        self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
-
-    def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
-        """Add a donor to the namespace with these `values`. Raise NamespaceError for bad values, for a tenant key that
-        does not match the salt, and for too many namespaces."""
-        key, salt, tokenizer = _identity(msgspec.msgpack.encode(values))
-        known = self._by_key.get(key)
-        if known is None:
-            if len(self._by_key) >= MAX_NAMESPACES:
-                raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._by_key[key] = KnownNamespace(key, salt, tokenizer)
-            self._by_salt.setdefault(salt, {})[key] = known
-        known.donors += 1
-        return known
-
-    def leave(self, known: KnownNamespace) -> None:
-        """Remove a donor; forget a namespace without donors."""
-        known.donors -= 1
-        if not known.donors:
-            del self._by_key[known.key]
-            del self._by_salt[known.salt][known.key]
-            if not self._by_salt[known.salt]:
-                del self._by_salt[known.salt]
-
-    def met_by(self, salt: str | None, tokenizer: str | None = None) -> list[KnownNamespace]:
-        """Return the namespaces that a request with this raw salt may reuse from: most donors first, at most _MAX_MET.
-        Leave out those whose tokenizer has another digest. Raise NamespaceError for a salt that no request may have."""
-        met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
-        fit = [each for each in met if tokenizer in (None, each.tokenizer) or not is_content(each.tokenizer)]
-        return sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
-
-
 @functools.lru_cache(maxsize=1024)
-def _identity(spelling: bytes) -> tuple[str, str, str]:
-    """Return key, salt and tokenizer's digest of a namespace in MessagePack. Donors with the same bytes share one cache
+def _identity(spelling: bytes) -> tuple[CacheNamespace, str, str]:
+    """Return a namespace in MessagePack, its key and its salt's digest. Donors with the same bytes share one cache
     entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace.key, salt, namespace.tokenizer_revision
+    return namespace, namespace.key, salt
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -154,7 +117,6 @@ class FollowedDonor(msgspec.Struct, gc=False):
 
     tier: str
     tokens: int
-    tenant_key: str
     digest: int
     namespace: KnownNamespace | None = None
     posting: Posting | None = None
@@ -207,7 +169,7 @@ def _is_twice(followed: FollowedWorker, now: float) -> bool:
 
 
 class Verdict(str, Enum):
-    """How an event relates to the events before it. `is_to_apply`: the directory applies it."""
+    """How an event relates to the events before it."""
 
     RESET = "reset"  # forget the worker's donors; all of them are registered again
     NEXT = "next"  # the next event: apply it
@@ -216,8 +178,9 @@ class Verdict(str, Enum):
     STALE = "stale"  # of an earlier generation: ignore it
     REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
 
-    def __init__(self, value: str) -> None:
-        self.is_to_apply = value in ("reset", "next", "gap")
+    @property
+    def is_to_apply(self) -> bool:
+        return self in (Verdict.RESET, Verdict.NEXT, Verdict.GAP)
 
 
 _MEANING = {
@@ -246,7 +209,8 @@ class Directory:
         self._free_numbers: list[int] = []
         # Former numbers of workers, and the donors that are still in the indexes under them.
         self._cleared: deque[tuple[int, list[FollowedDonor]]] = deque()
-        self._namespaces = KnownNamespaces()
+        self._namespaces: dict[str, KnownNamespace] = {}
+        self._of_salt: dict[str, list[KnownNamespace]] = {}
         self._donors = self._entries = 0
         self._expire_at = float("-inf")
         self.counts: Counter[str] = Counter()
@@ -279,8 +243,6 @@ class Directory:
                 self.counts[verdict.value] += 1
             if verdict.is_to_apply:
                 self._take(event, worker, verdict, now)
-            if self._cleared:
-                self._tidy()
         return verdict
 
     def holders(
@@ -330,7 +292,10 @@ class Directory:
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
             self._expire(self._clock())
-            met = self._namespaces.met_by(salt, tokenizer)
+            met = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
+            own = ((each, each.fields.tokenizer_revision) for each in met)
+            fit = (each for each, other in own if tokenizer in (None, other) or not is_content(other))
+            met = sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 
@@ -431,13 +396,13 @@ class Directory:
             self._problem("too_many_donors", f"{MAX_DONORS} donors are known, which is the most", event)
             return
         tier = data.location.tier
-        donor = FollowedDonor(tier, data.token_count, data.tenant_key, donor_digest(data.donor_id, tier))
+        donor = FollowedDonor(tier, data.token_count, donor_digest(data.donor_id, tier))
         followed.donors[data.donor_id] = donor
         followed.digest ^= donor.digest
         self._donors += 1
         try:
             sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # of the whole donor
-            donor.namespace = self._namespaces.enter(data.namespace)
+            donor.namespace = self._entered(data.namespace)
         except (NamespaceError, RecursionError) as error:
             self._problem("bad_namespace", str(error), event)
         except ValueError as error:
@@ -483,24 +448,37 @@ class Directory:
             followed.digest ^= donor.digest
             self._donors -= 1
 
-    def _take_back(self, donor: FollowedDonor) -> None:
-        self._leave_index(donor)
-        if donor.namespace is not None:
-            self._namespaces.leave(donor.namespace)
-            donor.namespace = None
+    def _entered(self, values: Mapping[str, Any]) -> KnownNamespace:
+        """Return the namespace with these `values`, and count a donor. Raise NamespaceError for bad values, a tenant
+        key that does not match the salt, and too many namespaces."""
+        fields, key, salt = _identity(msgspec.msgpack.encode(values))
+        known = self._namespaces.get(key)
+        if known is None:
+            if len(self._namespaces) >= MAX_NAMESPACES:
+                raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
+            known = self._namespaces[key] = KnownNamespace(fields, key, salt)
+            self._of_salt.setdefault(salt, []).append(known)
+        known.donors += 1
+        return known
 
-    def _leave_index(self, donor: FollowedDonor) -> None:
-        if donor.posting is not None and donor.namespace is not None:
-            self._entries -= len(donor.posting.entries)
-            if donor.namespace.donors:
-                donor.namespace.index.remove(donor.posting)
-            donor.posting = None
+    def _take_back(self, donor: FollowedDonor) -> None:
+        """Remove a donor from its index and its namespace; forget a namespace without donors."""
+        known, posting = donor.namespace, donor.posting
+        donor.namespace = donor.posting = None
+        if known is None:
+            return
+        known.donors -= 1
+        if posting is not None:
+            self._entries -= len(posting.entries)
+            known.index.remove(posting)
+        if not known.donors:
+            del self._namespaces[known.key]
+            self._of_salt[known.salt].remove(known)
+            if not self._of_salt[known.salt]:
+                del self._of_salt[known.salt]
 
     def _clear(self, worker: Worker, followed: FollowedWorker) -> None:
-        """Remove all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
-        for donor in followed.donors.values():
-            if donor.namespace is not None:
-                self._namespaces.leave(donor.namespace)
+        """Forget all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
         if followed.donors:
             self._by_number[followed.number] = None
             self._cleared.append((followed.number, list(followed.donors.values())))
@@ -516,7 +494,7 @@ class Directory:
                 self._cleared.popleft()
                 self._free_numbers.append(number)
                 return
-            self._leave_index(donors.pop())
+            self._take_back(donors.pop())
 
     def _number_for(self, worker: Worker) -> int:
         if not self._free_numbers:
@@ -527,6 +505,8 @@ class Directory:
         return number
 
     def _expire(self, now: float) -> None:
+        if self._cleared:
+            self._tidy()
         if now < self._expire_at:
             return
         self._expire_at = now + _LOOK_SECONDS

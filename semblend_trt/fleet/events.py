@@ -18,10 +18,11 @@ from msgspec import Meta
 
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import ReasonedError
-from semblend_trt.namespace import TENANT_PREFIX, CacheNamespace
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from semblend_trt.namespace import CacheNamespace
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES, MAX_NAMESPACE_BYTES, MAX_METADATA_BYTES = 65536, 16384, 32768
@@ -124,13 +125,6 @@ class DonorRegistered(_Kind, frozen=True, gc=False, kw_only=True, tag="donor_reg
     block_ids: Blocks = []
     provider_generation: Count
 
-    @property
-    def tenant_key(self) -> str:
-        """Tenant key v1 of the namespace; where it states none, that of requests without a salt."""
-        extra = self.namespace.get("extra")
-        key = extra.get("tenant_key") if isinstance(extra, dict) else None
-        return key if isinstance(key, str) else TENANT_PREFIX + "none"
-
 
 class DonorEvicted(_Kind, frozen=True, gc=False, omit_defaults=True, tag="donor_evicted"):
     """The worker no longer holds the donor, or only the named `segments` of it are gone."""
@@ -227,7 +221,6 @@ def decode(payload: bytes) -> Event:
 
 
 def shown(event: Event) -> dict[str, Any]:
-    """Return the event as JSON shows it."""
     fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=list)
     return fields
 
@@ -278,7 +271,6 @@ class EventWriter:
         self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
 
     def reset(self) -> bytes:
-        """Write provider_generation_reset."""
         return self._message(ProviderGenerationReset(self.emitter.generation))
 
     def registered(
@@ -318,7 +310,6 @@ class EventWriter:
         return self._message(DonorEvicted(donor_id, self.emitter.generation))
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
-        """Write donor_relocated."""
         return self._message(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
 
     def purged(self) -> bytes:

@@ -106,7 +106,6 @@ class Placement:
             await self._reader.start()
 
     async def stop(self) -> None:
-        """Stop reading."""
         if self._reader is not None:
             await self._reader.stop()
 

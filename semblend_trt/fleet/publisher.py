@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import operator
 import threading
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.connection import Connection, pause
+from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, Sender, follow, meant
 from semblend_trt.fleet.events import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest
 from semblend_trt.fleet.sketch import sketch_held
 from semblend_trt.metrics import counter, series_of
@@ -49,8 +48,8 @@ _SERIES = {
 GROUP_TOKENS = 16384
 MAX_CHANGES = 65536
 BATCH = 512
-# Most broken promises that a worker keeps.
-MAX_BROKEN = 4096
+# Most broken promises that a worker keeps, each of two digests.
+MAX_BROKEN, _DIGEST_DIGITS = 4096, 64
 # Seconds between two looks at the queue. Waking the thread for each change would cost the serving path more.
 TICK_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
@@ -239,12 +238,10 @@ class EventPublisher:
         # Reuse profiles whose promise is broken, each with the key of the namespace; this thread alone adds to it.
         self.broken: set[tuple[str, str]] = set()
         self._overflowed = 0
-        self._connection: Connection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._heartbeat_at = self._resynced_at = time.monotonic()
-        self._is_stopping = False
+        self._sender: Sender | None = None
+        self._resynced_at = 0.0
+        self._is_asked = self._is_stopping = False
         self._flushing: list[threading.Event] = []
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="semblend-events", daemon=True)
         self._thread.start()
 
@@ -262,7 +259,7 @@ class EventPublisher:
     def flush(self, timeout: float) -> bool:
         """Wait until all changes have reached the server; return False after `timeout` seconds."""
         sent = threading.Event()
-        self._loop.call_soon_threadsafe(self._flushing.append, sent)
+        self._flushing.append(sent)
         return sent.wait(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
@@ -273,128 +270,102 @@ class EventPublisher:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._serve())
+            asyncio.run(self._serve())
         except Exception:
             logger.exception("donor events are no longer sent")
-        finally:
-            # A connection that was lost, or closed too slowly, may leave tasks of nats-py.
-            for task in (left := asyncio.all_tasks(self._loop)):
-                task.cancel()
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_SECONDS))
-            self._loop.close()
 
     async def _serve(self) -> None:
+        name = f"semblend-trt worker {self.emitter.worker_id}.{self.emitter.dp_rank}"
+        failed = functools.partial(self.counters.count, "connections", "failed")
+        sending = asyncio.create_task(
+            follow(self._options, self._publish, "no donor events are sent", failed, name=name)
+        )
         while not self._is_stopping:
-            try:
-                is_busy = await self._turn()
-            except Exception:
-                logger.exception("a turn of the event publisher failed; all donors are registered again")
-                await self._lose(0)
-                is_busy = False
-            if not is_busy:
-                await asyncio.sleep(TICK_SECONDS)
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+            is_busy = self._sender is None and self._absorb() == BATCH
+            await asyncio.sleep(0 if is_busy else TICK_SECONDS)
         self.counters.count("dropped", "closed", len(self._changes))
-        if self._connection is not None:
-            await self._send(self._connection, [self._outbox.purge()])
-        if self._connection is not None:
-            await self._connection.close()
-        await asyncio.sleep(0)
+        if self._sender is not None:
+            await asyncio.wait([sending], timeout=CLOSE_SECONDS)
 
-    async def _turn(self) -> bool:
-        """Send one batch; return whether there is more to do at once."""
+    def _absorb(self) -> int:
+        """Sketch a batch of changed donors; without a connection, forget the changes. Return their number."""
         if self._overflowed:
             lost, self._overflowed = self._overflowed, 0
             self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
             self._outbox.sketch(list(self.donors.values()))
             self._resync("overflow")
         absorbed = self._outbox.absorb(BATCH)
-        connection = self._connection
-        if connection is None:
+        if self._sender is None:
             self.counters.count("dropped", "disconnected", self._outbox.forget_changes())
-            if self._connecting is None or self._connecting.done():
-                self._connecting = self._loop.create_task(self._connect())
-            return absorbed == BATCH
-        if connection.is_lost:
-            await self._lose(0)
+        return absorbed
+
+    async def _publish(self, client: Any, lost: asyncio.Event) -> bool:
+        """Send over one connection until it is lost, or until the publisher ends: then return True."""
+        await client.subscribe(self._options.subject + RESYNC_SUFFIX, cb=self._asked)
+        self._sender, heartbeat_at = await Sender.over(client, self._options, self.emitter), 0.0
+        self.counters.count("connections", "made")
+        self._resync("connected")
+        try:
+            while not lost.is_set() and not self._is_stopping:
+                self._absorb()
+                now = time.monotonic()
+                if self._is_asked and now - self._resynced_at >= self._heartbeat_seconds:
+                    self._resync("requested")
+                elif self._resync_seconds and now - self._resynced_at >= self._resync_seconds:
+                    self._resync("interval")
+                notices = self._outbox.take(BATCH)
+                if now >= heartbeat_at:
+                    heartbeat_at = now + self._heartbeat_seconds
+                    notices.append(self._outbox.heartbeat(self._heartbeat_seconds))
+                if notices and not await self._send(self._sender, notices):
+                    break
+                while self._flushing and not len(self._outbox):  # looked at in this order: others add to both
+                    self._flushing.pop(0).set()
+                await asyncio.sleep(0 if len(self._outbox) else TICK_SECONDS)
+            return self._is_stopping and await self._send(self._sender, [self._outbox.purge()])
+        finally:
+            self._sender = None
+
+    async def _send(self, sender: Sender, notices: list[Notice]) -> bool:
+        """Send, and count; return False for a connection that is lost."""
+        try:
+            too_large = await sender.send(notices)
+        except Exception as error:
+            logger.warning("events were not taken by NATS: %s", type(error).__name__)
+            self.counters.count("dropped", "disconnected", len(notices))
             return False
-        while connection.broken:
-            self._note_broken(connection.broken.pop())
-        if connection.is_id_twice:
-            connection.is_id_twice = False
+        self.counters.count("dropped", "oversize", len(too_large))
+        for kind, count in Counter(notice.kind for notice in notices if notice not in too_large).items():
+            self.counters.count("sent", kind, count)
+        return True
+
+    def _resync(self, reason: str) -> None:
+        self._is_asked, self._resynced_at = False, time.monotonic()
+        self._outbox.resync()
+        self.counters.count("resyncs", reason)
+
+    async def _asked(self, message: Any) -> None:
+        """Take a request for a resync, or what readers and spot checks found out about this worker."""
+        request = meant(message.data, self.emitter)
+        if request is None:
+            return
+        if BROKEN_PROFILE in request:
+            promise: tuple[Any, Any] = request[BROKEN_PROFILE], request.get("namespace")
+            is_promise = all(isinstance(each, str) and len(each) == _DIGEST_DIGITS for each in promise)
+            if is_promise and promise not in self.broken and len(self.broken) < MAX_BROKEN:
+                self.broken.add(promise)
+                logger.error(
+                    "spot checks found the promise of reuse profile %s broken in namespace %s: only exact text is "
+                    "reused there until this process ends; calibrate on this traffic",
+                    *promise,
+                )
+            return
+        self._is_asked = True
+        if request.get("id_twice") is True:
             self.counters.count("connections", "id_twice")
             logger.error(
                 "another live process has worker id %d: no request is sent where either one holds text; "
                 "set SEMBLEND_WORKER_ID to a number of its own",
                 self.emitter.worker_id,
             )
-        now = time.monotonic()
-        if connection.is_asked and now - self._resynced_at >= self._heartbeat_seconds:
-            self._resync("requested")
-        elif self._resync_seconds and now - self._resynced_at >= self._resync_seconds:
-            self._resync("interval")
-        notices = self._outbox.take(BATCH)
-        if now >= self._heartbeat_at:
-            self._heartbeat_at = now + self._heartbeat_seconds
-            notices.append(self._outbox.heartbeat(self._heartbeat_seconds))
-        if notices:
-            await self._send(connection, notices)
-        if self._connection is not None and not len(self._outbox):
-            while self._flushing:
-                self._flushing.pop().set()
-        return bool(len(self._outbox))
-
-    def _note_broken(self, promise: tuple[str, str]) -> None:
-        if promise not in self.broken and len(self.broken) < MAX_BROKEN:
-            self.broken.add(promise)
-            logger.error(
-                "spot checks found the promise of reuse profile %s broken in namespace %s: only exact text is reused "
-                "there until this process ends; calibrate on this traffic",
-                *promise,
-            )
-
-    async def _send(self, connection: Connection, notices: list[Notice]) -> None:
-        try:
-            too_large = await connection.send(notices)
-        except Exception as error:
-            logger.warning("events were not taken by NATS: %s", type(error).__name__)
-            await self._lose(len(notices))
-            return
-        self.counters.count("dropped", "oversize", len(too_large))
-        for kind, count in Counter(notice.kind for notice in notices if notice not in too_large).items():
-            self.counters.count("sent", kind, count)
-
-    def _resync(self, reason: str) -> None:
-        if self._connection is not None:
-            self._connection.is_asked = False
-        self._resynced_at = time.monotonic()
-        self._outbox.resync()
-        self.counters.count("resyncs", reason)
-
-    async def _connect(self) -> None:
-        for failures in itertools.count():
-            try:
-                self._connection = await Connection.open(self._options, self.emitter)
-                break
-            except Exception as error:
-                self.counters.count("connections", "failed")
-                if not failures:
-                    # The error's text may hold the server's address with a user and a password.
-                    logger.warning("NATS is out of reach, donor events wait for it: %s", type(error).__name__)
-                await pause(failures)
-        self.counters.count("connections", "made")
-        self._heartbeat_at = time.monotonic()
-        self._resync("connected")
-
-    async def _lose(self, in_flight: int) -> None:
-        """Close the connection; `in_flight` events may not have arrived and count as dropped."""
-        self.counters.count("dropped", "disconnected", in_flight)
-        connection, self._connection = self._connection, None
-        self._outbox.resync()
-        if connection is not None:
-            await connection.close()

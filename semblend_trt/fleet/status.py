@@ -12,7 +12,7 @@ from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, is_content, is_u
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from semblend_trt.fleet.directory import Directory, Worker
+    from semblend_trt.fleet.directory import Directory
     from semblend_trt.namespace import CacheNamespace
 
 # Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing.
@@ -40,16 +40,14 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class FleetStatus:
-    """The known workers, and by problem a sentence for each worker that has it. `apart` is by field."""
+    """The known workers, and by problem a sentence for each worker that has it."""
 
     workers: list[WorkerStatus]
     problems: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, directory: Directory, namespaces: Mapping[Worker, Collection[CacheNamespace]] | None = None
-    ) -> FleetStatus:
-        """Return the status of the workers that a directory follows; compare their `namespaces` where given."""
+    def of(cls, directory: Directory) -> FleetStatus:
+        """Return the status of the workers that a directory follows."""
         status, found = cls([]), defaultdict[str, list[str]](list)
         twice, now = directory.twice(), directory.now()
         for worker, followed in directory.workers().items():
@@ -57,9 +55,10 @@ class FleetStatus:
             donors = list(followed.donors.values())
             for donor in donors:
                 tokens[donor.tier] += donor.tokens
-            tenants, heard = len({donor.tenant_key for donor in donors}), (dict(followed.events), followed.compared)
-            known = (name, followed.generation, len(donors), dict(tokens), tenants, *heard, round(silent, 3))
-            status.workers.append(WorkerStatus(*known))
+            tenants = len({donor.namespace.salt for donor in donors if donor.namespace is not None})
+            heard = dict(followed.events), followed.compared, round(silent, 3)
+            known = WorkerStatus(name, followed.generation, len(donors), dict(tokens), tenants, *heard)
+            status.workers.append(known)
             if worker in twice:
                 found["id_twice"].append(f"two live processes say that they are worker {name}; give each its own id")
             if silent > _OLD * followed.interval:
@@ -67,8 +66,6 @@ class FleetStatus:
                 found["old_events"].append(f"{sentence} {followed.interval:g} s")
             if not followed.is_synced:
                 found["unsynced"].append(f"events of worker {name} are missing, and it has not sent them again")
-        if apart := fields_apart({worker_name(worker): each for worker, each in (namespaces or {}).items()}):
-            found["apart"] = apart
         status.problems = dict(found)
         return status
 

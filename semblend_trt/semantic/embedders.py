@@ -159,7 +159,10 @@ class SentenceEmbedder(Embedder):
         self.dim = int(self.embed_windows(["a"]).shape[1])
 
     def _write(self, text: str, vector: _Vector) -> None:
-        windows = windows_of(text, self._cutter)
+        # Windows of at most 254 tokens, each of which begins 64 tokens before the last one ends.
+        (first,) = self._cutter.encode_batch([text], add_special_tokens=False)
+        cut = [each.offsets for each in (first, *first.overflowing) if each.offsets]
+        windows = [text[offsets[0][0] : offsets[-1][1]] for offsets in cut]
         for start in range(0, len(windows), BATCH_WINDOWS):
             vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
         _normalise(vector)
@@ -229,13 +232,6 @@ class OnnxEmbedder(SentenceEmbedder):
         return np.asarray(vectors, dtype=np.float32)
 
 
-def windows_of(text: str, cutter: Tokenizer) -> list[str]:
-    """Cut `text` into windows of at most 254 tokens, each of which begins 64 tokens before the last one ends.
-    `cutter` is set to that. Every character but white space is in a window. An empty text has none."""
-    (first,) = cutter.encode_batch([text], add_special_tokens=False)
-    return [text[each.offsets[0][0] : each.offsets[-1][1]] for each in (first, *first.overflowing) if each.offsets]
-
-
 # -- the model's files -------------------------------------------------------------------------------------------------
 def missing_extra(embedder: str, missing: str, extra: str) -> NoReturn:
     """Raise ConfigurationError with what is missing and the extra that installs it."""
@@ -283,16 +279,12 @@ def _digest(path: Path) -> str:
 
 def graph_of(folder: Path) -> Path:
     """Return the ONNX graph of the model in `folder`. It is in the user's cache folder (XDG base directory
-    specification) under the SHA-256 of the weights, and made there once. Raises ConfigurationError as `export` does."""
+    specification) under the SHA-256 of the weights, and made there once, in one step. Raises ConfigurationError without
+    onnxscript, or when a step fails."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     graph = caches / "semblend_trt" / f"{_digest(folder / WEIGHTS_FILE)}.onnx"
-    if not graph.is_file():
-        export(folder, graph)
-    return graph
-
-
-def export(folder: Path, path: Path) -> None:
-    """Write the graph to `path` in one step. Raises ConfigurationError without onnxscript, or when a step fails."""
+    if graph.is_file():
+        return graph
     try:
         import onnxscript  # noqa: F401 - torch's exporter needs it
     except ImportError:
@@ -319,9 +311,10 @@ def export(folder: Path, path: Path) -> None:
         raise ConfigurationError(f"the embedder's model {folder} cannot be exported: {error}") from error
     assert program is not None
     try:
-        write_bytes(path, program.model_proto.SerializeToString())
+        write_bytes(graph, program.model_proto.SerializeToString())
     except OSError as error:
-        raise ConfigurationError(f"the exported model {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigurationError(f"the exported model {graph} cannot be written: {error.strerror or error}") from error
+    return graph
 
 
 class _PooledEncoder(torch.nn.Module):

@@ -67,7 +67,6 @@ class SemanticIndex:
         self._entries[number] = namespace_key, entry_id
 
     def remove(self, entry_id: str) -> None:
-        """Remove an entry, if there is one."""
         number = _number_of(entry_id)
         if number in self._entries:
             namespace_key, _ = self._entries.pop(number)
@@ -153,7 +152,6 @@ class Neighbours(DonorObserver):
         return [self._near.popleft() for _ in range(len(self._near))]
 
     def drain(self) -> None:
-        """Wait until everything submitted is done."""
         if not self._is_closed:
             self._thread.drain()
 

@@ -83,7 +83,6 @@ class EngineWorkers:
         return {each: self._only_claimed(each, claims) for each in awake}
 
     def failed(self, instance: int) -> None:
-        """Note that an instance broke a request off."""
         self._resting[instance] = self.clock() + REST_SECONDS
 
     def answered(self, instance: int, engine_data: Any) -> Worker | None:

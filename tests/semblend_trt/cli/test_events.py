@@ -127,16 +127,3 @@ def test_a_server_that_is_not_there_is_named(make_nats_server, capsys):
     assert f"NATS is out of reach at {server.url} (NoServersError); start it, or give" in capsys.readouterr().err
     assert main(["fleet", "status", "--url", "http://alice:hunter2@nowhere"]) == 2
     assert "hunter2" not in capsys.readouterr().err
-
-
-def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_reader):
-    arguments = ("--limit", "2")
-    listening = Listening(nats_server.url, "status", *arguments, SEMBLEND_NATS_SUBJECT_PER_WORKER="1")
-    reader = make_reader(nats_server.url)
-    for number in (3, 4):
-        reader.publish(events()[0], f"semantic-kv-events.{number}")
-        reader.publish(b"", "semantic-kv-events.resync")  # others ask meanwhile
-    status, output = listening.end()
-    assert status == 1
-    report = json.loads(output)
-    assert (report["messages"], len(report["workers"]), report["faults"]) == (2, 1, {"wrong_subject": 1})

@@ -103,18 +103,12 @@ def test_refusals_have_the_connectors_names(tmp_path, tiny_qwen2_path, changes, 
     assert changes is not None or "nowhere" in refused.text
 
 
-def test_a_folder_without_weights_is_told(tmp_path, tiny_qwen2_path):
+def test_what_does_not_fit_a_model_is_told(tmp_path, tiny_qwen2_path):
     notes = told(known_model(config_folder(tmp_path, tiny_qwen2_path), "float32"), policy="exact")[3:]
     assert [note.status for note in notes] == [Status.NOTE, Status.NOTE]
     assert [name in note.text for name, note in zip(("MODEL_REV", "TOKENIZER_REV"), notes, strict=True)] == [True, True]
-
-
-def test_a_policy_that_the_model_cannot_have(tiny_qwen2_path):
     *_, policy = told(known_model(str(tiny_qwen2_path), "auto"), policy="boundary", recompute_boundary_layer=9)
     assert (policy.status, policy.reason) == (Status.REFUSED, "configuration")
-
-
-def test_tiers_that_hold_no_donor(tiny_qwen2_path):
     size = told(known_model(str(tiny_qwen2_path), "auto"), host_bytes=1024)[2]
     assert (size.status, "raise SEMBLEND_HOST_BYTES" in size.text) == (Status.FAILED, True)
 
@@ -161,13 +155,10 @@ def test_without_a_model_it_says_what_it_was_made_for(made, tiny_qwen2_path):
     assert (note.status, tiny_qwen2_path.name in note.text) == (Status.NOTE, True)
 
 
-def test_a_profile_that_cannot_be_read(tmp_path):
-    (tmp_path / "profile.json").write_text("{}")
-    (refused,) = profile(load_settings(profile_path=str(tmp_path / "profile.json")), None)
+def test_a_profile_that_cannot_be_used(made, tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    (refused,) = profile(load_settings(profile_path=str(tmp_path / "empty.json")), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_unreadable")
-
-
-def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made):
     os.chmod(made, 0o666)
     (refused,) = profile(load_settings(profile_path=made), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_writable")

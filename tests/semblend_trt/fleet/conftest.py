@@ -106,27 +106,22 @@ class PublishingWorker:
         settings = {"heartbeat_seconds": 0.1, "resync_seconds": 0.0} | keywords
         self.publisher = EventPublisher(options, Emitter(*worker, generation), self.counters, **settings)
         self.announcer = DonorAnnouncer(self.publisher, self.publisher.close)
-        self.held = {}
+
+    @property
+    def held(self):
+        """Tier by donor id."""
+        return {donor_id: held.tier for donor_id, held in list(self.publisher.donors.items())}
 
     def add(self, donor_id, length=100):
         self.announcer.intended(donor_id, NAMESPACE, None)
         self.announcer.held(donor_id, text(len(donor_id), length), "device")
-        self.held[donor_id] = "device"
-
-    def move(self, donor_id):
-        self.announcer.moved(donor_id, "host")
-        self.held[donor_id] = "host"
-
-    def remove(self, donor_id):
-        self.announcer.gone(donor_id)
-        del self.held[donor_id]
 
     def churn(self, rng, steps):
         for step in range(steps):
             if self.held and rng.random() < 0.4:
-                self.remove(str(rng.choice(sorted(self.held))))
+                self.announcer.gone(str(rng.choice(sorted(self.held))))
             elif self.held and rng.random() < 0.3:
-                self.move(str(rng.choice(sorted(self.held))))
+                self.announcer.moved(str(rng.choice(sorted(self.held))), "host")
             else:
                 self.add(f"donor-{step}-{rng.integers(1 << 40)}")
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.config import EventFormat
-from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet import directory as module
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Holder, Verdict
 from semblend_trt.fleet.events import Emitter, EventWriter
@@ -95,14 +94,6 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
     assert directory.holders(text(6, 2000)) == ()
 
 
-@pytest.mark.promise("fleet", "The directory says who holds how...")
-def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory):
-    parts = [text(seed, 1500) for seed in range(3)]
-    fed(directory, ("a", np.concatenate(parts[:2])), ("b", np.concatenate(parts[1:])))
-    (holder,) = directory.holders(np.concatenate(parts))
-    assert holder.tokens == pytest.approx(4500, rel=0.1)
-
-
 def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory):
     teller = fed(directory)
     teller.remove("a")
@@ -138,15 +129,6 @@ def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(dire
     assert directory.holders(DOCUMENT, tenant_salt="acme") == ()
 
 
-def test_bad_questions_are_refused(directory):
-    fed(directory)
-    with pytest.raises(ValueError, match="one dimension"):
-        directory.holders([[1, 2]])
-    with pytest.raises(NamespaceError, match="salt"):
-        directory.holders([1, 2], tenant_salt="a" * 5000)
-    assert directory.holders([]) == ()
-
-
 def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, clock):
     teller = Teller(WORKER)
     reset, *_ = teller.messages()
@@ -168,17 +150,6 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     assert directory.resyncs_due() == ()
     assert donors_of(directory, WORKER) == teller.held
     assert is_synced(directory)
-
-
-def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
-    fed(directory, heartbeat=True)
-    clock.now += 10 * HEARTBEATS_MISSED
-    assert directory.holders(DOCUMENT)
-    clock.now += 1
-    assert directory.holders(DOCUMENT) == ()
-    assert directory.workers() == {}
-    fed(directory, ("b", DOCUMENT), generation=3)
-    assert directory.holders(DOCUMENT) == FOUND
 
 
 @pytest.mark.promise("fleet", "A forgery lasts as long as it is repeated, and three heartbeats")
@@ -228,15 +199,6 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
     assert directory.holders(DOCUMENT) == FOUND
     assert directory.holders(text(2, 1000)) == ()
     assert is_synced(directory)
-
-
-def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock):
-    live, older = fed(directory, generation=9), Teller(WORKER, generation=8)
-    for _ in range(3 * HEARTBEATS_MISSED):
-        clock.now += 10
-        feed(directory, [*older.messages(heartbeat=True), *live.messages(heartbeat=True)])
-    assert donors_of(directory, WORKER) == live.held
-    assert not directory.counts["expired"]
 
 
 def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory):

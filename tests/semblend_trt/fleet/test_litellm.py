@@ -155,19 +155,6 @@ def test_a_bad_request_is_the_clients_fault_and_no_replica_counts_as_dead(fleet,
     assert {fleet.proxy.ask(page())[0] for _ in range(4)} == {"one", "two"}
 
 
-@pytest.mark.promise("fleet", "Many long prompts at once keep their holder")
-def test_many_long_prompts_at_once_keep_their_holder(fleet):
-    texts = [page(1500) for _ in range(4)]
-    holders = [fleet.hold(INSTRUCTIONS[0] + text) for text in texts]
-    unread = fleet.proxy.metric('semblend_placements_total{result="unread"}')
-    held = fleet.proxy.metric('semblend_placements_total{result="held"}')
-    with ThreadPoolExecutor(16) as threads:
-        list(threads.map(fleet.proxy.ask, [INSTRUCTIONS[1 + at % 4] + texts[at % 4] for at in range(16)]))
-    assert fleet.proxy.metric('semblend_placements_total{result="unread"}') == unread
-    assert fleet.proxy.metric('semblend_placements_total{result="held"}') == held + 16
-    assert len(holders) == 4
-
-
 @pytest.mark.promise("fleet", "Without NATS requests are served, and placed by text again when it is back")
 def test_nats_is_lost_and_comes_back(fleet):
     text = page()

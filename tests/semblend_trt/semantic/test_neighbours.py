@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditLog
@@ -212,58 +211,45 @@ def test_the_thread_ends_with_the_last_reference(records):
     assert not thread.is_alive()
 
 
-class Scheduled(Records):
-    """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
-
-    def __init__(self, path, model=MODEL):
-        super().__init__(path)
-        reported_to, folder = (self.audit, self.metrics, self.announcer), partial(tokenizer_folder, engine(model))
-        self.neighbours = neighbours_for(load_settings(embedder="static"), folder, *reported_to)
-
-    def hold(self, donor_id, tokens):
-        self.neighbours.intended(donor_id, SimpleNamespace(key="space"), None)
-        self.neighbours.held(donor_id, tokens, "host")
-
-    def nearest(self, request_id, tokens):
-        self.neighbours.look_up(request_id, "space", tokens)
-        self.neighbours.drain()
-        return [each.donor_id for each in self.neighbours.nearest(request_id)]
+def hold(made, donor_id, tokens):
+    made.intended(donor_id, SimpleNamespace(key="space"), None)
+    made.held(donor_id, tokens, "host")
 
 
-@pytest.fixture
-def scheduled(tmp_path):
-    made = Scheduled(tmp_path / "audit")
-    yield made
-    made.neighbours.close()
+def nearest(made, request_id, tokens):
+    made.look_up(request_id, "space", tokens)
+    made.drain()
+    return [each.donor_id for each in made.nearest(request_id)]
 
 
-def test_donors_near_a_request_are_given_to_the_scheduler_once(scheduled):
-    scheduled.hold("one", text(1))
-    scheduled.nearest(5, text(7))
-    assert scheduled.neighbours.near_donors() == []
-    scheduled.nearest(6, text(1))
-    assert [scheduled.neighbours.near_donors() for _ in range(2)] == [["one"], []]
-    scheduled.neighbours.gone("one")
-    assert scheduled.neighbours.nearest(6) == ()
+def test_donors_near_a_request_are_given_to_the_scheduler_once(made):
+    hold(made, "one", text(1))
+    nearest(made, 5, text(7))
+    assert made.near_donors() == []
+    nearest(made, 6, text(1))
+    assert [made.near_donors() for _ in range(2)] == [["one"], []]
+    made.gone("one")
+    assert made.nearest(6) == ()
 
 
-def test_a_donor_whose_namespace_no_request_named_is_not_entered(scheduled):
-    scheduled.neighbours.held("one", text(1), "host")
-    scheduled.hold("two", text(2))
-    scheduled.neighbours.intended("three", SimpleNamespace(key="space"), None)
-    scheduled.neighbours.gone("three")
-    scheduled.neighbours.held("three", text(3), "host")
-    assert [scheduled.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
+def test_a_donor_whose_namespace_no_request_named_is_not_entered(made):
+    made.held("one", text(1), "host")
+    hold(made, "two", text(2))
+    made.intended("three", SimpleNamespace(key="space"), None)
+    made.gone("three")
+    made.held("three", text(3), "host")
+    assert [nearest(made, number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
 
 
-@pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
-def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, model):
+@pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty", MODEL])
+def test_a_model_without_a_tokenizer_is_served_without_neighbours(records, tmp_path, model):
     (tmp_path / "empty").mkdir()
-    made = Scheduled(tmp_path / "audit", model=tmp_path / "empty" if model == "empty" else model)
-    made.hold("one", text(1))
-    assert made.nearest(1, text(1)) == []
-    assert made.neighbours.refusal is not None
-    made.neighbours.close()
+    folder = partial(tokenizer_folder, engine(tmp_path / "empty" if model == "empty" else model))
+    made = neighbours_for(load_settings(embedder="static"), folder, records.audit, records.metrics, records.announcer)
+    hold(made, "one", text(1))
+    assert nearest(made, 1, text(1)) == (["one"] if model == MODEL else [])
+    assert (made.refusal is None) == (model == MODEL)
+    made.close()
 
 
 DIM = 32
@@ -274,33 +260,19 @@ def unit(seed):
     return vector / np.linalg.norm(vector)
 
 
-class AgainstPlainSearch(RuleBasedStateMachine):
-    """Adds, replaces and removes in any order; a search is exact but for rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.index = SemanticIndex()
-        self.held = {}
-
-    @rule(key=st.sampled_from("ab"), name=st.integers(0, 30), seed=st.integers(0, 10_000))
-    def add(self, key, name, seed):
-        self.held[str(name)] = (key, unit(seed))
-        self.index.add(key, str(name), unit(seed))
-
-    @rule(name=st.integers(0, 30))
-    def remove(self, name):
-        self.held.pop(str(name), None)
-        self.index.remove(str(name))
-
-    @rule(key=st.sampled_from("abc"), seed=st.integers(0, 10_000), count=st.integers(1, 8))
-    def find(self, key, seed, count):
-        query = unit(seed)
-        expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
-        found = self.index.find(key, query, count)
-        assert len(found) == min(count, len(expected))
-        np.testing.assert_allclose([similarity for _, similarity in found], expected[:count], atol=1e-3)
-        assert all(self.held[entry_id][0] == key for entry_id, _ in found)
-
-
-AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestAgainstPlainSearch = AgainstPlainSearch.TestCase
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.booleans()), max_size=40))
+def test_a_search_is_that_of_all_vectors_of_the_namespace(history):
+    """Vectors are added, replaced and removed in any order."""
+    index, held = SemanticIndex(), {}
+    for seed, (key, name, is_removed) in enumerate(history):
+        held.pop(str(name), None)
+        if is_removed:
+            index.remove(str(name))
+        else:
+            held[str(name)] = (key, unit(seed))
+            index.add(key, str(name), unit(seed))
+    for key in "abc":
+        expected = sorted((float(vector @ unit(99)) for of, vector in held.values() if of == key), reverse=True)
+        found = index.find(key, unit(99), 5)
+        np.testing.assert_allclose([similarity for _, similarity in found], expected[:5], atol=1e-3)
+        assert all(held[name][0] == key for name, _ in found)

@@ -4,14 +4,10 @@ import asyncio
 import shutil
 import signal
 
-import numpy as np
 import pytest
 
 from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, tokens_per_s
-from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
-from tests.semblend_trt.fleet.conftest import PublishingWorker
-from tests.semblend_trt.samples import NAMESPACE
 
 pytestmark = pytest.mark.dynamo
 
@@ -80,14 +76,6 @@ async def test_salted_tenants_stay_apart(fleet, client, some):
         assert answer.placed["held_tokens"] == 0
 
 
-async def test_headers_of_a_trace_reach_the_worker(fleet, client, some):
-    trace = "0af7651916cd43dd8448eb211c80319c"
-    headers = {"X-Request-Id": "mine", "traceparent": f"00-{trace}-b7ad6b7169203331-01", "Authorization": "Bearer k"}
-    answer = await fleet.ask(client, some(20), 1, headers=headers)
-    seen = answer.told["seen"]["headers"]
-    assert (seen["x-request-id"], seen["traceparent"].split("-")[1]) == ("mine", trace)
-
-
 @pytest.mark.promise(
     "fleet",
     "Through Dynamo a bad request is answered and no worker counts as dead; a worker with another tokenizer is not "
@@ -102,18 +90,6 @@ async def test_bad_requests_are_answered_and_no_worker_counts_as_dead(fleet, cli
         assert (await fleet.ask(client, some(4097), 1, stream=False)).status == 400
     both = await answers(fleet, client, [some(20) for _ in range(8)], 1)
     assert {(answer.placed["worker"], answer.placed["attempts"]) for answer in both} == {("1.0", 1), ("2.0", 1)}
-
-
-async def test_a_text_that_only_a_stranger_holds_is_placed_by_load(fleet, client, some, make_reader):
-    options, text = ConnectionOptions(servers=(fleet.nats.url,), subject="semantic-kv-events"), some(TEXT)
-    stranger, reader = PublishingWorker(options, worker=(77, 0)), make_reader(fleet.nats.url)
-    stranger.announcer.intended("theirs", NAMESPACE, None)
-    stranger.announcer.held("theirs", np.array(text, np.int32), "host")
-    assert reader.wait_for(lambda reader: [each.worker for each in reader.directory.holders(text)] == [(77, 0)])
-    await fleet.ask(client, some(20), 1)
-    answer = await fleet.ask(client, some(20) + text, 1)
-    assert (answer.error, answer.placed["held_tokens"]) == (None, 0)
-    stranger.publisher.close()
 
 
 @pytest.mark.promise(

@@ -14,15 +14,11 @@ def taken(asked, *pieces):
     return [asked.take(piece) for piece in pieces]
 
 
-def test_the_first_worker_gets_the_request_as_it_came():
-    came = request()
-    assert AskedRequest(came).next_request() is came
-
-
 @pytest.mark.parametrize("tokens", [[5, 6, 7], np.array([5, 6, 7], "<i4").tobytes()])
 def test_the_next_worker_is_asked_for_the_rest(tokens):
-    asked = AskedRequest(request(token_ids=tokens, model="m"))
-    asked.next_request()
+    came = request(token_ids=tokens, model="m")
+    asked = AskedRequest(came)
+    assert asked.next_request() is came
     taken(asked, {"token_ids": [8]}, {"token_ids": [9, 10]})
     rest = {"max_tokens": 1, "min_tokens": 0}
     assert asked.next_request() == {"token_ids": [5, 6, 7, 8, 9, 10], "stop_conditions": rest, "model": "m"}
