@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import FAULTS, TOKEN_KINDS, Outcome, counted_as
+from semblend_trt.outcome import TOKEN_KINDS, Outcome
+from semblend_trt.reasons import FAULTS, counted_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

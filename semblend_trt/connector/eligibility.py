@@ -14,7 +14,6 @@ from semblend_trt.connector.contract import V11
 from semblend_trt.connector.engine_spec import EngineSpec
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.outcome import Scope, advice
 from semblend_trt.policy import ReusePolicy, terms_of
 
 if TYPE_CHECKING:
@@ -144,6 +143,8 @@ def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts
         return None, "policy_off"
     refusal = engine_refusal(engine)
     if refusal is not None:
+        from semblend_trt.reasons import Scope, advice  # not for an engine that is served
+
         logger.warning(
             "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s",
             refusal,

@@ -134,7 +134,7 @@ class Planner:
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
     prompt, changes KV, so runs are cut there. `begins_alike` bounds how many first tokens are an exact donor's.
 
-    Reasons for no plan are among those of requests in `semblend_trt.outcome`."""
+    Reasons for no plan are among those of requests in `semblend_trt.reasons`."""
 
     def __init__(
         self,

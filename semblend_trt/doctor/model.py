@@ -18,8 +18,8 @@ from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.model_files import is_local
 from semblend_trt.namespace import CacheNamespace, is_unknown
-from semblend_trt.outcome import advice
 from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.reasons import advice
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.transformers_version import imported
 

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import FAULTS, OTHER_REASON, TOKEN_KINDS, Outcome, ReuseReport
+from semblend_trt.outcome import TOKEN_KINDS, Outcome, ReuseReport
+from semblend_trt.reasons import FAULTS, OTHER_REASON
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
 CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
