@@ -19,7 +19,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.policy import MaxKl, ReusePolicy, parse_max_kl, parse_policy
+from semblend_trt.plan import ReuseTerms, SpanCheck
+from semblend_trt.policy import CACHEBLEND_LAYER, MaxKl, ReusePolicy, parse_max_kl, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -315,6 +316,38 @@ class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings
                 f"SEMBLEND_RISK is {self.risk:g}, but SEMBLEND_MAX_KL is unbounded, which no answer exceeds; unset one"
             )
         return self
+
+
+def terms_of(
+    policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
+) -> ReuseTerms | None:
+    """Return the terms that the settings alone give; None for exact spans only, and for VERIFIED, whose profile gives
+    them. Raises ConfigurationError for a layer that the model lacks, a check below `lowest_check_layer`, or an unset
+    boundary: at 0 BOUNDARY would be POSITION_FIX under another name."""
+    if policy is ReusePolicy.POSITION_FIX:
+        return ReuseTerms()
+    if policy is ReusePolicy.EPIC:
+        return ReuseTerms(head_tokens=settings.epic_tokens)
+    if policy is ReusePolicy.BOUNDARY:
+        boundary = settings.recompute_boundary_layer
+        if not 1 <= boundary <= num_layers:
+            raise ConfigurationError(
+                f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
+                "policy boundary needs it in that range"
+            )
+        return ReuseTerms(boundary=boundary)
+    if policy is not ReusePolicy.CACHEBLEND:
+        return None
+    why = None
+    if num_layers <= CACHEBLEND_LAYER:
+        why = f" has {num_layers} layer"
+    elif lowest_check_layer > CACHEBLEND_LAYER:
+        why = f"'s layers below {lowest_check_layer} see no further than a window"
+    if why is not None:
+        raise ConfigurationError(
+            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model{why}; use another policy"
+        )
+    return ReuseTerms(check=SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share))
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -67,7 +67,6 @@ class Metrics:
     def __init__(self, series: Series | None) -> None:
         self._series = series
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._at_close: list[Callable[[Series], None]] = []
         self._has_failed = False
 
     def looked_up(self, seconds: float) -> None:
@@ -98,23 +97,16 @@ class Metrics:
         self._try(lambda series: series.donors.add(donor_index))
 
     def watch_faults(self, faults: Counter[str]) -> None:
-        """Show the engine's calls that could not be answered, by name, as they are counted until `close`."""
-        self._watch(lambda series: series.faults, faults)
+        """Show the engine's calls that could not be answered, by name, as they are counted."""
+        self._try(lambda series: series.faults.add(faults))
 
     def watch_audit(self, dropped: Counter[str]) -> None:
-        """Show the audit log's lost events, by reason, as they are counted until `close`."""
-        self._watch(lambda series: series.audit_dropped, dropped)
+        """Show the audit log's lost events, by reason, as they are counted."""
+        self._try(lambda series: series.audit_dropped.add(dropped))
 
     def close(self) -> None:
         """Take this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(self._watched))
-        at_close, self._at_close = self._at_close, []
-        for keep in at_close:
-            self._try(keep)
-
-    def _watch(self, collector_of: Callable[[Series], _EngineCounts], counts: Counter[str]) -> None:
-        self._try(lambda series: collector_of(series).add(counts))
-        self._at_close.append(lambda series: collector_of(series).end(counts))
 
     def _try(self, count: Callable[[Series], None]) -> None:
         if self._series is None:
@@ -206,31 +198,24 @@ class Series:
 
 
 class _EngineCounts:
-    """Collector that sums running and ended engines. Names in `known` start at 0: a rate sees no series begin at 1."""
+    """Collector that sums all engines, ended ones too, so that no sum falls. Names in `known` start at 0: a rate sees
+    no series begin at 1."""
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
         self._lock = threading.Lock()
-        self._running: list[Counter[str]] = []
-        self._ended: Counter[str] = Counter(dict.fromkeys(known, 0))
+        self._counts: list[Counter[str]] = [Counter(dict.fromkeys(known, 0))]
 
     def add(self, counts: Counter[str]) -> None:
         with self._lock:
-            self._running.append(counts)
-
-    def end(self, counts: Counter[str]) -> None:
-        """Add the last values of `counts` to the ended engines', so that the sum never falls."""
-        with self._lock:
-            # By identity: two engines may have equal counts.
-            self._running = [each for each in self._running if each is not counts]
-            self._ended.update(dict(counts))
+            self._counts.append(counts)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
 
+        total = Counter[str]()
         with self._lock:
-            total = self._ended.copy()
-            for counts in self._running:
+            for counts in self._counts:
                 total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
         family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
         for name, count in sorted(total.items()):

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.config import Settings, terms_of
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, ReuseTerms, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from semblend_trt.config import Settings
     from semblend_trt.cost import CostModel
     from semblend_trt.discovery.span_index import Scan, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
