@@ -297,7 +297,7 @@ MUTANTS = (
        ("bound-risk", "a bound is within the risk that is asked for", "<= max_kl and each.risk <= risk", "<= max_kl",
         "test_terms_are_those_of_the_loosest_bound_within_what_is_asked"),
        ("bound-rounding", "rounding is twice the floor", "2.0 * self.floor", "20.0 * self.floor",
-        "test_terms_are_those_of_the_loosest_bound_within_what_is_asked"),
+        "test_rounding_is_twice_the_floor"),
        ("bound-levels", "the share never falls with the deviation", " or below.share > above.share", "",
         "test_a_wrong_value_in_a_file_is_refused_with_its_bound"),
        ("profile-edited", "an edited profile is refused", "if profile.digest not in (None, found):", "if False:",

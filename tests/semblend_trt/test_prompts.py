@@ -208,4 +208,4 @@ FIELDS = ["role", "content", "tool_calls", "name", "reasoning", "tool_call_id", 
 def test_no_body_makes_it_fail(messages, fields):
     body = {"messages": [{"role": "user", **each} for each in messages], **fields}
     with contextlib.suppress(ChatError):
-        rendered(body, TEMPLATES["glm"])
+        rendered(body, TEMPLATES["macro"])
