@@ -203,20 +203,17 @@ class _EngineCounts:
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
-        self._lock = threading.Lock()
         self._counts: list[Counter[str]] = [Counter(dict.fromkeys(known, 0))]
 
     def add(self, counts: Counter[str]) -> None:
-        with self._lock:
-            self._counts.append(counts)
+        self._counts.append(counts)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
 
         total = Counter[str]()
-        with self._lock:
-            for counts in self._counts:
-                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
+        for counts in self._counts.copy():
+            total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
         family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
         for name, count in sorted(total.items()):
             family.add_metric([name], count)

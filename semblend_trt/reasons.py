@@ -19,7 +19,9 @@ class Scope(str, Enum):
     FAULT = "fault"  # a call of the engine, or the execution of a plan, failed
 
 
-_ENGINE = {
+# What to do about each reason and fault.
+TEXTS: dict[Scope, dict[str, str]] = {}
+TEXTS[Scope.ENGINE] = {
     "disabled": "Set SEMBLEND_ENABLED to 1.",
     "policy_off": "Set SEMBLEND_POLICY to another policy than off.",
     "host_offload": "Leave host_cache_size out; the host tier of this product keeps donors in host memory.",
@@ -40,7 +42,7 @@ _ENGINE = {
     "metadata_version": "Install one version of this package on all ranks; they would decide differently.",
     "ranks_unknown": "Serve with torch.distributed or MPI; else ranks cannot tell one another what failed.",
 }
-_MODEL = {
+TEXTS[Scope.MODEL] = {
     "unknown_model_type": "Serve a model type that is known to be movable; the attention of this one may differ.",
     "unknown_architecture": "Serve a known architecture without code of its own; the attention of this one may differ.",
     "mla": "Serve latent attention of DeepSeek-V3's form; what the rows of another form hold is not known.",
@@ -59,7 +61,7 @@ _MODEL = {
     "truncation in TensorRT-LLM use policy verified or exact, or vLLM.",
     "kv_quantized": "Serve the checkpoint in vLLM, or in TensorRT-LLM with the wrapper; others do not tell KV scales.",
 }
-_REQUEST = {
+TEXTS[Scope.REQUEST] = {
     "id_in_use": "An earlier request with this id is still being saved; send a new id.",
     "dummy_request": "The engine's own warm-up or padding request means nothing.",
     "generation_only": "The prefill ran elsewhere; no KV of it is here to save.",
@@ -97,7 +99,7 @@ _REQUEST = {
     "boundary_needs_wrapper": "Use the wrapper; a stock engine would not compute policy boundary's layers.",
     "no_publication_guard": "Approximate KV could enter the engine's prefix cache; the log says why no guard is there.",
 }
-_PLAN = {
+TEXTS[Scope.PLAN] = {
     "not_honoured": "The engine took nothing of the offer and computes all of it; switch block reuse on.",
     "forward_failed": "A forward failed and the engine lives on; nothing of its requests is kept.",
     "target_blocks": "The blocks do not fit the plan, or were exchanged; the wrapper computes everything.",
@@ -107,7 +109,7 @@ _PLAN = {
     "SEMBLEND_MAX_KL or SEMBLEND_RISK, or calibrate on such prompts.",
     "deviation": "The check found more than the profile allows; the span or the tokens are computed in all layers.",
 }
-_ATTACHMENT = {
+TEXTS[Scope.ATTACHMENT] = {
     "caches_refused": "Remove what the first two tables name; the caches were refused for it.",
     "executor_unknown": "Use a known version; the executor is not among the callers.",
     "probe_failed": "Look at the error in the log; the engine's parts could not be read.",
@@ -117,7 +119,7 @@ _ATTACHMENT = {
     "conversation_manager": "Switch conversations of the V2 cache manager off; it could publish approximate KV.",
     "ranks_unknown": "Serve with torch.distributed or MPI; ranks would publish different prefixes.",
 }
-_DECODER = {
+TEXTS[Scope.DECODER] = {
     "settings_unknown": "Use a known version; settings that must be off cannot be read.",
     "compiled_prefill": "Switch torch_compile_config off; Python between the layers does not run.",
     "prefill_graphs": "Set prefill_cuda_graph_backend to disabled; Python between the layers does not run in a replay.",
@@ -140,30 +142,7 @@ _DECODER = {
     "layer_call": "A layer is called in an unknown way; the decoder is given back.",
     "attention_call": "The attention is called in an unknown way; the decoder is given back.",
 }
-_FAULT = {
-    "wait_for_initialization": "What look-ups need could not be built; the first query tries again.",
-    "get_num_new_matched_tokens": "The query for matched tokens failed; 0 tokens were answered.",
-    "update_state_after_alloc": "The call with the request's blocks failed; the load of its plan fails too.",
-    "update_state_after_alloc_by_layer_group": "The same, where layers have groups.",
-    "build_connector_meta": "An iteration's metadata could not be made; its plans are sent, and it leaves no donors.",
-    "request_finished": "The end of a request could not be handled; it leaves no donor, leases and room go back.",
-    "request_finished_by_layer_group": "The same, where layers have groups.",
-    "request_data": "What the engine says of a scheduled request cannot be true; the request leaves no donor.",
-    "saved_news": "The events of ended saves could not be taken; the next call reads on.",
-    "metadata": "Metadata is of another version; its plans raise, since what was promised cannot be placed.",
-    "start_load_kv": "Donors could not be placed; the step computes what they were to hold.",
-    "wait_for_save": "vLLM: the end of a step could not be noted; the step's donors are not kept.",
-    "get_finished": "vLLM: the end of saves could not be noted; blocks that were to be saved stay held.",
-    "step_unreadable": "vLLM and SGLang: a step could not be read; its requests begin again, and reuse ends.",
-    "reset_cache": "vLLM: donors could not be forgotten; vLLM hears that its reset has failed.",
-    "hook": "vLLM: the model or its runner is laid out in an unknown way; it is given back, and nothing is reused.",
-    "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
-    "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
-    "then on.",
-    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM and SGLang "
-    "begin them again. Nothing is reused from then on.",
-}
-_VLLM = {
+TEXTS[Scope.VLLM] = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",
     "vllm_version": "Install vLLM 0.25 or newer, a release with its number.",
     "other_connector": "Name this connector alone: without MultiConnector and without vLLM's own KV offloading.",
@@ -212,8 +191,8 @@ _VLLM = {
     "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
     "prompt_ids_missing": "Send a prompt with at least one token.",
 }
-_SGLANG = {
-    "settings_invalid": _VLLM["settings_invalid"],
+TEXTS[Scope.SGLANG] = {
+    "settings_invalid": TEXTS[Scope.VLLM]["settings_invalid"],
     "sglang_version": "Install SGLang 0.5.23; the seams of another version may differ.",
     "radix_disabled": "Start without --disable-radix-cache.",
     "tensor_parallel": "Set --tp-size to 1.",
@@ -247,18 +226,30 @@ _SGLANG = {
     "beam_search": "Ask with one beam.",
     "resumed_with_output": "Give the cache more room: a request retracted while it decoded is computed again.",
 }
-TEXTS = {
-    Scope.ENGINE: _ENGINE,
-    Scope.MODEL: _MODEL,
-    Scope.REQUEST: _REQUEST,
-    Scope.PLAN: _PLAN,
-    Scope.ATTACHMENT: _ATTACHMENT,
-    Scope.DECODER: _DECODER,
-    Scope.VLLM: _VLLM,
-    Scope.SGLANG: _SGLANG,
-    Scope.FAULT: _FAULT,
+TEXTS[Scope.FAULT] = {
+    "wait_for_initialization": "What look-ups need could not be built; the first query tries again.",
+    "get_num_new_matched_tokens": "The query for matched tokens failed; 0 tokens were answered.",
+    "update_state_after_alloc": "The call with the request's blocks failed; the load of its plan fails too.",
+    "update_state_after_alloc_by_layer_group": "The same, where layers have groups.",
+    "build_connector_meta": "An iteration's metadata could not be made; its plans are sent, and it leaves no donors.",
+    "request_finished": "The end of a request could not be handled; it leaves no donor, leases and room go back.",
+    "request_finished_by_layer_group": "The same, where layers have groups.",
+    "request_data": "What the engine says of a scheduled request cannot be true; the request leaves no donor.",
+    "saved_news": "The events of ended saves could not be taken; the next call reads on.",
+    "metadata": "Metadata is of another version; its plans raise, since what was promised cannot be placed.",
+    "start_load_kv": "Donors could not be placed; the step computes what they were to hold.",
+    "wait_for_save": "vLLM: the end of a step could not be noted; the step's donors are not kept.",
+    "get_finished": "vLLM: the end of saves could not be noted; blocks that were to be saved stay held.",
+    "step_unreadable": "vLLM and SGLang: a step could not be read; its requests begin again, and reuse ends.",
+    "reset_cache": "vLLM: donors could not be forgotten; vLLM hears that its reset has failed.",
+    "hook": "vLLM: the model or its runner is laid out in an unknown way; it is given back, and nothing is reused.",
+    "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
+    "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
+    "then on.",
+    "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM and SGLang "
+    "begin them again. Nothing is reused from then on.",
 }
-FAULTS = frozenset(_FAULT)
+FAULTS = frozenset(TEXTS[Scope.FAULT])
 # What declines reuse or cuts it short.
 REASONS = frozenset(name for scope, texts in TEXTS.items() if scope is not Scope.FAULT for name in texts)
 # The label of every other reason: labels of metrics stay few.
