@@ -36,8 +36,6 @@ def _asked(content=None, **fields):
 READ = {
     "a question": _chat(USER),
     "a system": _chat(SYSTEM, USER),
-    "turns": _chat(SYSTEM, USER, ANSWER, THANKS),
-    "no system": _chat(USER, ANSWER, THANKS),
     "system in the middle": _chat(USER, ANSWER, SYSTEM, THANKS),
     "two systems": _chat(SYSTEM, {"role": "system", "content": "In English."}, USER),
     "system empty": _chat({"role": "system", "content": ""}, USER),
@@ -64,10 +62,8 @@ READ = {
     "tools that are not to be called": _chat(USER, **TOOLS, tool_choice="none"),
     "a tool that has to be called": _chat(USER, **TOOLS, tool_choice="required"),
     "a call and its result": _chat(USER, ASKS, RESULT, **TOOLS),
-    "a call and an answer": _chat(SYSTEM, USER, ASKS, RESULT, ANSWER, THANKS, **TOOLS),
     "a call without tools": _chat(USER, ASKS, RESULT),
     "parallel calls": _chat(USER, {**ASKS, "tool_calls": [ROME, OSLO]}, RESULT, OTHER, ANSWER, THANKS, **TOOLS),
-    "calls one after the other": _chat(USER, ASKS, RESULT, {**ASKS, "tool_calls": [OSLO]}, OTHER, THANKS, **TOOLS),
     "a call beside a text": _asked("I look.", tool_calls=[ROME]),
     "a call with fields of its own": _asked("", tool_calls=[{"index": 0, **ROME}]),
     "a call without arguments": _asked("", tool_calls=[_call(1, "clock", "")]),
@@ -84,7 +80,6 @@ READ = {
     "reasoning in an answer as it came": _asked(
         "", tool_calls=[ROME], reasoning="I look.", refusal=None, audio=None, annotations=None, function_call=None
     ),
-    "reasoning in the text": _chat(USER, {"role": "assistant", "content": "<think>\nRome.\n</think>\n\n21."}, THANKS),
     "documents": _chat(USER, documents=DOCUMENTS),
     "documents among the template's": _chat(USER, chat_template_kwargs={"documents": DOCUMENTS}),
     "no documents": _chat(USER, documents=[]),
