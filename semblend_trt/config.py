@@ -10,8 +10,8 @@ import difflib
 import logging
 import os
 import re
-import threading
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 # Addresses as nats-py reads them; the user and the password may be any text.
 _SERVER = re.compile(
@@ -36,8 +37,6 @@ _SERVER = re.compile(
 )
 
 PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
 
 # Names of variables after their prefixes, where they are not those of the settings in upper case.
 _NAMES = {"profile_path": "PROFILE", "min_span_tokens": "MIN_SPAN", "digest_cache_path": "DIGEST_CACHE"}
@@ -356,16 +355,11 @@ def load_settings(**overrides: Any) -> Settings:
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
     """
-    unknown = unknown_variables(os.environ)
-    with _warned_lock:
-        fresh = [name for name in unknown if name not in _warned]
-        _warned.update(fresh)
-    for name in fresh:
+    for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
-            logger.warning("%s is ignored: %s", name, why)
+            _warn_once("%s is ignored: %s", name, why)
         else:
-            close = unknown[name]
-            logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+            _warn_once("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
     try:
         return Settings(**overrides)
     except ValidationError as error:

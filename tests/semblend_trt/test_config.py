@@ -50,7 +50,7 @@ VARIABLES = [(name, variable) for name in Settings.model_fields for variable in 
 def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(config, "_warned", set())
+    config._warn_once.cache_clear()
 
 
 def test_every_setting_has_a_description():
