@@ -157,29 +157,22 @@ class Series:
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"semblend_{name}", documentation, buckets=buckets, registry=registry)
 
-        outcomes, events = [each.value for each in Outcome], [each.value for each in OffloadEventKind]
-        self._requests = counter(
-            registry, "semblend_requests", "Requests by how reuse ended for them.", "outcome", known=outcomes
-        )
+        made, events = functools.partial(counter, registry), [each.value for each in OffloadEventKind]
+        text, outcomes = "Requests by how reuse ended for them.", [each.value for each in Outcome]
+        self._requests = made("semblend_requests", text, "outcome", known=outcomes)
         text = "Requests of which nothing, or not all that was found, was reused, by the reason."
-        self._refusals = counter(registry, "semblend_refusals", text, "reason")
-        self._tokens = counter(
-            registry, "semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS
-        )
+        self._refusals = made("semblend_refusals", text, "reason")
+        self._tokens = made("semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS)
         self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", LOOKUP_BUCKETS)
         text = "Largest deviation of a reused token, of each request with sampled or checked tokens."
         self._kept_deviation = histogram("kept_deviation", text, _DEVIATION_BUCKETS)
-        self.texts = counter(
-            registry, "semblend_neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS
-        )
+        text = "Texts embedded beside serving, or not."
+        self.texts = made("semblend_neighbour_texts", text, "event", known=TEXT_EVENTS)
         text = "Similarity of the nearest donor, of each request that has one near."
         self.similarity = histogram("neighbour_similarity", text, _SIMILARITY_BUCKETS)
-        self.tier_events = counter(
-            registry, "semblend_tier_events", "Donors' files and ways up, by what happened.", "event", known=events
-        )
-        self.weights_changes = counter(
-            registry, "semblend_weights_changes", "Times that a running engine's weights have changed."
-        )
+        text = "Donors' files and ways up, by what happened."
+        self.tier_events = made("semblend_tier_events", text, "event", known=events)
+        self.weights_changes = made("semblend_weights_changes", "Times that a running engine's weights have changed.")
         self.donors = _DonorGauges()
         self.faults = _EngineCounts("faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS)
         self.audit_dropped = _EngineCounts("audit_dropped", "Events that the audit log lost.", "reason")
