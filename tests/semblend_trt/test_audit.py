@@ -108,6 +108,19 @@ def test_a_log_may_end_on_its_own_thread(path):
     assert lost(log) == {"closed": 1}
 
 
+@pytest.mark.known_defect(35)
+def test_one_file_stays_open(path, monkeypatch):
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(args[0]) or real(*args))
+    log = AuditLog(path)
+    for number in range(50):
+        log.event("step", number=number)
+    log.close()
+    assert opened == [path]
+    assert [line["number"] for line in read(path)] == list(range(50))
+
+
 @pytest.mark.parametrize("ends", ["del log; gc.collect(); assert pathlib.Path(sys.argv[1]).stat().st_size", ""])
 def test_a_log_or_process_that_ends_writes_its_lines(path, ends):
     code = "import gc, pathlib, sys; from semblend_trt.audit import AuditLog; log = AuditLog(sys.argv[1])"
