@@ -74,8 +74,8 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
         digests = dict[FileState, str]()
-        for state in () if cache is None else states.values():
-            if state.shows_writes and (found := cache.find(state)) is not None:
+        for state in states.values():
+            if cache is not None and state.shows_writes and (found := cache.find(state)) is not None:
                 digests[state] = found
         unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
         for state, digest in zip(unread, _read(unread), strict=True):
