@@ -10,8 +10,8 @@ import difflib
 import logging
 import os
 import re
-import threading
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -19,7 +19,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.policy import MaxKl, ReusePolicy, parse_max_kl, parse_policy
+from semblend_trt.plan import ReuseTerms, SpanCheck
+from semblend_trt.policy import CACHEBLEND_LAYER, MaxKl, ReusePolicy, parse_max_kl, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 # Addresses as nats-py reads them; the user and the password may be any text.
 _SERVER = re.compile(
@@ -35,8 +37,6 @@ _SERVER = re.compile(
 )
 
 PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
 
 # Names of variables after their prefixes, where they are not those of the settings in upper case.
 _NAMES = {"profile_path": "PROFILE", "min_span_tokens": "MIN_SPAN", "digest_cache_path": "DIGEST_CACHE"}
@@ -319,22 +319,49 @@ class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings
         return self
 
 
+def terms_of(
+    policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
+) -> ReuseTerms | None:
+    """Return the terms that the settings alone give; None for exact spans only, and for VERIFIED, whose profile gives
+    them. Raises ConfigurationError for a layer that the model lacks, a check below `lowest_check_layer`, or an unset
+    boundary: at 0 BOUNDARY would be POSITION_FIX under another name."""
+    if policy is ReusePolicy.POSITION_FIX:
+        return ReuseTerms()
+    if policy is ReusePolicy.EPIC:
+        return ReuseTerms(head_tokens=settings.epic_tokens)
+    if policy is ReusePolicy.BOUNDARY:
+        boundary = settings.recompute_boundary_layer
+        if not 1 <= boundary <= num_layers:
+            raise ConfigurationError(
+                f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
+                "policy boundary needs it in that range"
+            )
+        return ReuseTerms(boundary=boundary)
+    if policy is not ReusePolicy.CACHEBLEND:
+        return None
+    why = None
+    if num_layers <= CACHEBLEND_LAYER:
+        why = f" has {num_layers} layer"
+    elif lowest_check_layer > CACHEBLEND_LAYER:
+        why = f"'s layers below {lowest_check_layer} see no further than a window"
+    if why is not None:
+        raise ConfigurationError(
+            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model{why}; use another policy"
+        )
+    return ReuseTerms(check=SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share))
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Read the settings; `overrides` win over the environment.
 
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
     """
-    unknown = unknown_variables(os.environ)
-    with _warned_lock:
-        fresh = [name for name in unknown if name not in _warned]
-        _warned.update(fresh)
-    for name in fresh:
+    for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
-            logger.warning("%s is ignored: %s", name, why)
+            _warn_once("%s is ignored: %s", name, why)
         else:
-            close = unknown[name]
-            logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+            _warn_once("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
     try:
         return Settings(**overrides)
     except ValidationError as error:

@@ -135,12 +135,13 @@ def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 
     """Open a regular file to read; with `may_be_pipe` also a pipe from the command's start: `-`, /dev/stdin, /dev/fd/N.
     Raises OSError; reading raises it where a pipe gives nothing for PIPE_SECONDS."""
     name = "/dev/stdin" if may_be_pipe and str(path) == "-" else str(path)
-    may_be_pipe = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
-    raw = (_Pipe if may_be_pipe else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    is_standard = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
+    raw = (_Pipe if is_standard else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     mode = os.fstat(raw.fileno()).st_mode
-    if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
+    if not (stat.S_ISREG(mode) or (is_standard and stat.S_ISFIFO(mode))):
         raw.close()
-        raise OSError(errno.EINVAL, "it is not a regular file; a pipe can be given as /dev/stdin", name)
+        hint = "; a pipe can be given as /dev/stdin" if may_be_pipe else ""
+        raise OSError(errno.EINVAL, f"it is not a regular file{hint}", name)
     return io.BufferedReader(raw, buffering)
 
 

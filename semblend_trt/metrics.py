@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import FAULTS, TOKEN_KINDS, Outcome, counted_as
+from semblend_trt.outcome import TOKEN_KINDS, Outcome
+from semblend_trt.reasons import FAULTS, counted_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,7 +67,6 @@ class Metrics:
     def __init__(self, series: Series | None) -> None:
         self._series = series
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._at_close: list[Callable[[Series], None]] = []
         self._has_failed = False
 
     def looked_up(self, seconds: float) -> None:
@@ -97,23 +97,16 @@ class Metrics:
         self._try(lambda series: series.donors.add(donor_index))
 
     def watch_faults(self, faults: Counter[str]) -> None:
-        """Show the engine's calls that could not be answered, by name, as they are counted until `close`."""
-        self._watch(lambda series: series.faults, faults)
+        """Show the engine's calls that could not be answered, by name, as they are counted."""
+        self._try(lambda series: series.faults.add(faults))
 
     def watch_audit(self, dropped: Counter[str]) -> None:
-        """Show the audit log's lost events, by reason, as they are counted until `close`."""
-        self._watch(lambda series: series.audit_dropped, dropped)
+        """Show the audit log's lost events, by reason, as they are counted."""
+        self._try(lambda series: series.audit_dropped.add(dropped))
 
     def close(self) -> None:
         """Take this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(self._watched))
-        at_close, self._at_close = self._at_close, []
-        for keep in at_close:
-            self._try(keep)
-
-    def _watch(self, collector_of: Callable[[Series], _EngineCounts], counts: Counter[str]) -> None:
-        self._try(lambda series: collector_of(series).add(counts))
-        self._at_close.append(lambda series: collector_of(series).end(counts))
 
     def _try(self, count: Callable[[Series], None]) -> None:
         if self._series is None:
@@ -164,29 +157,22 @@ class Series:
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"semblend_{name}", documentation, buckets=buckets, registry=registry)
 
-        outcomes, events = [each.value for each in Outcome], [each.value for each in OffloadEventKind]
-        self._requests = counter(
-            registry, "semblend_requests", "Requests by how reuse ended for them.", "outcome", known=outcomes
-        )
+        made, events = functools.partial(counter, registry), [each.value for each in OffloadEventKind]
+        text, outcomes = "Requests by how reuse ended for them.", [each.value for each in Outcome]
+        self._requests = made("semblend_requests", text, "outcome", known=outcomes)
         text = "Requests of which nothing, or not all that was found, was reused, by the reason."
-        self._refusals = counter(registry, "semblend_refusals", text, "reason")
-        self._tokens = counter(
-            registry, "semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS
-        )
+        self._refusals = made("semblend_refusals", text, "reason")
+        self._tokens = made("semblend_tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS)
         self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", LOOKUP_BUCKETS)
         text = "Largest deviation of a reused token, of each request with sampled or checked tokens."
         self._kept_deviation = histogram("kept_deviation", text, _DEVIATION_BUCKETS)
-        self.texts = counter(
-            registry, "semblend_neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS
-        )
+        text = "Texts embedded beside serving, or not."
+        self.texts = made("semblend_neighbour_texts", text, "event", known=TEXT_EVENTS)
         text = "Similarity of the nearest donor, of each request that has one near."
         self.similarity = histogram("neighbour_similarity", text, _SIMILARITY_BUCKETS)
-        self.tier_events = counter(
-            registry, "semblend_tier_events", "Donors' files and ways up, by what happened.", "event", known=events
-        )
-        self.weights_changes = counter(
-            registry, "semblend_weights_changes", "Times that a running engine's weights have changed."
-        )
+        text = "Donors' files and ways up, by what happened."
+        self.tier_events = made("semblend_tier_events", text, "event", known=events)
+        self.weights_changes = made("semblend_weights_changes", "Times that a running engine's weights have changed.")
         self.donors = _DonorGauges()
         self.faults = _EngineCounts("faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS)
         self.audit_dropped = _EngineCounts("audit_dropped", "Events that the audit log lost.", "reason")
@@ -205,32 +191,22 @@ class Series:
 
 
 class _EngineCounts:
-    """Collector that sums running and ended engines. Names in `known` start at 0: a rate sees no series begin at 1."""
+    """Collector that sums all engines, ended ones too, so that no sum falls. Names in `known` start at 0: a rate sees
+    no series begin at 1."""
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
-        self._lock = threading.Lock()
-        self._running: list[Counter[str]] = []
-        self._ended: Counter[str] = Counter(dict.fromkeys(known, 0))
+        self._counts: list[Counter[str]] = [Counter(dict.fromkeys(known, 0))]
 
     def add(self, counts: Counter[str]) -> None:
-        with self._lock:
-            self._running.append(counts)
-
-    def end(self, counts: Counter[str]) -> None:
-        """Add the last values of `counts` to the ended engines', so that the sum never falls."""
-        with self._lock:
-            # By identity: two engines may have equal counts.
-            self._running = [each for each in self._running if each is not counts]
-            self._ended.update(dict(counts))
+        self._counts.append(counts)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
 
-        with self._lock:
-            total = self._ended.copy()
-            for counts in self._running:
-                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
+        total = Counter[str]()
+        for counts in self._counts.copy():
+            total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
         family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
         for name, count in sorted(total.items()):
             family.add_metric([name], count)

@@ -39,7 +39,6 @@ MAX_THREADS = 32
 STAMP_NS = 2_000_000_000
 
 _lock = threading.Lock()
-_known: dict[FileState, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +70,20 @@ class FileState:
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
     """Return SHA-256 over names and every byte of the files, in any order; hex.
 
-    Memory or `cache` gives an unchanged file's digest. Raises OSError if a file is unreadable or changes meanwhile."""
+    `cache` gives an unchanged file's digest. Raises OSError if a file is unreadable or changes meanwhile."""
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
         digests = dict[FileState, str]()
-        for state in filter(lambda each: each.shows_writes, states.values()):
-            if found := _known.get(state) or (None if cache is None else cache.find(state)):
-                digests[state] = _known[state] = found
+        for state in states.values():
+            if cache is not None and state.shows_writes and (found := cache.find(state)) is not None:
+                digests[state] = found
         unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
         for state, digest in zip(unread, _read(unread), strict=True):
             if FileState.of(Path(state.path)) != state:
                 raise OSError(errno.EBUSY, "it changed while it was read", state.path)
             digests[state] = digest
-            if state.shows_writes:
-                _known[state] = digest
-                if cache is not None:
-                    cache.keep(state, digest)
+            if cache is not None and state.shows_writes:
+                cache.keep(state, digest)
     lines = "".join(f"{len(name)}:{name}:{digests[state]}\n" for name, state in states.items())
     return hashlib.sha256(lines.encode()).hexdigest()
 

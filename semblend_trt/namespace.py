@@ -72,7 +72,7 @@ class CacheNamespace:
     """Every field that makes KV interchangeable. None in `quantization` and `adapter` means not in use.
 
     A field that cannot be determined is `unknown_value()`; there is no wildcard. `rope_config` and `extra` hold JSON
-    values, `tensor_parallel` the sizes (part of the key) and the ranks (not part of it; 0 where absent).
+    values, `tensor_parallel` the sizes, and a 0 for each rank, as the wire has it: it is of all ranks.
     `extra["cache_salt"]` is a digest, absent for requests without a salt. Raises NamespaceError."""
 
     model: str
@@ -97,7 +97,7 @@ class CacheNamespace:
         for name in ("quantization", "adapter"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
-        _check_count("block_size", self.block_size, at_least=1)
+        _check_count("block_size", self.block_size)
         object.__setattr__(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
         for name in ("rope_config", "extra"):
             value = getattr(self, name)
@@ -199,12 +199,12 @@ def _check_text(name: str, value: object) -> None:
         raise NamespaceError(f"namespace field {name} has {len(value)} characters, more than {MAX_TEXT}")
 
 
-def _check_count(name: str, value: object, at_least: int) -> None:
+def _check_count(name: str, value: object) -> None:
     if is_unknown(value):
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise NamespaceError(
-            f"namespace field {name} is {value!r:.80}, not an integer >= {at_least}; "
+            f"namespace field {name} is {value!r:.80}, not an integer >= 1; "
             "where it cannot be determined use unknown_value()"
         )
 
@@ -218,12 +218,8 @@ def _checked_parallel(parallel: Mapping[str, int | str]) -> dict[str, int | str]
         )
     checked: dict[str, int | str] = {}
     for size, rank in zip(PARALLEL_SIZES, PARALLEL_RANKS, strict=True):
-        checked[size], checked[rank] = parallel[size], parallel.get(rank, 0)
-        _check_count(f"tensor_parallel.{size}", checked[size], at_least=1)
-        _check_count(f"tensor_parallel.{rank}", checked[rank], at_least=0)
-        width, place = checked[size], checked[rank]
-        if isinstance(width, int) and isinstance(place, int) and place >= width:
-            raise NamespaceError(f"namespace field tensor_parallel.{rank} is {place}, not below {size} {width}")
+        _check_count(f"tensor_parallel.{size}", parallel[size])
+        checked |= {size: parallel[size], rank: 0}
     return checked
 
 

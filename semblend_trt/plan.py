@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -222,23 +222,6 @@ class SemanticKvPlan:
         for invariant, message in _broken_in(self):
             raise PlanError(invariant, f"request {self.request_id}: {message}")
 
-    def check(self) -> None:
-        """Check a plan that came as bytes, past the constructor. Raises PlanError, or TypeError for a wrong type."""
-        tokens, execution = self.prompt_token_ids, self.execution
-        numbers = [abs(self.request_id), self.num_computed_tokens, self.matched_tokens, self.block_size]
-        numbers += [*(self.target_block_ids or ()), execution.num_layers, execution.recompute_boundary_layer]
-        numbers += [execution.head_tokens, execution.sample_seed]
-        if (rule := execution.check) is not None:
-            numbers += [rule.layer, rule.window_tokens - 1, rule.sample_every]
-        for span in self.spans:
-            numbers += [span.donor_start, span.target_start, span.length, span.generation]
-        if not are_counts(numbers) or tokens.ndim != 1 or tokens.dtype.kind != "i":
-            raise PlanError("not_a_count", f"request {self.request_id}: a number of the plan is none, or negative")
-        for span in self.spans:
-            span.__post_init__()
-        execution.__post_init__()
-        self.__post_init__()
-
     @property
     def prompt_length(self) -> int:
         return len(self.prompt_token_ids)
@@ -301,11 +284,6 @@ class SemanticKvPlan:
 
         Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them."""
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
-
-
-def are_counts(values: Sequence[int]) -> bool:
-    """Return whether all are integers, of at least 0."""
-    return set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
 def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:

@@ -1,13 +1,12 @@
-"""ReusePolicy: which runs may be reused, and the terms under which those that are not exact are executed."""
+"""ReusePolicy: which runs may be reused, and what a request or a setting may ask of it."""
 
 from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import ReuseTerms, SpanCheck
 
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
@@ -68,48 +67,3 @@ def parse_max_kl(value: object) -> MaxKl:
     if not 0.0 < nats < math.inf:
         raise ConfigurationError(f"{name[:64]!r} is no number of nats above 0; use one, rounding or unbounded")
     return nats
-
-
-class PolicySettings(Protocol):
-    """The settings that a policy reads."""
-
-    @property
-    def recompute_boundary_layer(self) -> int: ...
-
-    @property
-    def epic_tokens(self) -> int: ...
-
-    @property
-    def cacheblend_share(self) -> float: ...
-
-
-def terms_of(
-    policy: ReusePolicy, settings: PolicySettings, num_layers: int, lowest_check_layer: int = 1
-) -> ReuseTerms | None:
-    """Return the terms that the settings alone give; None for exact spans only, and for VERIFIED, whose profile gives
-    them. Raises ConfigurationError for a layer that the model lacks, a check below `lowest_check_layer`, or an unset
-    boundary: at 0 BOUNDARY would be POSITION_FIX under another name."""
-    if policy is ReusePolicy.POSITION_FIX:
-        return ReuseTerms()
-    if policy is ReusePolicy.EPIC:
-        return ReuseTerms(head_tokens=settings.epic_tokens)
-    if policy is ReusePolicy.BOUNDARY:
-        boundary = settings.recompute_boundary_layer
-        if not 1 <= boundary <= num_layers:
-            raise ConfigurationError(
-                f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
-                "policy boundary needs it in that range"
-            )
-        return ReuseTerms(boundary=boundary)
-    if policy is not ReusePolicy.CACHEBLEND:
-        return None
-    why = None
-    if num_layers <= CACHEBLEND_LAYER:
-        why = f" has {num_layers} layer"
-    elif lowest_check_layer > CACHEBLEND_LAYER:
-        why = f"'s layers below {lowest_check_layer} see no further than a window"
-    if why is not None:
-        raise ConfigurationError(
-            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model{why}; use another policy"
-        )
-    return ReuseTerms(check=SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share))

@@ -7,7 +7,6 @@ identifies their content. A field that either side does not know counts as a dif
 from __future__ import annotations
 
 import datetime
-import errno
 import grp
 import hashlib
 import json
@@ -147,10 +146,6 @@ class ProfileGeometry(_Part):
     kv_heads: Annotated[int, Field(ge=1)]
     head_dim: Annotated[int, Field(ge=1)]
 
-    @classmethod
-    def of(cls, geometry: KvGeometry) -> ProfileGeometry:
-        return cls(num_layers=geometry.num_layers, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
-
 
 class _Figure(BaseModel):
     """The keys of one of a profile's figures that count as evidence; the others are ignored."""
@@ -277,7 +272,7 @@ class ReuseProfile(_Part):
     ) -> ReuseProfile:
         """Make the profile of an engine's own namespace, dated today (UTC), with these `fields`. Raises
         ConfigurationError for a value out of range, or an unknown field of the namespace: it would match nothing."""
-        own = _bound_fields(namespace)
+        own, sizes = _bound_fields(namespace), ("num_layers", "kv_heads", "head_dim")
         unknown = [_BOUND[name] for name, value in own.items() if _is_unknown(name, value)]
         unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
         if unknown:
@@ -290,7 +285,7 @@ class ReuseProfile(_Part):
                 version=__version__,
                 namespace=own,
                 engines=[namespace.backend_cache_layout],
-                geometry=ProfileGeometry.of(geometry),
+                geometry=ProfileGeometry(**{size: getattr(geometry, size) for size in sizes}),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                 **fields,
@@ -307,15 +302,11 @@ class ReuseProfile(_Part):
     def read_with_digest(cls, path: str | Path) -> tuple[ReuseProfile, str]:
         """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
-            if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a pipe would wait for its writer
-                raise ProfileError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
             if (writers := writers_of(Path(path))) is not None:
                 message = f"reuse profile {path} decides what is served unchecked, and {writers}"
                 raise ProfileError(message, "profile_writable")
             content = read_input(path, MAX_BYTES)
         except OSError as error:
-            if error.errno == errno.EFBIG:
-                raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {MAKE_AGAIN}") from error
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
             profile = cls.model_validate_json(content)

@@ -7,8 +7,9 @@ from semblend_trt.donors.disk_tier import FILE_REASONS
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.fleet.placement import RESULTS
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
-from semblend_trt.outcome import FAULTS, OTHER_REASON, REASONS, filled
+from semblend_trt.reasons import FAULTS, OTHER_REASON, REASONS
 from tests.pages import Page, code_in
+from tests.reasons import filled
 
 PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md"), Page("docs/sglang.md")]
 # The names in the last columns of their tables.
@@ -31,5 +32,5 @@ def test_the_pages_have_every_reason_and_no_other():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_of_reasons_are_made_from_the_code(page):
-    """`python -m semblend_trt.outcome docs/failure-modes.md docs/vllm.md docs/sglang.md` writes them."""
+    """`python -m tests.reasons` writes them."""
     assert page.text == filled(page.text)

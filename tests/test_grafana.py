@@ -7,7 +7,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from semblend_trt.outcome import FAULTS, REASONS
+from semblend_trt.reasons import FAULTS, REASONS
 from tests.pages import ROOT, Page, code_in
 from tests.test_metrics_page import exported, series
 

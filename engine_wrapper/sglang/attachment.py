@@ -15,7 +15,7 @@ from engine_wrapper.sglang.requests import SglangScheduler
 from engine_wrapper.sglang.worker import SglangWorker
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, LayoutError
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.runtime import runtime_for
 
 logger = logging.getLogger("sglang.semblend")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.sglang.engine_spec import from_server_args, sglang_version
 from engine_wrapper.sglang.refusals import VERSION, engine_refusal_of
 from semblend_trt.doctor import Area
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -23,8 +23,8 @@ from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_r
 from engine_wrapper.trtllm.planned_forward import PlannedForward, table_for
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.errors import LayoutError
-from semblend_trt.outcome import Scope, advice
 from semblend_trt.pool_facts import needs_scales
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.runtime import Weights
 
 if TYPE_CHECKING:

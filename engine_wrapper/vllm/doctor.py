@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.vllm.engine_spec import from_vllm_config, vllm_version
 from engine_wrapper.vllm.refusals import OLDEST, engine_refusal_of
 from semblend_trt.doctor import Area
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Generator

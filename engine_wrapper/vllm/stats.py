@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from semblend_trt.outcome import TOKEN_KINDS, Outcome, counted_as
+from semblend_trt.outcome import TOKEN_KINDS, Outcome
 
 if TYPE_CHECKING:
     from semblend_trt.outcome import ReuseReport
@@ -114,6 +114,8 @@ class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._series(engine, name, label)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        from semblend_trt.reasons import counted_as  # only the process that shows the counts needs the names
+
         for name, counts in transfer_stats_data.items():
             for label, count in counts.items():
                 told = counted_as(label) if name == "refusals" else label

@@ -30,7 +30,6 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.errors import ConfigurationError, LayoutError
-from semblend_trt.outcome import Scope, advice
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights, runtime_for
 
@@ -89,6 +88,8 @@ class VllmWorker:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
             if self._arguments.ranks > 1 and self._arguments.refusal is None:
                 self._worker.register_nothing(reason)
+            from semblend_trt.reasons import Scope, advice  # not for an engine that is served
+
             logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, advice(reason, Scope.VLLM))
             return
         try:

@@ -189,7 +189,7 @@ def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm:
     """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
     from semblend_trt.cli.config import settings_in_use
     from semblend_trt.config import unknown_variables, why_ignored
-    from semblend_trt.outcome import advice
+    from semblend_trt.reasons import advice
 
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:

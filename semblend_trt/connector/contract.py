@@ -95,14 +95,6 @@ class _SchedulerBase(ABC):
     @abstractmethod
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
 
-    # The V2 cache manager calls these in place of the flat forms; they forward a single group.
-
-    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
-        self.update_state_after_alloc(request, _only_group(self, block_ids_by_layer_group))
-
-    def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
-        return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
-
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
         """Learn that the caches are registered: TensorRT-LLM calls it once, after the caches are registered."""
 
@@ -124,16 +116,6 @@ class _WorkerBase(ABC):
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
 
-    def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take the place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
-        tensor = layout.as_single_pool_tensor()
-        if tensor is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
-                "groups is no single pool tensor; implement it"
-            )
-        self.register_kv_caches(tensor)
-
     @abstractmethod
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
 
@@ -154,15 +136,6 @@ class _WorkerBase(ABC):
     def register_forward_pass_callable(self) -> Any:
         """Return a callable to run after each forward, or None."""
         return None
-
-
-def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
-    if len(block_ids_by_layer_group) != 1:
-        raise NotImplementedError(
-            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
-            "groups has no flat block ids; implement the forms by layer group"
-        )
-    return block_ids_by_layer_group[0]
 
 
 def first_of(paths: tuple[str, ...]) -> ModuleType | None:

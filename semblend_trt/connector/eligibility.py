@@ -9,18 +9,17 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.config import Settings, terms_of
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.contract import V11
 from semblend_trt.connector.engine_spec import EngineSpec
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.outcome import Scope, advice
-from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -144,6 +143,8 @@ def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts
         return None, "policy_off"
     refusal = engine_refusal(engine)
     if refusal is not None:
+        from semblend_trt.reasons import Scope, advice  # not for an engine that is served
+
         logger.warning(
             "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s",
             refusal,

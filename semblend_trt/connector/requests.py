@@ -10,21 +10,20 @@ import logging
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from semblend_trt import __version__
-from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, SemBlendError
 from semblend_trt.model_files import DigestCache, FileState, adapter_files, digest_of_files
 from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import Outcome, ReuseReport
-from semblend_trt.plan import EngineMode, PlanKind, are_counts
+from semblend_trt.plan import EngineMode, PlanKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -195,43 +194,22 @@ class SemBlendConnectorMetadata:
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
     """Return `bound` as metadata; None if nothing of this version is bound.
 
-    Metadata that no scheduler of this version sends counts as the fault `metadata`. It ends reuse: two versions would
-    decide differently. Raises DonorUnavailableError if it holds plans, because no rank would place their tokens."""
-    if bound is None or (wrong := _wrong_in(bound)) is None:
-        return cast("SemBlendConnectorMetadata | None", bound)
+    Another version's counts as the fault `metadata`, and ends reuse: two versions would decide differently. Raises
+    DonorUnavailableError if it holds plans, because no rank would place their tokens."""
+    version = getattr(bound, "version", "unknown")
+    if bound is None or (isinstance(bound, SemBlendConnectorMetadata) and version == __version__):
+        return bound
     logger.error(
-        "KV reuse is off from now on: the bound metadata is not that of a scheduler of version %s (%s); use one on "
-        "every rank",
+        "KV reuse is off from now on: the bound metadata is not of a scheduler of version %s (a %s of version %s); "
+        "use one on every rank",
         __version__,
-        wrong,
+        type(bound).__name__,
+        version,
     )
     runtime.faults["metadata"] += 1
     runtime.refusal = runtime.refusal or "metadata_version"
     if getattr(bound, "plans", ()):
         raise DonorUnavailableError("this iteration's plans are of another version; use one version of the connector")
-    return None
-
-
-def _wrong_in(metadata: object) -> str | None:
-    """Return what is wrong in metadata that came as bytes. The engine's ids may be negative."""
-    if not isinstance(metadata, SemBlendConnectorMetadata) or getattr(metadata, "version", "") != __version__:
-        return f"a {type(metadata).__name__} of version {getattr(metadata, 'version', 'unknown')}"
-    try:
-        progress, commands, intents = metadata.progress, metadata.commands, metadata.commands.saves
-        for plan in metadata.plans:
-            plan.check()
-        ids = [*metadata.followed, *metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
-        ids += chain.from_iterable((each.request_id, *each.new_block_ids) for each in progress)
-        ids += chain.from_iterable(each.block_ids for each in intents)
-        counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
-        counts += [metadata.weights_changes, *(each.generation for each in intents)]
-        names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
-        names += [*commands.promotions, *(each.donor_id for each in intents)]
-        names += [Tier(each.tier).value for each in intents]
-        if not are_counts(counts) or set(map(type, ids)) - {int} or set(map(type, names)) - {str}:
-            return "a number is none or negative, or a name no text"
-    except Exception as error:
-        return str(error) or type(error).__name__
     return None
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.config import Settings, terms_of
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, ReuseTerms, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from semblend_trt.config import Settings
     from semblend_trt.cost import CostModel
     from semblend_trt.discovery.span_index import Scan, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
@@ -137,7 +137,7 @@ class Planner:
     A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
     prompt, changes KV, so runs are cut there. `begins_alike` bounds how many first tokens are an exact donor's.
 
-    Reasons for no plan are among those of requests in `semblend_trt.outcome`."""
+    Reasons for no plan are among those of requests in `semblend_trt.reasons`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import yaml
 from semblend_trt.doctor import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:

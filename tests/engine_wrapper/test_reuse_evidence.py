@@ -129,7 +129,6 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
 
     if not figures["reused"]:
         assert (report.outcome, report.reason) == ("backend_declined_reuse", "deviation")
-        assert llm.connector_scheduler.outcomes.reasons()["deviation"] == 1
     assert llm.connector_scheduler.outcomes.of(output.request_id) == report
     event = next(each for each in engine.events("request_settled")[::-1] if each["request_id"] == output.request_id)
     assert {name: event[name] for name in report.figures} == json.loads(json.dumps(report.figures))
@@ -162,9 +161,8 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
 )
 def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profile, limit, asked, is_reused, reason):
     bound = ProfileBound(max_kl=0.01, risk=0.05, levels=[ProfileLevel(deviation=limit, share=0.0)])
-    llm, output = shifted(PROFILE=profile(check=KEPT_BY_LEVEL, bounds=[bound]), **asked)
+    _, output = shifted(PROFILE=profile(check=KEPT_BY_LEVEL, bounds=[bound]), **asked)
     assert (output.reused_tokens > 0, output.reuse_reason) == (is_reused, reason)
-    assert llm.connector_scheduler.outcomes.reasons().get("risk_above_bound", 0) == (reason == "risk_above_bound")
     is_bound = asked == {"MAX_KL": 0.01}
     assert (output.receipt["max_kl"], output.receipt["risk"]) == ((0.01, 0.05) if is_bound else (None, None))
     assert (output.receipt["sampled_deviation"] > 0.0) == is_bound

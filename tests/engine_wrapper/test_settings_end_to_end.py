@@ -122,10 +122,9 @@ def test_bounds_of_what_is_worth_reusing(shifted, settings, reused, reason):
 )
 @pytest.mark.known_defect(17)
 def test_a_lookup_past_its_deadline_costs_a_cold_prefill(engine, shifted):
-    llm, output = shifted(LOOKUP_DEADLINE_MS=0.001)
+    _, output = shifted(LOOKUP_DEADLINE_MS=0.001)
     assert (output.reused_tokens, output.reuse_reason) == (0, "lookup_timeout")
     assert output.reuse_outcome == "backend_declined_reuse"
-    assert llm.connector_scheduler.outcomes.reasons() == {"lookup_timeout": 1, "no_donor_match": 1}
     assert_same(output, serve(engine.cold(), SHIFTED))
 
 

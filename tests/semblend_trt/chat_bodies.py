@@ -1,4 +1,4 @@
-"""Chats as clients send them, and templates of four kinds as models bring them, written for the tests."""
+"""Chats as clients send them, and templates of four kinds that show all that vLLM gives a template."""
 
 
 def _call(number, name, arguments, **more):
@@ -36,8 +36,6 @@ def _asked(content=None, **fields):
 READ = {
     "a question": _chat(USER),
     "a system": _chat(SYSTEM, USER),
-    "turns": _chat(SYSTEM, USER, ANSWER, THANKS),
-    "no system": _chat(USER, ANSWER, THANKS),
     "system in the middle": _chat(USER, ANSWER, SYSTEM, THANKS),
     "two systems": _chat(SYSTEM, {"role": "system", "content": "In English."}, USER),
     "system empty": _chat({"role": "system", "content": ""}, USER),
@@ -64,10 +62,8 @@ READ = {
     "tools that are not to be called": _chat(USER, **TOOLS, tool_choice="none"),
     "a tool that has to be called": _chat(USER, **TOOLS, tool_choice="required"),
     "a call and its result": _chat(USER, ASKS, RESULT, **TOOLS),
-    "a call and an answer": _chat(SYSTEM, USER, ASKS, RESULT, ANSWER, THANKS, **TOOLS),
     "a call without tools": _chat(USER, ASKS, RESULT),
     "parallel calls": _chat(USER, {**ASKS, "tool_calls": [ROME, OSLO]}, RESULT, OTHER, ANSWER, THANKS, **TOOLS),
-    "calls one after the other": _chat(USER, ASKS, RESULT, {**ASKS, "tool_calls": [OSLO]}, OTHER, THANKS, **TOOLS),
     "a call beside a text": _asked("I look.", tool_calls=[ROME]),
     "a call with fields of its own": _asked("", tool_calls=[{"index": 0, **ROME}]),
     "a call without arguments": _asked("", tool_calls=[_call(1, "clock", "")]),
@@ -84,7 +80,6 @@ READ = {
     "reasoning in an answer as it came": _asked(
         "", tool_calls=[ROME], reasoning="I look.", refusal=None, audio=None, annotations=None, function_call=None
     ),
-    "reasoning in the text": _chat(USER, {"role": "assistant", "content": "<think>\nRome.\n</think>\n\n21."}, THANKS),
     "documents": _chat(USER, documents=DOCUMENTS),
     "documents among the template's": _chat(USER, chat_template_kwargs={"documents": DOCUMENTS}),
     "no documents": _chat(USER, documents=[]),
@@ -130,107 +125,21 @@ REFUSED = {
     "arguments of a processor": (_chat(USER, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs"),
 }
 
+# All that a template may see.
+_SEEN = """{{ messages | tojson }}{{ tools | tojson if tools }}{{ documents | tojson if documents }}
+{%- for each in [add_generation_prompt, enable_thinking, reasoning_effort, date_string, colour, bos_token] -%}
+|{{ each is defined }} {{ each }}
+{%- endfor %}"""
+# Those that go through a content get its parts; one that names developers keeps them; one refuses a chat.
 TEMPLATES = {
-    # Qwen3: the thoughts of turns before the last question are dropped, and thinking can be turned off.
-    "qwen3": """
-{%- set ns = namespace(last=-1) -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' and message.content is string -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- if tools -%}<|im_start|>system
-{{ tools | tojson(indent=1) }}<|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-{%- set content = message.content if message.content is string else '' -%}
-{%- if message.role == 'assistant' -%}
-{%- set thoughts = message.reasoning_content or '' -%}
-{%- if not thoughts and '</think>' in content -%}
-{%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip() -%}
-{%- set content = content.split('</think>')[-1].lstrip() -%}
-{%- endif -%}
-<|im_start|>assistant
-{% if loop.index0 > ns.last and thoughts %}<think>
-{{ thoughts }}
-</think>
-
-{% endif %}{{ content }}
-{%- for call in message.tool_calls or [] %}
-{{ (call.function or call) | tojson }}
-{%- endfor %}<|im_end|>
-{% else -%}
-<|im_start|>{{ message.role }}
-{{ content }}<|im_end|>
-{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking is false %}<think>
-
-</think>
-
-{% endif %}{% endif %}""",
-    # GLM-4.5: a macro takes a content apart, which is parts therefore; arguments as tags.
-    "glm": """
-{%- macro visible(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}{%- for item in content -%}{{ item.text if item is mapping else item }}{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-[gMASK]<sop>
-{%- for tool in tools or [] %}<|tool|>{{ tool | tojson(ensure_ascii=False) }}{% endfor -%}
-{%- for message in messages -%}
-<|{{ 'observation' if message.role == 'tool' else message.role }}|>
-{%- if message.reasoning_content is string and loop.last %}
-<think>{{ message.reasoning_content.strip() }}</think>{% endif %}
-{{ visible(message.content) }}
-{%- if message.role == 'user' and enable_thinking is defined and not enable_thinking %}/nothink{% endif -%}
-{%- for call in message.tool_calls or [] %}
-<tool_call>{{ call.function.name }}
-{%- for key, value in call.function.arguments.items() %}
-<arg_key>{{ key }}</arg_key><arg_value>{{ value | tojson if value is not string else value }}</arg_value>
-{%- endfor %}</tool_call>
-{%- endfor -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|assistant|>{% endif -%}""",
-    # Gemma 3: no system, the assistant is the model, and contents are parts.
-    "gemma": """
-{{- bos_token -}}
-{%- if messages[0]['role'] == 'system' -%}
-{%- if messages[0]['content'] is string -%}{%- set prefix = messages[0]['content'] + '\\n\\n' -%}
-{%- else -%}{%- set prefix = messages[0]['content'][0]['text'] + '\\n\\n' -%}{%- endif -%}
-{%- set turns = messages[1:] -%}
-{%- else -%}
-{%- set prefix, turns = '', messages -%}
-{%- endif -%}
-{%- for message in turns -%}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
-{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
-{%- endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-{%- if message['role'] != 'system' -%}
-<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}
-{% if message['role'] == 'user' and (loop.first or loop.index0 == 1) %}{{ prefix }}{% endif %}
-{%- if message['content'] is string -%}{{ message['content'] | trim }}
-{%- else -%}{%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}
-<end_of_turn>
-{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<start_of_turn>model
-{% endif -%}""",
-    # Granite: documents, names, developers, and what effort is wanted.
-    "granite": """
-{%- if tools %}<|start_of_role|>available_tools<|end_of_role|>{{ tools | tojson(indent=2) }}<|end_of_text|>
-{% endif -%}
-{%- for document in documents or [] %}<|start_of_role|>document {{ document.title or document.doc_id }}<|end_of_role|>
-{{ document.text }}<|end_of_text|>
-{% endfor -%}
-{%- for message in messages -%}
-{%- set role = 'system' if message.role == 'developer' else message.role -%}
-<|start_of_role|>{{ role }}{{ ' ' + message.name if message.name }}<|end_of_role|>{{ message.content }}
-{%- if message.thinking %}<{{ message.thinking }}>{% endif -%}
-{%- for call in message.tool_calls or [] %}<|tool_call|>{{ call | tojson }}{% endfor -%}
-<|end_of_text|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|start_of_role|>assistant {"effort": "{{ reasoning_effort or 'none' }}"}<|end_of_role|>
-{%- endif -%}""",
+    "text": "{{ raise_exception('no critics') if 'critic' in messages | map(attribute='role') }}" + _SEEN,
+    "macro": "{% macro visible(content) %}{% for part in content %}{{ part.text }}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ visible(m.content) }}{% endfor %}" + _SEEN,
+    "developer": _SEEN.replace("messages | tojson", "(messages | tojson).replace('developer', 'system')"),
+    # What models show of it: no fields of parts and calls but their texts.
+    "parts": """{{ tools | tojson if tools }}{% for each in documents or [] %}{{ each.text }}{% endfor %}
+{%- for m in messages %}<{{ 'system' if m.role == 'developer' else m.role }}{{ m.name }}>
+{%- for part in m.content if m.content is not string %}{{ part.text }}{% endfor %}{{ m.content if m.content is string }}
+{{ m.reasoning_content if loop.last }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}{{ [add_generation_prompt, enable_thinking is defined and enable_thinking, reasoning_effort or ''] }}""",
 }

@@ -50,7 +50,7 @@ VARIABLES = [(name, variable) for name in Settings.model_fields for variable in 
 def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(config, "_warned", set())
+    config._warn_once.cache_clear()
 
 
 def test_every_setting_has_a_description():
@@ -190,9 +190,7 @@ def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_say
 @pytest.mark.promise("commands", "`docs/configuration.md` lists every setting, and every...")
 @pytest.mark.known_defect(34)
 def test_every_setting_is_read_by_the_product():
-    package = Path(config.__file__).parent
-    sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
-    text = "\n".join(path.read_text() for path in sources)
+    text = "\n".join(path.read_text() for path in Path(config.__file__).parent.rglob("*.py"))
     assert [name for name in Settings.model_fields if not re.search(rf"settings\.{name}\b", text)] == []
 
 

@@ -97,12 +97,11 @@ CHUNK = 1000
 
 
 @pytest.fixture(autouse=True)
-def _small_and_forgetful(monkeypatch):
+def _small(monkeypatch):
     """Chunks of 1,000 bytes, and files that may be remembered as soon as they are written."""
     monkeypatch.setattr(model_files, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(model_files, "READ_BYTES", 300)
     monkeypatch.setattr(model_files, "STAMP_NS", -1)
-    monkeypatch.setattr(model_files, "_known", {})
 
 
 @pytest.fixture
@@ -148,17 +147,15 @@ def test_neither_chunks_nor_names_can_change_places(tmp_path):
 
 
 @pytest.mark.promise("donors", "Digests of weights are kept for the next start where only this user writes")
-def test_what_was_read_once_is_not_read_again(tmp_path, reads, monkeypatch):
+def test_what_was_read_once_is_not_read_again(tmp_path, reads):
     files = written(tmp_path / "a", b"x" * 2500)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
     cache = DigestCache(tmp_path / "cache")
     first = digest_of_files(files, cache)
-    assert digest_of_files(files) == first
-    digest_of_files({"a": link, "b": tmp_path / "a"})
-    monkeypatch.setattr(model_files, "_known", {})  # as in the next process
-    assert (digest_of_files(files, cache), len(reads)) == (first, 3)
-    assert digest_of_files(written(tmp_path / "a", b"y" * 2500)) != first
+    digest_of_files({"a": link, "b": tmp_path / "a"}, cache)
+    assert (digest_of_files(files, DigestCache(tmp_path / "cache")), len(reads)) == (first, 3)
+    assert digest_of_files(written(tmp_path / "a", b"y" * 2500), cache) != first
     assert len(reads) == 6
 
 
@@ -174,12 +171,13 @@ def test_a_file_that_was_just_written_is_read_again(tmp_path, reads, monkeypatch
 @pytest.mark.promise("donors", "A change of weights that any program can make is seen")
 def test_a_write_that_keeps_size_and_mtime_shows(tmp_path):
     files = written(tmp_path / "a", b"x" * 100)
-    before, first = os.stat(tmp_path / "a"), digest_of_files(files)
+    cache = DigestCache(tmp_path / "cache")
+    before, first = os.stat(tmp_path / "a"), digest_of_files(files, cache)
     while os.stat(tmp_path / "a").st_ctime_ns == before.st_ctime_ns:
         (tmp_path / "a").write_bytes(b"y" * 100)
         os.utime(tmp_path / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert os.stat(tmp_path / "a").st_mtime_ns == before.st_mtime_ns
-    assert digest_of_files(files) != first
+    assert digest_of_files(files, cache) != first
 
 
 @pytest.mark.parametrize("content", [b"short", b"z" * 2500], ids=["cut", "rewritten"])
@@ -194,8 +192,8 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path, monkeypatc
 
     monkeypatch.setattr(model_files, "_chunk", write_between)
     with pytest.raises(OSError, match=r"shorter|changed"):
-        digest_of_files(files)
-    assert not model_files._known
+        digest_of_files(files, DigestCache(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
 
 
 DIGEST = "0f" * 32

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.model_tokenizer import load_tokenizer, reason_of, tokenizer_file
+from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
 
 TEXT = "It's 12 345 o'clock,  and naïve."
 
@@ -30,10 +30,3 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
         tokenizer_file(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"), [("\n Gone:\nadvice", "Gone"), ("", "OSError"), ("one line", "one line")]
-)
-def test_of_another_packages_message_the_first_line_is_told(message, reason):
-    assert reason_of(OSError(message)) == reason

@@ -2,10 +2,10 @@
 
 import pytest
 
-from semblend_trt.config import Settings
+from semblend_trt.config import Settings, terms_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
-from semblend_trt.policy import ReusePolicy, parse_policy, terms_of
+from semblend_trt.policy import ReusePolicy, parse_policy
 
 
 @pytest.mark.parametrize("text", ["position_fix", " Position_Fix\n", ReusePolicy.POSITION_FIX])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector import lookup
 from semblend_trt.connector.lookup import ProfileMatch, ProfileMatcher
 from semblend_trt.errors import ConfigurationError, ProfileError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
@@ -41,6 +40,8 @@ FIELDS = test_namespace.FIELDS | {
     "extra": {"compute_dtype": "bfloat16", "configuration": "c0ff"},
 }
 CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
+FALLING = {"deviation": 0.2, "share": 0.1}
+FIXED = {"policy": "position_fix", "check": None}
 BOUNDS = [{"max_kl": 0.01, "risk": 0.05, "levels": [{"deviation": 0.1, "share": 0.2}]}]
 # Field of the namespace, another value, and what the sentence must name.
 OTHERS = [
@@ -190,33 +191,9 @@ def test_another_version_differs(monkeypatch):
     assert "runs 9.9.9" in sentence
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"check": None}, "verified, and only it, has one"),
-        ({"policy": "position_fix", "check": None, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
-        (
-            {"boundary": 1, "check": ProfileCheck(layer=2, threshold=0.2, sample_every=8)},
-            "boundary 1 computes every token, and a sample of one in 8 does not",
-        ),
-        (
-            {"check": ProfileCheck(layer=2, threshold=0.2, window_tokens=16, sample_every=17)},
-            "sample_every is 17; it may be at most window_tokens, 16",
-        ),
-        (
-            {"check": ProfileCheck(layer=2, threshold=0.2, compares_all=False)},
-            "sample_every is 0; a check has to compare",
-        ),
-        ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
-        ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
-        ({"policy": "boundary", "check": None, "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
-        ({"policy": "exact", "check": None, "boundary": 3}, "computes no layer again"),
-        ({"check": CHECK.model_copy(update={"layer": 12})}, r"check layer 12 is outside 1\.\.11"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, told):
-    with pytest.raises(ConfigurationError, match=told):
-        profile(**fields)
+def test_what_cannot_be_is_not_made():
+    with pytest.raises(ConfigurationError, match="cannot be made: policy verified and check None do not fit"):
+        profile(check=None)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +286,21 @@ def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
         ),
         ({"bounds": [{**BOUNDS[0], "max_kl": 0}]}, "bounds.0.max_kl is 0"),
         ({"bounds": [{**BOUNDS[0], "levels": BOUNDS[0]["levels"] * 2}]}, "the deviation must rise"),
+        ({"bounds": [{**BOUNDS[0], "levels": [*BOUNDS[0]["levels"], FALLING]}]}, "the share must not fall"),
         ({"template": "0f"}, "template is '0f'"),
+        ({"check": None}, "verified, and only it, has one"),
+        ({"boundary": 1, "check__sample_every": 8}, "boundary 1 computes every token, and a sample of one in 8 does"),
+        (
+            {"check__window_tokens": 16, "check__sample_every": 17},
+            "sample_every is 17; it may be at most window_tokens",
+        ),
+        ({"check__compares_all": False}, "sample_every is 0; a check has to compare"),
+        ({"check__layer": 12}, r"check layer 12 is outside 1\.\.11"),
+        ({**FIXED, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
+        ({**FIXED, "generations": 1}, "generations 1; only verified may have some"),
+        ({**FIXED, "policy": "boundary"}, r"boundary 0; allowed is 1\.\.12"),
+        ({**FIXED, "policy": "boundary", "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
+        ({**FIXED, "policy": "exact", "boundary": 3}, "computes no layer again"),
     ],
 )
 def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path, changes, told):
@@ -326,11 +317,10 @@ def test_oversized_missing_and_special_files_are_refused(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, told in (
-        (large, "more than 1048576 bytes"),
+        (large, "cannot be read: it has more than 1048576 bytes"),
         (tmp_path / "none.json", "cannot be read: No such file"),
-        (tmp_path, "not a regular file"),
-        (pipe, "not a regular file"),
-        (Path("/dev/zero"), "not a regular file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (pipe, "cannot be read: it is not a regular file$"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             ReuseProfile.read(path)
@@ -663,13 +653,6 @@ def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_re
     assert "lacks a digest" in str(refusal(path, max_kl=max_kl))
 
 
-def test_a_trial_is_warned_about_once_however_many_engines_a_calibration_opens(path, caplog):
-    lookup._warn_once.cache_clear()
-    for _ in range(3):
-        ProfileMatcher(load_settings(policy="verified", profile_path=path, profile_trial=True))
-    assert caplog.text.count("SEMBLEND_PROFILE_TRIAL is on") == 1
-
-
 @pytest.mark.promise("policies", "A profile without bounds goes on working with a warning, and keeps no number")
 @pytest.mark.parametrize(("policy", "warnings"), [("position_fix", 1), ("exact", 0)])
 def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy, warnings):
@@ -684,9 +667,3 @@ def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy,
 def test_rounding_is_twice_the_floor():
     bounds = [ProfileBound(max_kl=each, risk=0.05, levels=[]) for each in (0.02, 0.021)]
     assert bounded(bounds, floor=0.01).bound_for("rounding", 0.05) == bounds[0]
-
-
-def test_a_share_that_falls_with_the_deviation_is_refused():
-    levels = [ProfileLevel(deviation=0.1, share=0.5), ProfileLevel(deviation=0.2, share=0.4)]
-    with pytest.raises(ValueError, match="the share must not fall"):
-        ProfileBound(max_kl=0.1, risk=0.05, levels=levels)

@@ -6,7 +6,7 @@ import pytest
 import vllm
 
 from semblend_trt.cli.main import main
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER as OURS

@@ -108,8 +108,6 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     assert served.report().reason == "prompt_logprobs"
     assert served.ask(MOVED, max_tokens=16, skip_reading_prefix_cache=True) == cold(MOVED)
     assert served.report().reason == "skip_reading_prefix_cache"
-    counted = served.scheduler.outcomes.reasons()
-    assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
     assert served.ask(MOVED).cached >= len(MOVED) - BLOCK
     assert served.runtime.refusal is None
 

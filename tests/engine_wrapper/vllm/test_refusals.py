@@ -22,7 +22,7 @@ from benchmarks.evidence.models import published
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import LATENT_BACKENDS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
-from semblend_trt.outcome import TEXTS, Scope
+from semblend_trt.reasons import TEXTS, Scope
 from tests.builders.vllm import engine_config, made_for, needs_vision
 
 REASONS = set(TEXTS[Scope.VLLM])

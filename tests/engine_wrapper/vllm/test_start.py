@@ -14,7 +14,7 @@ from engine_wrapper.vllm import worker
 from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from semblend_trt.cost import CostModel
-from semblend_trt.outcome import Scope, advice
+from semblend_trt.reasons import Scope, advice
 from tests.builders.vllm import DONOR, MOVED, NEW, transfer
 
 UNKNOWN = LookupError("the model runner is of a kind that is not known")
@@ -48,7 +48,7 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
         monkeypatch.setattr(worker, *changed)
     served = engine(None, kv_transfer_config=transfer("position_fix", settings, **transferred))
     assert (served.ask(NEW, max_tokens=16), served.refusal) == (cold(NEW), reason)
-    assert served.scheduler.outcomes.reasons() == {reason: 1}
+    assert served.report().reason == reason
     sentence = sentence or f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}"
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
     assert "forward" not in vars(served.runner.get_model())
@@ -91,7 +91,6 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, c
     assert (asked(served), served.runtime.mode.value) == (cold(MOVED), "stock")
     assert served.faults == {"self_check": 1}
     assert served.report().reason == "self_check"
-    assert served.scheduler.outcomes.reasons()["self_check"] > 0
     assert "forward" not in vars(served.runner.get_model())
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3TextConfig, Llama4TextConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig, Gemma3TextConfig, MistralConfig, Qwen2Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
@@ -234,14 +234,6 @@ def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_pat
     facts = facts_of(tmp_path, TEXT)
     assert facts_in_engine(facts, engine()) is facts
     assert facts_in_engine(facts, replace(engine(), halved_model_types=("llama4",))) is facts
-
-
-def test_the_class_of_transformers_writes_what_is_read(tmp_path):
-    given = {name: value for name, value in TEXT.items() if name not in ("rope_theta", "rope_scaling")}
-    new_form = {**SCOUT_ROPE, "rope_theta": 500000.0}
-    Llama4TextConfig(**given, rope_parameters=new_form).save_pretrained(tmp_path)
-    written = model_facts(tmp_path)
-    assert written.groups == facts_of(tmp_path, TEXT).groups
 
 
 BY_TURNS = ["chunked_attention", "full_attention"] * 4

@@ -51,17 +51,3 @@ def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layou
     assert flashinfer_layout() == layout
     found.clear()
     assert flashinfer_layout() is None
-
-
-def test_a_worker_without_a_form_for_layouts_takes_a_single_pool_and_names_what_it_lacks():
-    class Flat(contract._WorkerBase):
-        start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = get_finished = None
-
-        def register_kv_caches(self, kv_cache_tensor):
-            self.pool = kv_cache_tensor
-
-    worker, pool = Flat(None), object()
-    worker.register_kv_cache_layout(SimpleNamespace(groups=[None], as_single_pool_tensor=lambda: pool))
-    assert worker.pool is pool
-    with pytest.raises(NotImplementedError, match=r"^Flat has no register_kv_cache_layout, and a cache of 2 .* tensor"):
-        worker.register_kv_cache_layout(SimpleNamespace(groups=[None] * 2, as_single_pool_tensor=lambda: None))

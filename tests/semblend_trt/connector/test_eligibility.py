@@ -7,7 +7,7 @@ import pytest
 
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig, LlmArgs
 from semblend_trt.config import load_settings
-from semblend_trt.connector import eligibility, worker
+from semblend_trt.connector import worker
 from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, facts_or_refusal
 from semblend_trt.connector.llm_args import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
@@ -138,16 +138,3 @@ def test_a_checkpoint_that_asks_for_an_fp8_cache_is_served_where_its_scales_can_
     assert facts_or_refusal(from_llm_args(args), load_settings())[1] == reason
     worker.SemBlendKvConnectorWorker(args)
     assert runtime_for(args).refusal == reason
-
-
-@pytest.mark.parametrize(
-    "half", [worker.SemBlendKvConnectorWorker, lambda args: facts_or_refusal(from_llm_args(args), load_settings())]
-)
-def test_both_halves_read_the_configuration_of_the_revision_that_runs(monkeypatch, tiny_qwen2_path, half):
-    read = []
-    monkeypatch.setattr(
-        eligibility, "model_facts", lambda *asked: read.append(asked[:2]) or model_facts(tiny_qwen2_path)
-    )
-    llm_args = LlmArgs(model="some-org/some-model", revision="v2")
-    half(llm_args)
-    assert read == [("some-org/some-model", "v2")]

@@ -1,6 +1,5 @@
 """The worker obeys the metadata, refuses pools it does not know, and never blocks or holds what it was not given."""
 
-import random
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -337,16 +336,6 @@ def test_a_load_that_raises_leaves_no_promotion_untold(two_tiers, args):
     settle(two_tiers)
     (event,) = runtime_for(args).offload_events
     assert (event.kind, event.donor_id) == (OffloadEventKind.PROMOTE_FAILED, "donor-2")
-
-
-def test_foreign_metadata_and_the_layer_hooks_do_nothing(worker):
-    for metadata in (None, {"plans": [1]}, "garbage", random.Random(0)):
-        worker.bind_connector_meta(metadata)
-        worker.start_load_kv(None)
-    worker.wait_for_layer_load(0, None)
-    worker.save_kv_layer(0, None)
-    worker.wait_for_save(None)
-    assert torch.equal(worker.loader._pool, pool())
 
 
 @pytest.fixture

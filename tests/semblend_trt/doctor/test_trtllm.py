@@ -14,7 +14,7 @@ from semblend_trt.connector.contract import match_of
 from semblend_trt.doctor import Status
 from semblend_trt.doctor.trtllm import MAX_BYTES, engine, options, read_options
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.outcome import advice
+from semblend_trt.reasons import advice
 from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -122,14 +122,14 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     torch.testing.assert_close(pool, alone, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.promise("donors", "Forged metadata of a rank is...")
+@pytest.mark.promise("donors", "A span that its donor or the prompt does not hold is not loaded")
 @pytest.mark.parametrize("donor", ["near", "far"])
 @pytest.mark.parametrize(
     "wrong", [{"donor_start": -1}, {"donor_start": -4}, {"length": -2}, {"length": 99}, {"target_start": -1}], ids=str
 )
 @pytest.mark.parametrize("reader", READERS)
 def test_a_forged_span_is_not_loaded(store, reader, wrong, donor):
-    """Bytes from another rank reach no constructor that would refuse it."""
+    """What another rank has pickled reaches no constructor that would refuse it."""
     pool, untouched = empty_pool(), empty_pool()
     bad = plan(PlanSpan(donor, 0, 0, 4), blocks=(10, 11))
     for name, value in wrong.items():
