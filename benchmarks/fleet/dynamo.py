@@ -207,7 +207,9 @@ def run(streams: int, results: Results) -> None:
     asyncio.run(measure(streams, results))
 
 
-main = partial(run_counted, {"fleet_dynamo_speed": run}, __doc__, [Count("streams", 300, "answers whose speed is measured")])
+main = partial(
+    run_counted, {"fleet_dynamo_speed": run}, __doc__, [Count("streams", 300, "answers whose speed is measured")]
+)
 
 if __name__ == "__main__":
     main()
