@@ -58,10 +58,6 @@ class Ranks:
         """Return the sum over the ranks, in their order: every rank gets the same bits."""
         return tensor
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, written over `tensor`: the quick form, for activations."""
-        return tensor
-
 
 class EngineRanks(Ranks):
     """Ranks that an engine started and lends its own gathering of picklable values, as TensorRT-LLM does over MPI."""
@@ -74,9 +70,6 @@ class EngineRanks(Ranks):
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor.cpu())).sum(0).to(tensor.device)
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self.total(tensor))
 
 
 class TorchRanks(Ranks):
@@ -126,10 +119,6 @@ class TorchRanks(Ranks):
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor.contiguous())
         return torch.stack(parts).sum(0)
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        distributed.all_reduce(tensor)
-        return tensor
 
 
 def joined_ranks(size: int) -> Ranks | None:

@@ -146,7 +146,7 @@ def difference(found: list[Any], other: list[Any]) -> float:
     named = [
         [value for each in answers for value in each.logprob.output_token_logprobs_val] for answers in (found, other)
     ]
-    return max(abs(one - two) for one, two in zip(*named, strict=True))
+    return float(max(abs(one - two) for one, two in zip(*named, strict=True)))
 
 
 def main() -> None:
