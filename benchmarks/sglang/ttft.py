@@ -47,7 +47,7 @@ CHECKS = {
 @contextmanager
 def opened(model: Path, tokens: int, *, is_stock: bool, **options: Any) -> Iterator[LocalSglang]:
     """Open SGLang with room for three prompts of `tokens` tokens, stock or with SemBlend. Raises what SGLang raises."""
-    own = {} if is_stock else {"radix_cache_backend": "semblend"}
+    own: dict[str, Any] = {} if is_stock else {"radix_cache_backend": "semblend"}
     if torch.cuda.is_available():
         own |= {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.6}
     served = LocalSglang(str(model), max_total_tokens=3 * tokens + 4096, max_running_requests=4, **own, **options)
