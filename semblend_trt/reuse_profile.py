@@ -302,10 +302,10 @@ class ReuseProfile(_Part):
     def read_with_digest(cls, path: str | Path) -> tuple[ReuseProfile, str]:
         """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
+            content = read_input(path, MAX_BYTES)
             if (writers := writers_of(Path(path))) is not None:
                 message = f"reuse profile {path} decides what is served unchecked, and {writers}"
                 raise ProfileError(message, "profile_writable")
-            content = read_input(path, MAX_BYTES)
         except OSError as error:
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
