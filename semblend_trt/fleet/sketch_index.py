@@ -1,8 +1,8 @@
 """An index from a prompt's fingerprints to the workers that hold its text, made of donors' sketches.
 
-A hash table maps each entry of a sketch to the set of its holders. Entries that come or go together move from a set to
-another one together. Workers hold whole texts, so most entries of a text share one set, which a search reads once.
-Compiled code on a few arrays makes a change in microseconds, without the interpreter's lock."""
+A hash table maps each entry of a sketch to the set of its holders. Workers hold whole texts, so most entries of a text
+share one set, which a search reads once. Compiled code on a few arrays makes a change in microseconds, without the
+interpreter's lock."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MOST_FILLED, _FEWEST_SLOTS, _FEWEST_SETS = 0.5, 1 << 10, 1 << 6
 _WORKER_SHIFT, _LEVEL_SHIFT, _LEVEL, _DONORS = 26, 20, 63, (1 << 20) - 1
 # The empty set's number. Number 0 ends a list.
 _EMPTY = 1
-# A set's columns: its start and length in the pool, its entries' number, and the next unused set. For one change: the
-# number of entries that leave, and the set that they go to.
-_START, _LENGTH, _USES, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(7)
+# A set's columns: its start and length in the pool, its entries' number, a hash of its holders, and the next set of its
+# bucket, or the next unused one. For one change: the number of entries that leave, and the set that they go to.
+_START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
 # The state's fields: taken slots, the end of the pool's used part, the first unused set, the number of unused sets.
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
@@ -58,6 +58,7 @@ class _Arrays(NamedTuple):
     hashing: _Unsigned
     sets: _Integers
     pool: _Integers
+    buckets: _Integers
     state: _Integers
 
 
@@ -66,15 +67,15 @@ class SketchIndex:
 
     Where several donors of a worker hold an entry of the prompt, it counts once. A donor of level L shows one in 2**L
     anchors, and each counts as 2**L. The standard deviation is about sqrt(share * (1 - share) / eligible[L]). Text
-    shared in runs below GUARANTEED_RUN tokens is not seen. An entry takes 16 to 32 bytes. Each set of holders takes 48
-    to 96 bytes, and up to 128 per holder: with that room a change seldom has to wait until the sets are packed."""
+    shared in runs below GUARANTEED_RUN tokens is not seen. An entry takes 16 to 32 bytes. Each set of holders takes 64
+    to 128 bytes, and 8 to 16 per holder."""
 
     def __init__(self) -> None:
         # Odd and secret, so that a forger cannot choose entries that collide.
         self._factor = secrets.randbits(64) | 1
         none, sets = np.zeros(0, dtype=np.int64), np.zeros((_FEWEST_SETS, _COLUMNS), dtype=np.int64)
         unsigned = none.view(np.uint64)
-        self._arrays = _Arrays(unsigned, unsigned, sets, none, np.zeros(_FIELDS, dtype=np.int64))
+        self._arrays = _Arrays(unsigned, unsigned, sets, none, none, np.zeros(_FIELDS, dtype=np.int64))
         self._grow_table(0)
         self._grow_sets(0, 0)
         self._donors_of_level: Counter[int] = Counter()
@@ -120,7 +121,8 @@ class SketchIndex:
             rows *= 2
         sets = np.concatenate([before.sets, np.zeros((rows - len(before.sets), _COLUMNS), dtype=np.int64)])
         used = int(sets[sets[:, _USES] > 0, _LENGTH].sum())
-        self._arrays = before._replace(sets=sets, pool=np.zeros(16 * (used + holders), dtype=np.int64))
+        pool, buckets = np.zeros(2 * (used + holders), dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        self._arrays = before._replace(sets=sets, pool=pool, buckets=buckets)
         _repack(before.pool, self._arrays)
 
 
@@ -164,8 +166,8 @@ def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
 
 @entry
 def _repack(before: _Integers, arrays: _Arrays) -> None:
-    """Copy the holders of the used sets to another pool, and list the unused sets again."""
-    _, _, sets, pool, state = arrays
+    """Copy the holders of the used sets to another pool, and list the sets again."""
+    _, _, sets, pool, buckets, state = arrays
     state[_END] = state[_UNUSED] = state[_LEFT] = 0
     for number in range(len(sets) - 1, _EMPTY, -1):
         row = sets[number]
@@ -174,6 +176,8 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
                 pool[state[_END] + at - row[_START]] = before[at]
             row[_START] = state[_END]
             state[_END] += row[_LENGTH]
+            bucket = row[_HASH] & (len(buckets) - 1)
+            row[_NEXT], buckets[bucket] = buckets[bucket], number
         else:
             row[_NEXT], state[_UNUSED] = state[_UNUSED], number
             state[_LEFT] += 1
@@ -183,7 +187,7 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
 def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
     Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
-    table, hashing, sets, pool, state = arrays
+    table, hashing, sets, pool, _, state = arrays
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
@@ -200,8 +204,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
         sets[number, _USES] -= sets[number, _LEAVING]
         sets[number, _LEAVING] = 0
         if not sets[number, _USES] and number != _EMPTY:
-            sets[number, _NEXT], state[_UNUSED] = state[_UNUSED], number
-            state[_LEFT] += 1
+            _forget(arrays, number)
     gone = 0
     for slot in slots[:taken]:
         value = table[slot] >> _ENTRY_SHIFT
@@ -220,7 +223,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
 def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
     """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
     Return the numbers of slots and sets, and the holders of all those sets with one more each."""
-    table, hashing, sets, _, state = arrays
+    table, hashing, sets, _, _, state = arrays
     taken = count = room = 0
     for each in range(len(entries)):
         if each and entries[each] == entries[each - 1]:
@@ -242,8 +245,8 @@ def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers)
 
 @inner
 def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
-    """Return a new set that has `step` more donors of `holder` than set `number`, or the empty set."""
-    _, _, sets, pool, state = arrays
+    """Return the set that has `step` more donors of `holder` than set `number`; make it where it is missing."""
+    _, hashing, sets, pool, buckets, state = arrays
     at, stop = sets[number, _START], sets[number, _START] + sets[number, _LENGTH]
     begin = end = state[_END]
     while at < stop and pool[at] < holder:
@@ -261,11 +264,50 @@ def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
         at, end = at + 1, end + 1
     if begin == end:
         return _EMPTY
-    made = state[_UNUSED]
-    state[_UNUSED], state[_END] = sets[made, _NEXT], end
-    state[_LEFT] -= 1
-    sets[made, _START], sets[made, _LENGTH] = begin, end - begin
-    return made
+    value = np.uint64(0)
+    for each in pool[begin:end]:
+        value = (value ^ np.uint64(each)) * hashing[0]
+        value ^= value >> _ENTRY_SHIFT
+    hashed = np.int64(value)
+    bucket = hashed & (len(buckets) - 1)
+    found = buckets[bucket]
+    while found and not _is_equal(sets, pool, found, hashed, begin, end):
+        found = sets[found, _NEXT]
+    if not found:
+        found = state[_UNUSED]
+        state[_UNUSED] = sets[found, _NEXT]
+        state[_LEFT] -= 1
+        state[_END] = end
+        sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
+        sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
+    return found
+
+
+@inner
+def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin: int, end: int) -> bool:
+    """Return whether a set has this hash and the holders in pool[begin:end]."""
+    if sets[number, _HASH] != hashed or sets[number, _LENGTH] != end - begin:
+        return False
+    at, ahead = begin, sets[number, _START] - begin
+    while at < end and pool[at] == pool[at + ahead]:
+        at += 1
+    return at == end
+
+
+@inner
+def _forget(arrays: _Arrays, number: int) -> None:
+    """Move a set from its bucket to the unused sets."""
+    _, _, sets, _, buckets, state = arrays
+    bucket = sets[number, _HASH] & (len(buckets) - 1)
+    before = buckets[bucket]
+    if before == number:
+        buckets[bucket] = sets[number, _NEXT]
+    else:
+        while sets[before, _NEXT] != number:
+            before = sets[before, _NEXT]
+        sets[before, _NEXT] = sets[number, _NEXT]
+    sets[number, _NEXT], state[_UNUSED] = state[_UNUSED], number
+    state[_LEFT] += 1
 
 
 @entry
@@ -273,7 +315,7 @@ def _search(
     arrays: _Arrays, entries: _Entries, levels: npt.NDArray[np.uint8], eligible: _Integers, lowest: int, workers: int
 ) -> npt.NDArray[np.float64]:
     """Do `SketchIndex.search` without the entries of a level below `lowest`."""
-    table, hashing, sets, pool, _ = arrays
+    table, hashing, sets, pool, _, _ = arrays
     # The set and the level of each held entry, as set << 6 | level.
     found, count = np.empty(len(entries), dtype=np.int64), 0
     for each in range(len(entries)):
