@@ -23,7 +23,6 @@ from engine_wrapper.vllm.decoder import (
 from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.refusals import are_workers_apart
-from engine_wrapper.vllm.report import Reporter, StartReport
 from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
 from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.adapters import LoadedAdapters
     from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.report import StepReport
+    from engine_wrapper.vllm.report import Reporter, StartReport, StepReport
     from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.layout import LayeredPool
     from semblend_trt.connector.engine_spec import EngineSpec
@@ -78,7 +77,11 @@ class VllmWorker:
         self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
         self._arguments, self._suspicions = arguments, 0
-        self._reporter = Reporter(self._runtime) if are_workers_apart(vllm_config) else None
+        self._reporter: Reporter | None = None
+        if are_workers_apart(vllm_config):
+            from engine_wrapper.vllm.report import Reporter
+
+            self._reporter = Reporter(self._runtime)
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -115,6 +118,8 @@ class VllmWorker:
         """Return what the scheduler's process has to know of this rank; None if it is this process."""
         if self._reporter is None:
             return None
+        from engine_wrapper.vllm.report import StartReport
+
         return StartReport(self._runtime.refusal, self._runtime.pool, self._arguments.read_caches())
 
     @never_raises(lambda: None)
