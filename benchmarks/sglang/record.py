@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from benchmarks.sglang.ttft import CHECKS, settle, use_check
 from validation.models import smollm2_folder
 from validation.results import Results, Row, write_rows
 from validation.sglang_engine import Ask, LocalSglang
@@ -36,7 +36,6 @@ _REUSE = {
     "SEMBLEND_HOST_BYTES": str(1 << 30),
     "SEMBLEND_MIN_SAVING": "0",
     "SEMBLEND_METRICS": "0",
-    "SEMBLEND_PROFILE_TRIAL": "1",
 }
 
 
@@ -109,20 +108,15 @@ def times(folder: Path) -> tuple[list[float], list[float]]:
     stock = LocalSglang(model, disable_radix_cache=True, **options)
     cold = [_seconds(stock, each) for each in prompts[1:]]
     stock.close()
-    profile = folder / "profile.json"
-    os.environ.update(_REUSE, SEMBLEND_PROFILE=str(profile))
-    served = LocalSglang(model, radix_cache_backend="semblend", **options)
-    namespace, geometry = served.cache._scheduler.namespace, served.cache._runtime.pool.geometry
-    check = ProfileCheck(layer=2, threshold=1.0)
-    ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(profile)
-    served.close()
+    os.environ.update(_REUSE)
     served = LocalSglang(model, radix_cache_backend="semblend", **options)
     _seconds(served, prompts[0])
-    served.cache._worker._worker.saver.drain()
+    settle(served)
+    use_check(served, CHECKS["checked"], folder)
     moved = [_seconds(served, each) for each in prompts[1:]]
     assert not served.cache._runtime.faults
     served.close()
-    profile.unlink()
+    (folder / "profile.json").unlink()
     return cold[1:], moved[1:]  # the first of each takes memory
 
 

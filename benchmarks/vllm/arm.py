@@ -328,8 +328,8 @@ class VllmArm:
             wanted = 0 if name == "shifted_ms" else asked
             if each and (sampled := each["sampled"]["requests"]) != wanted:
                 problems.append(f"{sampled} checks of {name} had a sample, and {wanted} should have one")
-        told = {"served": served, "served_of": served_of, "problem": next(filter(None, problems), None)}
-        return {"tokens": size, **times, **told}
+        problem = next(filter(None, problems), None)
+        return {"tokens": size, **times, "served": served, "served_of": served_of, "problem": problem}
 
     def miss(self) -> dict[str, Any]:
         """Measure prompts that were never asked before, one directly after the other: each is saved while the next
