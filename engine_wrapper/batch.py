@@ -41,7 +41,7 @@ RunLowest = Callable[["Sequence[SequenceWork]", int], torch.Tensor]
 RunMass = Callable[["Sequence[SequenceWork]"], list[torch.Tensor]]
 Output = TypeVar("Output")
 
-# At most this many rows run before a sample: if it fails, they are computed again.
+# At most this many rows run before a sample is read: if it fails, they are computed again.
 MAX_SPECULATIVE_ROWS = 512
 
 
@@ -89,14 +89,11 @@ def run_works(
     mass: RunMass,
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
-    *,
-    is_arriving: bool = False,
 ) -> Output:
     """Run the samples of checks, the lowest layers of what needs parts, then `run` with what they leave of `works`.
 
     Returns what `run` does; `evidence_sink` gets what is known before. Few rows are left if every sample passes. They
-    run first, so that the host prepares the samples meanwhile. If a sample fails, `run` writes over what they wrote. If
-    KV `is_arriving`, the samples run first: they need the lowest layers alone."""
+    run before the host has read the samples. If a sample fails, `run` writes over what they wrote."""
 
     def run_left(left: Sequence[SequenceWork]) -> Output:
         return run([with_lowest_layers_run(work, num_layers, max_rows, lowest, evidence_sink) for work in left])
@@ -104,13 +101,14 @@ def run_works(
     compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
     if not compared:
         return run_left(works)
+    sampled = _queue_samples(works, compared, max_rows, lowest)
     expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
     may_pass = all(work.pending is None or share_for(work.pending.check, 0.0) == 0.0 for work in works)
     is_likely = may_pass and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
-    speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
+    speculative = run_left(expected) if is_likely and is_short else None
     left, known = list(works), dict[int, "CheckEvidence | None"]()
-    for index, deviations in _run_samples(works, compared, max_rows, lowest):
+    for index, deviations in _read_samples(sampled, compared):
         left[index], known[index] = works[index].after_sample(compared[index], deviations)
     asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
     if asked:
@@ -128,22 +126,28 @@ def run_works(
     return run_left(left)
 
 
-def _run_samples(
+def _queue_samples(
     works: Sequence[SequenceWork], compared: Mapping[int, npt.NDArray[np.int64]], max_rows: int | None, run: RunLowest
-) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Run the samples of all works together; yield by the work's index what the `compared` tokens deviate by."""
+) -> list[tuple[list[int], HostCopy]]:
+    """Run the samples of all works together; return their deviations on the way to the host, with the works' indices
+    for each layer that compares."""
     samples = {index: works[index].sample(found) for index, found in compared.items()}
     by_layer = dict[int, list[int]]()
     for index, sample in samples.items():
         by_layer.setdefault(_layer_of(sample), []).append(index)
-    # All layers are queued before the host waits for the first one.
-    read = {
-        layer: HostCopy(_run_parts([samples[index] for index in indices], layer, max_rows, run))
+    return [
+        (indices, HostCopy(_run_parts([samples[index] for index in indices], layer, max_rows, run)))
         for layer, indices in by_layer.items()
-    }
-    for layer, indices in by_layer.items():
+    ]
+
+
+def _read_samples(
+    queued: Sequence[tuple[list[int], HostCopy]], compared: Mapping[int, npt.NDArray[np.int64]]
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Wait for the samples; yield by the work's index what the `compared` tokens deviate by."""
+    for indices, deviations in queued:
         ends = np.cumsum([len(compared[index]) for index in indices])
-        yield from zip(indices, np.split(read[layer].read(), ends[:-1]), strict=True)
+        yield from zip(indices, np.split(deviations.read(), ends[:-1]), strict=True)
 
 
 def attention_of(
@@ -236,8 +240,6 @@ class EngineForward:
         device: torch.device,
         sink: EvidenceSink | None,
         input_ids: torch.Tensor | None = None,
-        *,
-        is_arriving: bool = False,
     ) -> torch.Tensor:
         """Run the forwards that `works` need; return the hidden rows of their outputs, [rows, hidden].
 
@@ -254,7 +256,7 @@ class EngineForward:
             return attention_of(works, num_layers, self.max_rows, self.ranks, alone)
 
         run = partial(self.outputs, device=device, sink=sink, input_ids=input_ids)
-        return run_works(works, num_layers, self.max_rows, lowest, weigh, sink, run, is_arriving=is_arriving)
+        return run_works(works, num_layers, self.max_rows, lowest, weigh, sink, run)
 
     def outputs(
         self,

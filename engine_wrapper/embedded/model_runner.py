@@ -131,8 +131,7 @@ class ModelRunner:
             return decoder.lowest(schedule, self._before_layer(), self.after_layer)
 
         forward = EngineForward(decoder.geometry, Ranks(), run, lowest, self._max_rows)
-        arriving = self.readiness is not None and self.readiness.is_arriving
-        return decoder.logits(forward.hidden(works, self.device, self.evidence_sink, is_arriving=arriving))
+        return decoder.logits(forward.hidden(works, self.device, self.evidence_sink))
 
     def replay(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Run a recorded decode step, in which no hook runs; return logits as `forward` does.

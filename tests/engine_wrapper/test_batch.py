@@ -83,8 +83,7 @@ SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.
 
 @pytest.mark.promise(
     "engines",
-    "What is computed ahead of a sample changes nothing where the sample fails, and while KV arrives the sample "
-    "comes first",
+    "What is computed before a sample is read changes nothing where the sample fails",
 )
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):

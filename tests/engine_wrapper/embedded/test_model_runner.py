@@ -40,22 +40,20 @@ def test_evidence_comes_after_the_forward(runner, make_plan):
     assert behind == [0, 1, 2]
 
 
-@pytest.mark.promise("engines", "What is computed ahead of a...")
-@pytest.mark.parametrize("is_arriving", [False, True])
-def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives(runner, make_plan, is_arriving):
+@pytest.mark.promise("engines", "What is computed before a sample is...")
+def test_a_sample_runs_before_what_it_leaves_and_needs_no_kv_of_higher_layers(runner, make_plan):
     tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
     plans = ActivePlans()
     plans.put(make_plan(tokens, [(4, 56)], check=check))
     runner.plan_source, runner.readiness = plans.take, LayerReadiness()
-    if is_arriving:
-        runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
+    runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
     runner.model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
     torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
     sampled, left = 4 + len(sample_of([52], 8, check.window_tokens, 0)), 4 + 4
-    assert rows == ([sampled, left] if is_arriving else [left, sampled])
+    assert rows == [sampled, left]
     assert not runner.readiness.is_arriving
 
 
