@@ -428,9 +428,9 @@ class VllmArm:
         return self._serve_retrieval(2, None)
 
     def rag_bounded(self) -> dict[str, Any]:
-        """Measure the same with a bound that computes RAG_SHARE of the tokens at any deviation."""
+        """Measure other such prompts, with a bound that computes RAG_SHARE of the tokens at any deviation."""
         self.use_bound(None, RAG_SHARE)
-        return self._serve_retrieval(2, None, 1 - RAG_SHARE)
+        return self._serve_retrieval(6, None, 1 - RAG_SHARE)
 
     def arrivals(self, per_second: float) -> dict[str, Any]:
         """Measure times to the first token when such prompts come by chance, `per_second` of them."""
