@@ -1,0 +1,1 @@
+"""How the shipped model was made: tokenizer, tasks, training and evaluation."""
