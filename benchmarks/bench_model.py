@@ -1,14 +1,15 @@
-"""The benchmarks' model: a published shape with random weights that are made on the spot; and prompts for it."""
+"""The benchmarks' model: a published shape with random weights that are made on the spot; prompts for it, and the
+profile that its engine is given."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
+from transformers import DeepseekV3Config, Qwen2Config
 
-from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.connector.lookup import ProfileMatcher
+from semblend_trt.reuse_profile import ReuseProfile
 
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 # Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
@@ -37,15 +38,6 @@ INSTRUCTION, QUESTION = 32, 96
 NEW_TOKENS = INSTRUCTION + QUESTION
 # The donor's instruction has another length, so that the document moves.
 DONOR_INSTRUCTION = 40
-
-
-def make_runner(folder: Path, layers: int) -> ModelRunner:
-    """Make a narrow model of `layers` layers on the CPU, in float32, and write its config.json to `folder`."""
-    config = write_config(folder, NARROW | {"num_hidden_layers": layers})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return ModelRunner.from_model(model, folder)
 
 
 def write_config(
@@ -86,6 +78,15 @@ class Prompts:
         order = self._random.permutation((size - INSTRUCTION) // run).tolist()
         runs = [token for index in order for token in document[index * run : (index + 1) * run]]
         return self.fresh(INSTRUCTION // 2) + runs + self.fresh(size - INSTRUCTION // 2 - len(runs))
+
+
+def use_profile(scheduler: Any, folder: Path, **terms: Any) -> None:
+    """Have the scheduler half of an engine use a profile of these terms, which `folder` keeps, from now on. `terms` are
+    those of `ReuseProfile.made_for`."""
+    path = folder / "reuse-profile.json"
+    ReuseProfile.made_for(scheduler.namespace, scheduler._runtime.pool.geometry, **terms).write(path)
+    settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
+    scheduler._lookup._profiles = ProfileMatcher(settings)
 
 
 def label(size: int) -> str:

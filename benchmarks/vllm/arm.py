@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, use_profile, write_config
 from benchmarks.program import seconds
 from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, PLAIN, SHAPES, SMOLLM2, adapter_in
-from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
@@ -551,14 +550,9 @@ class VllmArm:
         # Where the engine is refused, the first prompt tells why.
         if self.name != VERIFIED or self._scheduler.namespace is None or measured not in self._profiles:
             return
-        scheduler = self._scheduler
-        geometry = scheduler._runtime.pool.geometry
-        here = ReuseProfile.made_for(scheduler.namespace, geometry, policy=ReusePolicy.EXACT)
-        own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
-        path = self._folder / "reuse-profile.json"
-        self._profiles[measured].model_copy(update=own).write(path)
-        settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
-        scheduler._lookup._profiles = ProfileMatcher(settings)
+        of_engine = {"version", "namespace", "engines", "geometry", "date"}
+        terms = {name: value for name, value in self._profiles[measured] if name not in of_engine}
+        use_profile(self._scheduler, self._folder, **terms)
 
 
 def problem_of(served: Mapping[str, Any], in_donors: int = 0) -> str | None:
