@@ -17,9 +17,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, matmul_tflops, run_on_card, time_ms
+from benchmarks.kernels.ceilings import (
+    QWEN_7B,
+    add_share,
+    check_close,
+    copy_gbps,
+    matmul_tflops,
+    random_pool,
+    run_on_card,
+    time_ms,
+)
 from kernels.attention_mass import triton_mass
-from kernels.layout import PoolLayer
+from kernels.layout import Pool, PoolLayer
 from kernels.sparse_prefill import SequenceRows, by_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows
 from validation.results import Results
@@ -42,7 +51,7 @@ class Case:
     """Rows of a sequence of random KV in a pool, on the card."""
 
     q: torch.Tensor
-    pool: torch.Tensor
+    pool: Pool
     sequence: SequenceRows
 
     @property
@@ -77,12 +86,9 @@ class Case:
 
 def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
     """Return a case with the given positions of a sequence, in shuffled blocks."""
-    needed = QWEN_7B.blocks_for(int(positions[-1]) + 1)
-    blocks = torch.randperm(needed, generator=torch.Generator().manual_seed(7))
-    shape = (needed, QWEN_7B.num_layers, 2, QWEN_7B.row_elements)
-    pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype)
+    held = random_pool(int(positions[-1]) + 1, kv_dtype)
     q = torch.randn(len(positions), HEADS, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16)
-    return Case(q, pool, SequenceRows(0, positions, blocks).to("cuda"))
+    return Case(q, held.pool, SequenceRows(0, positions, held.block_ids).to("cuda"))
 
 
 def random_rows(tokens: int, percent: int) -> torch.Tensor:

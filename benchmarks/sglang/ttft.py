@@ -2,7 +2,7 @@
 
 `python -m benchmarks.sglang.ttft --json DIR` asks prompts of 24k tokens of a model of Qwen2.5-7B's shape with random
 weights. With the shipped model it compares log-probabilities where all layers are computed again. Without a card it is
-a dry run: a narrow model and 1k tokens. On a card both engines attend by Triton, without CUDA graphs."""
+a dry run: a small model and 1k tokens. On a card both engines attend by Triton, without CUDA graphs."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_model import NARROW, NEW_TOKENS, Prompts, label, use_profile, write_config
+from benchmarks.bench_model import BIG, LITTLE, NEW_TOKENS, Prompts, label, use_profile, write_config
 from benchmarks.program import parser_of
 from semblend_trt.reuse_profile import ProfileCheck
 from validation.models import shipped_model
@@ -75,9 +75,8 @@ def settle(served: LocalSglang) -> None:
 
 def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
     """Add the rows of prompts of `tokens` tokens. Raises RuntimeError if less was reused than the document."""
-    small = NARROW if rows.dry else None
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32" if rows.dry else "bfloat16"}
-    prompts, name = Prompts(int(write_config(folder, small).vocab_size)), label(tokens)
+    prompts, name = Prompts(int(write_config(folder, LITTLE if rows.dry else BIG).vocab_size)), label(tokens)
     document = prompts.document(tokens)
     with opened(folder, tokens, is_stock=True, **options) as stock:
         cold = times(stock, lambda: prompts.fresh(tokens))
@@ -93,7 +92,7 @@ def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
         for kind, check in CHECKS.items():
             use_profile(served.cache._scheduler, folder, policy="verified", check=check)
             found[kind] = times(served, lambda: prompts.shifted(document), len(document))
-    shape = "a narrow model" if rows.dry else "Qwen2.5-7B's shape, bfloat16"
+    shape = "a small model" if rows.dry else "Qwen2.5-7B's shape, bfloat16"
     said = f"stock cold {median(cold):,.1f} ms, exact hit {median(hit):,.1f} ms; {shape}, random weights; {where}"
     for kind, own in found.items():
         low, _, high = quantiles(own, n=4)

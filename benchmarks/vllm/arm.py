@@ -19,9 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, use_profile, write_config
+from benchmarks.bench_model import (
+    BIG,
+    INSTRUCTION,
+    LITTLE,
+    LORA,
+    MLA,
+    NEW_TOKENS,
+    OPTIONS,
+    PLAIN,
+    QUESTION,
+    SHAPES,
+    SMOLLM2,
+    Prompts,
+    adapter_in,
+    use_profile,
+    write_config,
+)
 from benchmarks.program import seconds
-from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, PLAIN, SHAPES, SMOLLM2, adapter_in
 from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
@@ -106,7 +121,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        config = write_config(folder, MODELS[sizes.model], is_latent=kv == MLA)
+        config = write_config(folder, sizes.model, is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_model import NEW_TOKENS
+from benchmarks.bench_model import NEW_TOKENS, PLAIN, TP2
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SMALL, STOCK, VllmArm
-from benchmarks.vllm.forms import PLAIN, TP2
 from semblend_trt.policy import ReusePolicy
 from validation.cases import equal_start
 from validation.models import shipped_model

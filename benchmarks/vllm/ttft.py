@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_model import label
+from benchmarks.bench_model import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2, label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
     ARMS,
@@ -49,7 +49,6 @@ from benchmarks.vllm.arm import (
     Sizes,
     VllmArm,
 )
-from benchmarks.vllm.forms import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
 from validation.output import write_json
 from validation.results import Measured, Results, command, write_rows
