@@ -202,14 +202,8 @@ async def measure(streams: int, results: Results) -> None:
     results.add("dynamo_component_tokens_per_s", speed, "tokens/s", passed, 7000.0, "higher")
 
 
-def run(streams: int, results: Results) -> None:
-    """Add the row, on an event loop of its own."""
-    asyncio.run(measure(streams, results))
-
-
-main = partial(
-    run_counted, {"fleet_dynamo_speed": run}, __doc__, [Count("streams", 300, "answers whose speed is measured")]
-)
+_PARTS = {"fleet_dynamo_speed": lambda *given: asyncio.run(measure(*given))}
+main = partial(run_counted, _PARTS, __doc__, [Count("streams", 300, "answers whose speed is measured")])
 
 if __name__ == "__main__":
     main()

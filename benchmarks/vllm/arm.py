@@ -19,23 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_model import (
-    BIG,
-    INSTRUCTION,
-    LITTLE,
-    LORA,
-    MLA,
-    NEW_TOKENS,
-    OPTIONS,
-    PLAIN,
-    QUESTION,
-    SHAPES,
-    SMOLLM2,
-    Prompts,
-    adapter_in,
-    use_profile,
-    write_config,
-)
+from benchmarks import bench_model
+from benchmarks.bench_model import BIG, INSTRUCTION, LITTLE, LORA, MLA, NEW_TOKENS, PLAIN, QUESTION, SMOLLM2, Prompts
 from benchmarks.program import seconds
 from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
@@ -121,7 +106,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        config = write_config(folder, sizes.model, is_latent=kv == MLA)
+        config = bench_model.write_config(folder, sizes.model, is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -131,7 +116,7 @@ class VllmArm:
             "max_model_len": longest,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            **OPTIONS[kv],
+            **bench_model.OPTIONS[kv],
         }
         if not self._is_stock:
             settings = {
@@ -147,7 +132,7 @@ class VllmArm:
             }
             given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
         # What is asked with: no adapter, or one of these.
-        self._adapters = [adapter_in(folder, config, number) for number in (1, 2)] if kv == LORA else []
+        self._adapters = [bench_model.adapter_in(folder, config, number) for number in (1, 2)] if kv == LORA else []
         self._adapter = next(iter(self._adapters), None)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
@@ -175,7 +160,7 @@ class VllmArm:
         namespace = None if self._is_stock else self._scheduler.namespace
         return {
             "vllm": vllm.__version__,
-            "model": f"{SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
+            "model": f"{bench_model.SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -567,7 +552,7 @@ class VllmArm:
             return
         of_engine = {"version", "namespace", "engines", "geometry", "date"}
         terms = {name: value for name, value in self._profiles[measured] if name not in of_engine}
-        use_profile(self._scheduler, self._folder, **terms)
+        bench_model.use_profile(self._scheduler, self._folder, **terms)
 
 
 def problem_of(served: Mapping[str, Any], in_donors: int = 0) -> str | None:
