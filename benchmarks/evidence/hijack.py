@@ -36,7 +36,6 @@ _MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
 EXACT = Arm("exact", {"SEMBLEND_POLICY": "exact"})
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
 GOALS = {EXACT.name: 0, VERIFIED: 0}
-SKIPPED = "no other model was named with --target"
 
 
 class Attack(NamedTuple):
@@ -92,7 +91,7 @@ def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tup
     how = (
         f"of {tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {victims}, and of {most_tries} for "
         f"{PLANTED} the {most_victims}, of which the profile's policy misses most; seed {seed}"
-        + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+        + ("; no other model was named with --target" if len(attacks) == 1 else "")
     )
     for arm in (EXACT.name, *ARMS):
         by_model = ", ".join(

@@ -25,7 +25,6 @@ from semblend_trt.outcome import VLLM_RECEIPT
 SECONDS_BELOW, DROPPED = 16, 17
 # Tokens of an answer lie above those that end one; tokens of the longest prompt.
 _LOWEST, _COUNT, _LONGEST = 32, 1500, 4096
-_HEARTBEAT_SECONDS = 1.0
 
 
 class RuleEngine:
@@ -33,7 +32,7 @@ class RuleEngine:
 
     def __init__(self, worker_id: int, nats: str, paused: float) -> None:
         self._worker_id, self._paused, self._ids = worker_id, paused, itertools.count()
-        self._announcer = announcer_at(nats, worker_id, heartbeat_seconds=_HEARTBEAT_SECONDS)
+        self._announcer = announcer_at(nats, worker_id, heartbeat_seconds=1.0)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""

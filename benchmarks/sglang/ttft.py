@@ -22,7 +22,6 @@ from validation.models import shipped_model
 from validation.results import Results
 from validation.sglang_engine import Ask, LocalSglang
 
-WHERE = "SGLang 0.5.23, attention by Triton, {}"
 # Prompts of a kind that count, after one that does not; prompts compared with stock's; layers computed again.
 TIMES, COMPARED, BOUNDARY = 5, 4, 8
 # Room for three of the longest prompts, and for whole donors on their way to a tier.
@@ -137,7 +136,7 @@ def difference(found: list[Any], other: list[Any]) -> float:
 def main() -> None:
     options = parser_of(__doc__).parse_args()
     is_card = torch.cuda.is_available()
-    rows, where = Results(dry=not is_card), WHERE.format(f"torch {torch.__version__}")
+    rows, where = Results(dry=not is_card), f"SGLang 0.5.23, attention by Triton, torch {torch.__version__}"
     if forced := os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND"):
         where += f", norms, rotation and activation by {forced} in both"
     add_exactness(rows, where)
