@@ -28,18 +28,13 @@ def model():
         pytest.skip(str(error))
 
 
-def run(folder, *blocks):
-    """What the commands print, one after the other in one shell that ends at the first that fails."""
-    script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(blocks)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = ended("bash", "-c", script, cwd=folder, PATH=path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
 def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
-    printed = run(tmp_path, *STEPS)
+    script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(STEPS)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = ended("bash", "-c", script, cwd=tmp_path, PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     assert "added by donors" in printed
     assert json.loads((tmp_path / "reuse-profile.json").read_text())
     cold, again = (json.loads(line.removeprefix("receipt ")) for line in printed.splitlines() if line[:8] == "receipt ")
