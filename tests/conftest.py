@@ -139,11 +139,6 @@ def tiny_qwen2_path(tiny_model_paths):
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3_path(tiny_model_paths):
-    return tiny_model_paths["qwen3"]
-
-
-@pytest.fixture(scope="session")
 def tiny_llama_path(tiny_model_paths):
     return tiny_model_paths["llama"]
 

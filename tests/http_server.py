@@ -3,34 +3,25 @@
 import asyncio
 import threading
 from contextlib import contextmanager
-from queue import Queue
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 
 @contextmanager
 def listening_app(app):
     """The address of an application that a thread serves."""
-    told = Queue()
-
-    async def serve():
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        told.put((f"http://127.0.0.1:{runner.addresses[0][1]}", lambda: loop.call_soon_threadsafe(ended.set)))
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    loop, server = asyncio.new_event_loop(), TestServer(app)
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    address, end = told.get(timeout=60)
     try:
-        yield address
+        asyncio.run_coroutine_threadsafe(server.start_server(), loop).result(60)
+        yield str(server.make_url("")).rstrip("/")
     finally:
-        end()
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(120)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 @contextmanager

@@ -68,19 +68,17 @@ class LiteLlm:
         except OSError:
             return False
 
-    def open(self, body, tenant="acme"):
-        """A streamed completion's answer."""
-        headers = {"Authorization": f"Bearer sk-{tenant}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+    def open(self, body, tenant="acme", path="/v1/completions", headers=None):
+        """The answer to a body, which may be a stream. Raises HTTPError for another status than 200."""
+        headers = {"Authorization": f"Bearer sk-{tenant}", "Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=120)
 
     def post(self, body, tenant="acme", path=None, headers=None):
         """The answer's status, deployment and JSON."""
         path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
-        body = json.dumps({"model": "shipped", "max_tokens": 2, "temperature": 0, **body}).encode()
-        headers = {"Authorization": f"Bearer sk-{tenant}", "Content-Type": "application/json", **(headers or {})}
         try:
-            answer = urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=120)
+            answer = self.open({"model": "shipped", "max_tokens": 2, "temperature": 0, **body}, tenant, path, headers)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:

@@ -75,6 +75,14 @@ def named_tests():
     return found
 
 
+def marks(name):
+    """The arguments of every `pytest.mark.NAME` of a test, after the test's name."""
+    for test, node in sorted(named_tests().items()):
+        for mark in reversed(node.decorator_list):
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{name}":
+                yield test, *map(ast.literal_eval, mark.args)
+
+
 def make_targets():
     (phony,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith(".PHONY:"))
     return set(phony.split()[1:])

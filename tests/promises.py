@@ -3,9 +3,7 @@
 `@pytest.mark.promise("reuse", "Only equal tokens are reused")` stands on a test that holds it. Where several tests hold
 one, the others' markers may have its first words alone, and end in three dots."""
 
-import ast
-
-from tests.pages import ROOT, named_tests
+from tests.pages import ROOT, marks
 
 PAGE = ROOT / "docs" / "promises.md"
 SECTIONS = {
@@ -25,19 +23,10 @@ downward only. What each known defect of public connectors is, and which tests f
 """
 
 
-def marked():
-    """Section and text of every marker, with the test's name from the folder of tests."""
-    for name, test in sorted(named_tests().items()):
-        for mark in reversed(test.decorator_list):
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":
-                section, text = map(ast.literal_eval, mark.args)
-                yield section, text, name
-
-
 def promises():
     """The files whose tests hold a promise, by section and text. Raises ValueError for words that begin none or two."""
     found = {}
-    for section, text, name in sorted(marked(), key=lambda each: each[1].endswith("...")):
+    for name, section, text in sorted(marks("promise"), key=lambda each: each[2].endswith("...")):
         if text.endswith("..."):
             whole = [each for each in found if each[0] == section and each[1].startswith(text[:-3])]
             if len(whole) != 1:

@@ -8,10 +8,19 @@ import threading
 import time
 from importlib.resources import files
 
+from tests.pages import ROOT
 from validation.documents import stock_list
 from validation.prompts import render
 
 MODEL = files("validation") / "assets" / "model"
+
+
+def ended(*command, cwd, **variables):
+    """The ended process of a command, with what it printed; of our settings its environment has `variables` alone."""
+    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    given = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, cwd=cwd, env=own, check=False, **given)
 
 
 class ServerProcess:

@@ -148,13 +148,11 @@ def test_a_lock_of_another_platform_is_refused(make):
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
 
 
-def test_a_package_bounds_what_is_locked_beside_it():
+def test_a_package_bounds_what_is_locked_beside_it_and_a_lock_names_no_place_of_files():
     needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
     bounds = lock({"install": [{"metadata": {"requires_dist": needs}}]}, "bounds")
     assert bounds == ["one<2,>=1", "two==3; python_version > '3'"]
 
-
-def test_a_lock_names_no_place_of_files():
     def item(name, **info):
         return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"url": "https://index/x", **info}}
 

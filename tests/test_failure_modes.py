@@ -1,4 +1,7 @@
-"""docs/failure-modes.md, vllm.md and sglang.md name every reason for which the code refuses or drops, and no other."""
+"""docs/failure-modes.md, vllm.md and sglang.md name every reason for which the code refuses or drops, and no other;
+failure-modes.md names for every known defect the tests that fail on it, and these tests say so themselves."""
+
+from collections import defaultdict
 
 import pytest
 
@@ -8,7 +11,7 @@ from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.fleet.placement import RESULTS
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.reasons import FAULTS, OTHER_REASON, REASONS
-from tests.pages import Page, code_in
+from tests.pages import Page, code_in, marks
 from tests.reasons import filled
 
 PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md"), Page("docs/sglang.md")]
@@ -34,3 +37,12 @@ def test_the_pages_have_every_reason_and_no_other():
 def test_tables_of_reasons_are_made_from_the_code(page):
     """`python -m tests.reasons` writes them."""
     assert page.text == filled(page.text)
+
+
+def test_every_defect_has_its_tests_and_the_page_names_them():
+    found, rows = defaultdict(set), [row for row in PAGES[0].rows if row[0].isdigit()]
+    for test, *numbers in marks("known_defect"):
+        for number in numbers:
+            found[number].add(test)
+    assert [int(number) for number, *_ in rows] == [*range(1, 38)]
+    assert {int(number): set(code_in(tests)) for number, *_, tests in rows} == found

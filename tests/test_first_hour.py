@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from tests.pages import ROOT, Page
+from tests.pages import Page
+from tests.server_process import ended
 from validation.models import smollm2_folder
 
 INSTALL, LOOK, ESTIMATE, CALIBRATE, SERVE, VLLM, SGLANG = Page("docs/first-hour.md").blocks("bash")
@@ -28,36 +28,22 @@ def model():
         pytest.skip(str(error))
 
 
-def run(folder, *blocks):
-    """What the commands print, one after the other in one shell that ends at the first that fails."""
-    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-    own |= {"PATH": f"{Path(sys.executable).parent}:{own['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(blocks)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=own,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
 def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
-    printed = run(tmp_path, *STEPS)
+    script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(STEPS)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = ended("bash", "-c", script, cwd=tmp_path, PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     assert "added by donors" in printed
     assert json.loads((tmp_path / "reuse-profile.json").read_text())
     cold, again = (json.loads(line.removeprefix("receipt ")) for line in printed.splitlines() if line[:8] == "receipt ")
     assert (cold["outcome"], again["policy"]) == ("cold_fallback", "verified")
     # Its text is found; whether these few prompts have shown a bound decides what becomes of it.
-    assert again["reused_tokens"] + (again["recomputed_tokens"] or 0) > 0 or again["reason"] in {
+    assert again["reused_tokens"] + (again["recomputed_tokens"] or 0) > 0 or again["reason"] in (
         "no_bound",
         "not_exact",
-    }
+    )
     assert 'semblend_requests_total{outcome="cold_fallback"}' in printed
     assert '"request_settled"' in (tmp_path / "audit.jsonl").read_text()
 

@@ -40,13 +40,9 @@ def exported():
 
 
 @pytest.mark.promise("commands", "`docs/metrics.md` lists every series with its labels")
-def test_the_page_has_every_series_and_no_other():
+def test_the_page_has_every_series_with_its_labels_and_no_other():
     code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in exported()}
     assert {name: kind for name, (kind, _) in series().items()} == code
-
-
-@pytest.mark.promise("commands", "`docs/metrics.md` lists every series with its...")
-def test_labels_are_those_of_the_code():
     code = {sample.name: set(sample.labels) for metric in exported() for sample in metric.samples}
     page = {name: labels for name, (_, labels) in series().items() if name in code}
     assert page == {name: code[name] for name in page}

@@ -1,1 +1,1 @@
-"""Measures what must never happen: wrong tokens, lost requests, leaks between tenants, hijacked answers."""
+"""Measures how far answers are from cold ones, what planted donors change in them, and what is found again."""

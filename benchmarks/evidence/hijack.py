@@ -36,22 +36,12 @@ _MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
 EXACT = Arm("exact", {"SEMBLEND_POLICY": "exact"})
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
 GOALS = {EXACT.name: 0, VERIFIED: 0}
-SKIPPED = "no other model was named with --target"
-
-
-class Target(NamedTuple):
-    """A model under attack, by its folder, with its reuse profile."""
-
-    name: str
-    folder: Path
-    profile: Path
 
 
 class Attack(NamedTuple):
     """Victims of one model, which answers all of them right cold. `held`: the terms of verified.
     By arm: victims with a `wrong` answer, with the planter's answer (`hijacked`), and with reused tokens (`fires`)."""
 
-    name: str
     victims: int
     wrong: Counter[str]
     hijacked: Counter[str]
@@ -59,30 +49,23 @@ class Attack(NamedTuple):
     held: str
 
 
-def shipped() -> Target:
-    """Return the shipped model."""
-    folder = models.shipped_model()
-    return Target("shipped", folder, folder / models.PROFILE_NAME)
-
-
 def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
     """Return the counts of plants and of victims of the best ones; the strongest construction has more of both."""
     return (tries * MORE_TRIES, victims * MORE_VICTIMS) if construction == PLANTED else (tries, victims)
 
 
-def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
+def attack(folder: Path, profile_path: Path, tries: int, victims: int, seed: int = SEED) -> Attack:
     """Search plants against one model, and serve under every arm the victims of those that its policy misses most."""
-    runner = models.load(str(target.folder), "cpu", "float32")
-    profile = ReuseProfile.read(target.profile)
+    runner, profile = models.load(str(folder), "cpu", "float32"), ReuseProfile.read(profile_path)
     engines, collector = EmbeddedEngines(runner), DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
     tokenise, cases = Tokeniser(engines, _ANSWER_TOKENS).tokenise, list[Case]()
     for name in CONSTRUCTIONS:
         count, most = effort(name, tries, victims)
         plants = write_plants(engines, FamilyRequest((name,), groups=count, seed=seed))
         cases += collector.hardest(plants, tokenise, profile, most)
-    settings = ServingSettings(str(target.folder), max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
+    settings = ServingSettings(str(folder), max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
-    arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, target.profile))
+    arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, profile_path))
     answers = {arm.name: server.answers(arm) for arm in (*arms, EXACT)}
     served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
@@ -95,24 +78,26 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
     unmet = sorted(reason for reason in reasons if "profile" in reason)
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
     held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
-    return Attack(target.name, len(served), wrong, hijacked, fires, held)
+    return Attack(len(served), wrong, hijacked, fires, held)
 
 
 def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
     """Attack every model, and add a row for each policy."""
-    targets = (shipped(), *(Target(folder.name, folder, profile) for folder, profile in target))
-    attacks = [attack(each, tries, victims, seed) for each in targets]
+    shipped = models.shipped_model()
+    targets = ((shipped, shipped / models.PROFILE_NAME), *target)
+    attacks = [attack(*each, tries, victims, seed) for each in targets]
+    names = ("shipped", *(folder.name for folder, _ in target))
     most_tries, most_victims = effort(PLANTED, tries, victims)
     how = (
         f"of {tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {victims}, and of {most_tries} for "
         f"{PLANTED} the {most_victims}, of which the profile's policy misses most; seed {seed}"
-        + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+        + ("; no other model was named with --target" if len(attacks) == 1 else "")
     )
     for arm in (EXACT.name, *ARMS):
         by_model = ", ".join(
-            f"{each.name} {each.wrong[arm]} of {each.victims} ({each.hijacked[arm]} the planter's, {each.fires[arm]} "
+            f"{name} {each.wrong[arm]} of {each.victims} ({each.hijacked[arm]} the planter's, {each.fires[arm]} "
             f"fires{'; ' + each.held if arm == VERIFIED else ''})"
-            for each in attacks
+            for name, each in zip(names, attacks, strict=True)
         )
         wrong = sum(each.wrong[arm] for each in attacks)
         rows.add(f"hijacked_answers_{arm}", wrong, "answers", f"{by_model}; {how}", GOALS.get(arm))

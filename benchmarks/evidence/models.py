@@ -1,28 +1,27 @@
 """Which popular models are served, by the answers of the code itself to their published configurations.
 
-`python -m benchmarks.evidence.models` counts them, and with `--page docs/models.md` writes that page's table. The
-configurations are in `assets/models.json`, with their sources: of each `config.json` the fields that matter.
+`python -m benchmarks.evidence.models --page docs/models.md` writes that page's table. The configurations are in
+`assets/models.json`, with their sources: of each `config.json` the fields that matter.
 """
 
+import argparse
 import json
+import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from benchmarks.program import FOLDER, parser_of
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
-from validation.results import Results, table_of
+from validation.results import table_of
 
-GOAL = 18
-_START, _END = "<!-- models -->\n", "<!-- /models -->"
+_TABLE = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +69,14 @@ def table() -> str:
 
 def with_table(text: str) -> str:
     """Return the page with a new table. Raises ValueError where it has no place for one."""
-    before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not (start and end):
-        raise ValueError(f"the page has no {_START.strip()} and {_END} around its table; put them there")
-    return before + start + table() + end + after
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Count those served, and make the table of `--page`."""
-    parser = parser_of(__doc__, FOLDER)
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of this page")
-    options, rows = parser.parse_args(arguments), Results(arguments, "cpu")
-    served = sum(isinstance(model.answer(), KnownModel) for model in published())
-    baseline = f"of {len(published())} popular models, by the connector's answers to their published config.json"
-    rows.add("models_served", served, "models", baseline, GOAL, better="higher")
-    rows.write(options.json, "models", FOLDER / str(rows.measured.machine["name"]))
-    if options.page is not None:
-        write_bytes(options.page, with_table(options.page.read_text(encoding="utf-8")).encode())
+    made, count = _TABLE.subn(lambda marks: marks[1] + table() + marks[2], text)
+    if not count:
+        raise ValueError("the page has no <!-- models --> and <!-- /models --> around its table; put them there")
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path, metavar="FILE", required=True, help="write the table of this page")
+    page = parser.parse_args().page
+    write_bytes(page, with_table(page.read_text(encoding="utf-8")).encode())

@@ -31,7 +31,6 @@ from validation.results import Results
 PACKAGES = Path(f"{sys.prefix}-dynamo")
 MODEL, WORKERS = "rule", "engines.backend.generate"
 START_SECONDS = 300
-_POLL_SECONDS = 0.05
 MODEL_PATH = Path(str(files("validation") / "assets" / "model"))
 _ROOT = Path(__file__).resolve().parents[2]
 _HERE = {
@@ -154,7 +153,7 @@ class DynamoFleet:
             if time.monotonic() > until or any(each.poll() is not None for each in self.processes.values()):
                 logs = [self.log_of(name).read_text()[-2000:] for name in self.processes]
                 raise RuntimeError(f"{seen} of {workers} workers answered:\n" + "\n".join(logs))
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(0.05)
             with suppress(aiohttp.ClientError):
                 answer = await self.ask(client, [100 + len(seen)], 1)
                 if answer.status == 200 and answer.error is None:
@@ -202,14 +201,8 @@ async def measure(streams: int, results: Results) -> None:
     results.add("dynamo_component_tokens_per_s", speed, "tokens/s", passed, 7000.0, "higher")
 
 
-def run(streams: int, results: Results) -> None:
-    """Add the row, on an event loop of its own."""
-    asyncio.run(measure(streams, results))
-
-
-main = partial(
-    run_counted, {"fleet_dynamo_speed": run}, __doc__, [Count("streams", 300, "answers whose speed is measured")]
-)
+_PARTS = {"fleet_dynamo_speed": lambda *given: asyncio.run(measure(*given))}
+main = partial(run_counted, _PARTS, __doc__, [Count("streams", 300, "answers whose speed is measured")])
 
 if __name__ == "__main__":
     main()

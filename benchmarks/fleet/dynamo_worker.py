@@ -23,23 +23,22 @@ from benchmarks.fleet.events import announcer_at
 from semblend_trt.outcome import VLLM_RECEIPT
 
 SECONDS_BELOW, DROPPED = 16, 17
-# Tokens of an answer lie above those that end one.
-_LOWEST, _COUNT = 32, 1500
-_HEARTBEAT_SECONDS = 1.0
+# Tokens of an answer lie above those that end one; tokens of the longest prompt.
+_LOWEST, _COUNT, _LONGEST = 32, 1500, 4096
 
 
 class RuleEngine:
-    """Answers requests as a vLLM with our connector does: `longest` prompts, `paused` seconds to each token."""
+    """Answers requests as a vLLM with our connector does, `paused` seconds to each token."""
 
-    def __init__(self, worker_id: int, nats: str, longest: int, paused: float) -> None:
-        self._worker_id, self._longest, self._paused, self._ids = worker_id, longest, paused, itertools.count()
-        self._announcer = announcer_at(nats, worker_id, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    def __init__(self, worker_id: int, nats: str, paused: float) -> None:
+        self._worker_id, self._paused, self._ids = worker_id, paused, itertools.count()
+        self._announcer = announcer_at(nats, worker_id, heartbeat_seconds=1.0)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer token by token, `max_tokens` of them. Raise InvalidArgument for a long prompt."""
         tokens, most = list(request["token_ids"]), request["stop_conditions"]["max_tokens"]
-        if len(tokens) > self._longest:
-            raise InvalidArgument(f"the prompt has {len(tokens)} tokens, more than the engine's {self._longest}")
+        if len(tokens) > _LONGEST:
+            raise InvalidArgument(f"the prompt has {len(tokens)} tokens, more than the engine's {_LONGEST}")
         if tokens[0] < SECONDS_BELOW:
             await asyncio.sleep(tokens[0])
         salt = (request.get("routing") or {}).get("cache_salt")
@@ -70,10 +69,10 @@ class RuleEngine:
 async def _serve(runtime: Any, arguments: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
     endpoint, config = runtime.endpoint(arguments.endpoint), ModelRuntimeConfig()
-    config.context_length = arguments.context_length
+    config.context_length = _LONGEST
     model = (ModelInput.Tokens, ModelType.Completions, endpoint, arguments.model_path, arguments.model_name)
     await register_model(*model, worker_type=WorkerType.Aggregated, runtime_config=config, ignore_weights=True)
-    engine = RuleEngine(arguments.worker_id, arguments.nats, arguments.context_length, arguments.token_seconds)
+    engine = RuleEngine(arguments.worker_id, arguments.nats, arguments.token_seconds)
     await endpoint.serve_endpoint(engine.generate, graceful_shutdown=True)
 
 
@@ -83,7 +82,6 @@ def main() -> None:
     for name in ("endpoint", "model-path", "model-name", "nats"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--worker-id", type=int, required=True)
-    parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--token-seconds", type=float, default=0.0)
     uvloop.run(dynamo_worker()(_serve)(parser.parse_args()))
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, matmul_tflops, run_on_card, time_ms
+from benchmarks.kernels import ceilings as card
+from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms
 from kernels.attention_mass import triton_mass
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, by_torch
@@ -42,7 +43,7 @@ class Case:
     """Rows of a sequence of random KV in a pool, on the card."""
 
     q: torch.Tensor
-    pool: torch.Tensor
+    kv: PoolLayer
     sequence: SequenceRows
 
     @property
@@ -54,10 +55,6 @@ class Case:
     def flops(self) -> float:
         """Multiplications and additions of both products, of all heads."""
         return 4.0 * self.attended * self.q.shape[1] * QWEN_7B.head_dim
-
-    @property
-    def kv(self) -> PoolLayer:
-        return PoolLayer(self.pool, LAYER, QWEN_7B)
 
     def run(self) -> torch.Tensor:
         """Make one launch."""
@@ -77,12 +74,9 @@ class Case:
 
 def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
     """Return a case with the given positions of a sequence, in shuffled blocks."""
-    needed = QWEN_7B.blocks_for(int(positions[-1]) + 1)
-    blocks = torch.randperm(needed, generator=torch.Generator().manual_seed(7))
-    shape = (needed, QWEN_7B.num_layers, 2, QWEN_7B.row_elements)
-    pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype)
+    held = card.random_pool(int(positions[-1]) + 1, kv_dtype)
     q = torch.randn(len(positions), HEADS, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16)
-    return Case(q, pool, SequenceRows(0, positions, blocks).to("cuda"))
+    return Case(q, PoolLayer(held.pool, LAYER, QWEN_7B), SequenceRows(0, positions, held.block_ids).to("cuda"))
 
 
 def random_rows(tokens: int, percent: int) -> torch.Tensor:
@@ -113,7 +107,7 @@ def measure_dense(results: Results) -> float:
         error = case.check(case.run())
         times[tokens], flash = time_ms(case.run, repeats=10), sdpa_ms(case)
         shares[size], tflops = flash / times[tokens], case.flops / times[tokens] / 1e9
-        limit = f"{tflops / matmul_tflops():.2f} of the matrix product's {matmul_tflops():.0f} TFLOP/s"
+        limit = f"{tflops / card.matmul_tflops():.2f} of the matrix product's {card.matmul_tflops():.0f} TFLOP/s"
         baseline = f"torch SDPA flash: {flash:.3f} ms, {case.flops / flash / 1e9:.0f} TFLOP/s; error {error:.1e}"
         results.add(f"dense_prefill_{size}_tflops", tflops, "TFLOP/s", f"{limit}; {baseline}", better="higher")
         results.add(f"dense_prefill_share_of_sdpa_{size}", shares[size], "ratio", baseline, SDPA_GOAL, "higher")

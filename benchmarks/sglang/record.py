@@ -5,38 +5,28 @@ with `--engine vllm`, it records how far answers are from cold ones in both, bes
 Exactness, hits and faults are those of the tests. Times are of SmolLM2 on this CPU, where SGLang has neither its
 kernels nor its own torch: they compare two prefills in one process, and say nothing of a card."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
-import statistics
 import sys
-import time
+import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
 import pytest
 
-from benchmarks.sglang.ttft import CHECKS, settle, use_check
+from benchmarks.bench_model import NEW_TOKENS, Prompts, use_profile
+from benchmarks.sglang.ttft import CHECKS, REUSE, opened, settle, times
 from validation.models import smollm2_folder
 from validation.results import Results, Row, write_rows
-from validation.sglang_engine import Ask, LocalSglang
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from validation.sglang_engine import Ask
 
 TESTS = "tests/engine_wrapper/sglang"
 WHERE = "inside SGLang 0.5.23 on a CPU, beside torch 2.13 and stand-ins for its kernels"
 DISTANCE = "sglang_kl_vs_cold_"
-# Tokens of the shared document, before it and after it; prompts that are timed.
-DOCUMENT, BEFORE, AFTER, TIMES = 960, 32, 32, 5
-_REUSE = {
-    "SEMBLEND_HOST_BYTES": str(1 << 30),
-    "SEMBLEND_MIN_SAVING": "0",
-    "SEMBLEND_METRICS": "0",
-}
+# Tokens of a prompt that is timed.
+TOKENS = 1_024
 
 
 class Properties:
@@ -67,8 +57,9 @@ def main(folder: Path) -> None:
     faults = f"before, inside and after forwards with a plan: neighbours unharmed, no wrong token; {WHERE}"
     rows.add("sglang_faults_survived", seen.survived, "kinds", faults, 54, "higher")
     rows.add("sglang_tests_failed", len(seen.failed), "tests", f"of this run; {WHERE}", 0)
-    cold, moved = (statistics.median(found) for found in times(folder))
-    shared = f"{DOCUMENT} tokens of a document that moved in a prompt of {BEFORE + DOCUMENT + AFTER}"
+    with tempfile.TemporaryDirectory() as kept:
+        moved, cold = map(median, moved_and_cold(Path(kept)))
+    shared = f"{TOKENS - NEW_TOKENS} tokens of a document that moved in a prompt of {TOKENS}"
     beside = f"stock SGLang's time to the first token of the same prompts; {shared}; SmolLM2-135M, float32; {WHERE}"
     rows.add("sglang_shifted_ttft_over_cold", moved / cold, "ratio", beside)
     rows.write(folder / rows.measured.machine["name"], "sglang")
@@ -78,12 +69,11 @@ def distances(folder: Path, report: Path, other: Path) -> None:
     """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified, beside
     that of `other`, the same run in vLLM. Exits with a message if plans offered nothing: that compares cold runs."""
     said, rows = json.loads(report.read_text()), Results([str(folder), report.name, other.name])
-    floor, beside = said["rounding_floor"], {}
-    for line in json.loads(other.read_text())["lines"]:
-        beside[line["arm"], line["family"]] = line["answer_kl"]
+    floor, lines = said["rounding_floor"], json.loads(other.read_text())["lines"]
+    beside = {line["family"]: line["answer_kl"] for line in lines if line["arm"] == "verified"}
     for line in said["lines"]:
         if line["arm"] == "verified":
-            theirs = beside["verified", line["family"]]
+            theirs = beside[line["family"]]
             if not line["offered"]:
                 raise SystemExit(f"no figure: no plan offered tokens in {line['family']}; set a SEMBLEND_MAX_KL it has")
             share = line["recomputed"] / line["offered"]
@@ -98,36 +88,18 @@ def distances(folder: Path, report: Path, other: Path) -> None:
     write_rows(path, kept + rows.rows)
 
 
-def times(folder: Path) -> tuple[list[float], list[float]]:
-    """Return seconds to the first token of stock SGLang, then with SemBlend, of the same prompts."""
-    draw = random.Random(55)
-    document, *rest = (list(_tokens(draw, count)) for count in (DOCUMENT, *[BEFORE + AFTER] * (TIMES + 2)))
-    prompts = [[*each[:BEFORE], *document, *each[BEFORE:]] for each in rest]
-    model = str(smollm2_folder())
-    options = {"dtype": "float32", "max_total_tokens": 8192, "max_running_requests": 2}
-    stock = LocalSglang(model, disable_radix_cache=True, **options)
-    cold = [_seconds(stock, each) for each in prompts[1:]]
-    stock.close()
-    os.environ.update(_REUSE)
-    served = LocalSglang(model, radix_cache_backend="semblend", **options)
-    _seconds(served, prompts[0])
-    settle(served)
-    use_check(served, CHECKS["checked"], folder)
-    moved = [_seconds(served, each) for each in prompts[1:]]
-    assert not served.cache._runtime.faults
-    served.close()
-    (folder / "profile.json").unlink()
-    return cold[1:], moved[1:]  # the first of each takes memory
-
-
-def _seconds(served: LocalSglang, prompt: list[int]) -> float:
-    began = time.perf_counter()
-    served.ask(Ask(prompt, {"max_new_tokens": 1}))
-    return time.perf_counter() - began
-
-
-def _tokens(draw: random.Random, count: int) -> Iterator[int]:
-    return (draw.randrange(10, 40_000) for _ in range(count))
+def moved_and_cold(folder: Path) -> tuple[list[float], list[float]]:
+    """Return milliseconds to the first token of prompts with a moved document: with SemBlend, and of stock SGLang."""
+    model, prompts, options = smollm2_folder(), Prompts(40_000), {"dtype": "float32"}
+    document = prompts.document(TOKENS)
+    with opened(model, TOKENS, is_stock=True, disable_radix_cache=True, **options) as stock:
+        cold = times(stock, lambda: prompts.shifted(document))
+    os.environ.update(REUSE, SEMBLEND_HOST_BYTES=str(1 << 30))
+    with opened(model, TOKENS, is_stock=False, **options) as served:
+        served.ask(Ask(prompts.donor(document), {"max_new_tokens": 1}))
+        settle(served)
+        use_profile(served.cache._scheduler, folder, policy="verified", check=CHECKS["checked"])
+        return times(served, lambda: prompts.shifted(document), len(document)), cold
 
 
 if __name__ == "__main__":

@@ -2,32 +2,30 @@
 
 `python -m benchmarks.sglang.ttft --json DIR` asks prompts of 24k tokens of a model of Qwen2.5-7B's shape with random
 weights. With the shipped model it compares log-probabilities where all layers are computed again. Without a card it is
-a dry run: a narrow model and 1k tokens. On a card both engines attend by Triton, without CUDA graphs."""
+a dry run: a small model and 1k tokens. On a card both engines attend by Triton, without CUDA graphs."""
 
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from benchmarks.bench_model import NARROW, NEW_TOKENS, Prompts, label, write_config
+from benchmarks.bench_model import BIG, LITTLE, NEW_TOKENS, Prompts, label, use_profile, write_config
 from benchmarks.program import parser_of
-from semblend_trt.connector.lookup import ProfileMatcher
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck
 from validation.models import shipped_model
 from validation.results import Results
 from validation.sglang_engine import Ask, LocalSglang
 
-WHERE = "SGLang 0.5.23, attention by Triton, {}"
 # Prompts of a kind that count, after one that does not; prompts compared with stock's; layers computed again.
 TIMES, COMPARED, BOUNDARY = 5, 4, 8
 # Room for three of the longest prompts, and for whole donors on their way to a tier.
-_REUSE = {
+REUSE = {
     "SEMBLEND_DEVICE_BYTES": str(4 << 30),
     "SEMBLEND_HOST_BYTES": str(8 << 30),
     "SEMBLEND_SNAPSHOT_BYTES": str(2 << 30),
@@ -44,17 +42,13 @@ CHECKS = {
 }
 
 
-@contextmanager
-def opened(model: Path, tokens: int, *, is_stock: bool, **options: Any) -> Iterator[LocalSglang]:
+def opened(model: Path, tokens: int, *, is_stock: bool, **options: Any) -> closing[LocalSglang]:
     """Open SGLang with room for three prompts of `tokens` tokens, stock or with SemBlend. Raises what SGLang raises."""
     own: dict[str, Any] = {} if is_stock else {"radix_cache_backend": "semblend"}
     if torch.cuda.is_available():
         own |= {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.6}
-    served = LocalSglang(str(model), max_total_tokens=3 * tokens + 4096, max_running_requests=4, **own, **options)
-    try:
-        yield served
-    finally:
-        served.close()
+    own |= {"max_total_tokens": 3 * tokens + 4096, "max_running_requests": 4}
+    return closing(LocalSglang(str(model), **own, **options))
 
 
 def times(served: LocalSglang, make: Callable[[], list[int]], reused: int = 0) -> list[float]:
@@ -78,26 +72,16 @@ def settle(served: LocalSglang) -> None:
         worker.drain()
 
 
-def use_check(served: LocalSglang, check: ProfileCheck, folder: Path) -> None:
-    """Have the engine check moved tokens so from now on."""
-    scheduler, path = served.cache._scheduler, folder / "profile.json"
-    geometry = served.cache._runtime.pool.geometry
-    ReuseProfile.made_for(scheduler.namespace, geometry, policy="verified", check=check).write(path)
-    settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
-    scheduler._lookup._profiles = ProfileMatcher(settings)
-
-
 def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
     """Add the rows of prompts of `tokens` tokens. Raises RuntimeError if less was reused than the document."""
-    small = NARROW if rows.dry else None
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32" if rows.dry else "bfloat16"}
-    prompts, name = Prompts(int(write_config(folder, small).vocab_size)), label(tokens)
+    prompts, name = Prompts(int(write_config(folder, LITTLE if rows.dry else BIG).vocab_size)), label(tokens)
     document = prompts.document(tokens)
     with opened(folder, tokens, is_stock=True, **options) as stock:
         cold = times(stock, lambda: prompts.fresh(tokens))
         stock.ask(Ask(document, {"max_new_tokens": 1}))
         hit = times(stock, lambda: document + prompts.fresh(NEW_TOKENS))
-    os.environ.update(_REUSE, SEMBLEND_POLICY="verified", SEMBLEND_RISK="0.5")
+    os.environ.update(REUSE, SEMBLEND_POLICY="verified", SEMBLEND_RISK="0.5")
     found = {}
     with opened(folder, tokens, is_stock=False, **options) as served:
         served.ask(Ask(prompts.fresh(tokens // 8), {"max_new_tokens": 1}))  # by which SemBlend checks itself
@@ -105,9 +89,9 @@ def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
         served.ask(Ask(prompts.donor(document), {"max_new_tokens": 1}))
         settle(served)
         for kind, check in CHECKS.items():
-            use_check(served, check, folder)
+            use_profile(served.cache._scheduler, folder, policy="verified", check=check)
             found[kind] = times(served, lambda: prompts.shifted(document), len(document))
-    shape = "a narrow model" if rows.dry else "Qwen2.5-7B's shape, bfloat16"
+    shape = "a small model" if rows.dry else "Qwen2.5-7B's shape, bfloat16"
     said = f"stock cold {median(cold):,.1f} ms, exact hit {median(hit):,.1f} ms; {shape}, random weights; {where}"
     for kind, own in found.items():
         low, _, high = quantiles(own, n=4)
@@ -125,7 +109,7 @@ def add_exactness(rows: Results, where: str) -> None:
     donor, moved = prompts.donor(document), [prompts.shifted(document) for _ in range(COMPARED)]
     with opened(shipped_model(), 640, is_stock=True, dtype="float32", disable_radix_cache=True) as stock:
         theirs, again = ([stock.ask(Ask(each, asked))[0] for each in moved] for _ in range(2))
-    os.environ.update(_REUSE, SEMBLEND_POLICY="boundary", SEMBLEND_RECOMPUTE_BOUNDARY_LAYER=str(BOUNDARY))
+    os.environ.update(REUSE, SEMBLEND_POLICY="boundary", SEMBLEND_RECOMPUTE_BOUNDARY_LAYER=str(BOUNDARY))
     with opened(shipped_model(), 640, is_stock=False, dtype="float32") as served:
         for prompt in (prompts.fresh(128), donor):
             served.ask(Ask(prompt, asked))
@@ -152,7 +136,7 @@ def difference(found: list[Any], other: list[Any]) -> float:
 def main() -> None:
     options = parser_of(__doc__).parse_args()
     is_card = torch.cuda.is_available()
-    rows, where = Results(dry=not is_card), WHERE.format(f"torch {torch.__version__}")
+    rows, where = Results(dry=not is_card), f"SGLang 0.5.23, attention by Triton, torch {torch.__version__}"
     if forced := os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND"):
         where += f", norms, rotation and activation by {forced} in both"
     add_exactness(rows, where)

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from benchmarks import bench_model
+from benchmarks.bench_model import BIG, INSTRUCTION, LITTLE, LORA, MLA, NEW_TOKENS, PLAIN, QUESTION, SMOLLM2, Prompts
 from benchmarks.program import seconds
-from benchmarks.vllm.forms import BIG, LITTLE, LORA, MLA, MODELS, OPTIONS, PLAIN, SHAPES, SMOLLM2, adapter_in
-from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
@@ -107,7 +106,7 @@ class VllmArm:
 
         self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
         self._is_stock, small = name == STOCK, sizes.model == LITTLE
-        config = write_config(folder, MODELS[sizes.model], is_latent=kv == MLA)
+        config = bench_model.write_config(folder, sizes.model, is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
@@ -117,7 +116,7 @@ class VllmArm:
             "max_model_len": longest,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            **OPTIONS[kv],
+            **bench_model.OPTIONS[kv],
         }
         if not self._is_stock:
             settings = {
@@ -133,7 +132,7 @@ class VllmArm:
             }
             given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
         # What is asked with: no adapter, or one of these.
-        self._adapters = [adapter_in(folder, config, number) for number in (1, 2)] if kv == LORA else []
+        self._adapters = [bench_model.adapter_in(folder, config, number) for number in (1, 2)] if kv == LORA else []
         self._adapter = next(iter(self._adapters), None)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
@@ -161,7 +160,7 @@ class VllmArm:
         namespace = None if self._is_stock else self._scheduler.namespace
         return {
             "vllm": vllm.__version__,
-            "model": f"{SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
+            "model": f"{bench_model.SHAPES[self._kv]}, dummy weights" if self.sizes.model == BIG else self.sizes.model,
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -551,14 +550,9 @@ class VllmArm:
         # Where the engine is refused, the first prompt tells why.
         if self.name != VERIFIED or self._scheduler.namespace is None or measured not in self._profiles:
             return
-        scheduler = self._scheduler
-        geometry = scheduler._runtime.pool.geometry
-        here = ReuseProfile.made_for(scheduler.namespace, geometry, policy=ReusePolicy.EXACT)
-        own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
-        path = self._folder / "reuse-profile.json"
-        self._profiles[measured].model_copy(update=own).write(path)
-        settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
-        scheduler._lookup._profiles = ProfileMatcher(settings)
+        of_engine = {"version", "namespace", "engines", "geometry", "date"}
+        terms = {name: value for name, value in self._profiles[measured] if name not in of_engine}
+        bench_model.use_profile(self._scheduler, self._folder, **terms)
 
 
 def problem_of(served: Mapping[str, Any], in_donors: int = 0) -> str | None:

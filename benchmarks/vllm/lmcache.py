@@ -145,7 +145,7 @@ def measure_ttft(rows: Results) -> None:
     """Add times of long prompts over random weights: cold, and with a document that was elsewhere before."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_config(folder, {"max_position_embeddings": _POSITIONS})
+        config = write_config(folder, max_position_embeddings=_POSITIONS)
         write_tokenizer(folder)
         engine = LmcacheEngine(folder, _MARKS, _SIZE + _ROOM, load_format="dummy")
         prompts, segments = Prompts(int(config.vocab_size)), engine.segments

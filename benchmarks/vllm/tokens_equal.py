@@ -1,6 +1,6 @@
 """Answers of two ranks whose KV was moved and computed again, beside those of one rank.
 
-`python -m benchmarks.vllm.tokens_equal --out DIR` asks the shipped model prompts that share documents: stock vLLM on
+`python -m benchmarks.vllm.tokens_equal --json DIR` asks the shipped model prompts that share documents: stock vLLM on
 one rank, stock vLLM on two, and ours on two, where every layer computes the moved text again. So our answers are cold
 runs' but for rounding. Row `vllm_tp2_tokens_equal` is the share of our tokens that equal one rank's, and its goal the
 share of stock vLLM's on two ranks: where sums are added in another order, tokens may differ. `--small` asks few
@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_model import NEW_TOKENS
+from benchmarks.bench_model import NEW_TOKENS, PLAIN, TP2
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SMALL, STOCK, VllmArm
-from benchmarks.vllm.forms import PLAIN, TP2
 from semblend_trt.policy import ReusePolicy
 from validation.cases import equal_start
 from validation.models import shipped_model
-from validation.results import Results, write_rows
+from validation.results import Results
 
 _ANSWER_TOKENS, _DOCUMENT, _LAYERS = 64, 1024, 8
 
@@ -52,7 +51,6 @@ def _answers(policy: str, kv: str, count: int) -> tuple[list[list[int]], int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, ask, print and write. Exits with a message if nothing came from donors."""
     parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the row goes")
     parser.add_argument("--small", action="store_true", help="a dry run with few prompts, no goal")
     options = parser.parse_args(arguments)
     rows, count, answers = Results(arguments, dry=options.small), 2 if options.small else 48, []
@@ -70,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"stock vLLM on two ranks {floor:.3f} of one rank's"
     )
     rows.add("vllm_tp2_tokens_equal", share, "share", baseline, floor, "higher")
-    rows.write(options.out / "rows", "vllm_tp2_tokens")
-    if options.json is not None:
-        write_rows(options.json / "vllm_tp2_tokens.json", rows.rows)
+    rows.write(options.json, "vllm_tp2_tokens")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_model import label
+from benchmarks.bench_model import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2, label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
     ARMS,
@@ -49,7 +49,6 @@ from benchmarks.vllm.arm import (
     Sizes,
     VllmArm,
 )
-from benchmarks.vllm.forms import FP8, KV_FORMS, LORA, MLA, PLAIN, SMOLLM2, TP2
 from semblend_trt.outcome import Outcome
 from validation.output import write_json
 from validation.results import Measured, Results, command, write_rows
@@ -123,7 +122,7 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
         own |= _SHARING if has_card else {}
     elif name != STOCK and not options.small:
         own |= _OURS
-    own |= _settings(options.engine_option)
+    own |= dict(options.engine_option)
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
     path = _file_of(options.out, name, SMOLLM2 if parts == [SMOLLM2] else _IN_TURNS if parent is not None else "")
@@ -348,15 +347,12 @@ def _spread(values: list[float]) -> str:
     return f"{len(values)} runs, half of them within {low:,.1f} and {high:,.1f} ms"
 
 
-def _settings(options: Sequence[str]) -> dict[str, Any]:
+def _setting(option: str) -> tuple[str, Any]:
     """KEY=VALUE, the value as JSON or else as text."""
-    found = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        found[key] = value
-        with suppress(ValueError):
-            found[key] = json.loads(value)
-    return found
+    key, _, value = option.partition("=")
+    with suppress(ValueError):
+        return key, json.loads(value)
+    return key, value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -374,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
     engine = "of vLLM's engine, or a variable in capitals"
-    parser.add_argument("--engine-option", action="append", default=[], metavar="KEY=VALUE", help=engine)
+    parser.add_argument("--engine-option", type=_setting, action="append", default=[], metavar="KEY=VALUE", help=engine)
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     chosen = {"arms": options.arms, "parts": options.parts}

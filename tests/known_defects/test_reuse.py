@@ -8,10 +8,32 @@ import torch
 from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.transfer import load as loader
 from semblend_trt.transfer import staging
-from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, serve, text
+from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, Engines, serve, text
 
 STOCK = "semblend_trt.connector"
+
+
+@pytest.fixture
+def engine(tiny_qwen2_path, tmp_path):
+    """Builds engines, with the wrapper and policy position_fix unless other ones are asked for."""
+    engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, dtype="float32", device="cpu")
+    yield lambda *module, **settings: engines(*module, **{"POLICY": "position_fix", "METRICS": "0", **settings})
+    engines.shutdown()
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Tokens of every move that a load makes."""
+    lengths, real = [], loader.prepared
+
+    def record(moves, *arguments):
+        lengths.extend(move.length for move in moves)
+        return real(moves, *arguments)
+
+    monkeypatch.setattr(loader, "prepared", record)
+    return lengths
 
 
 @pytest.mark.promise("reuse", "A document is found from token ids alone, wherever it is in prompt and donor")

