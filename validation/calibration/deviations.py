@@ -8,8 +8,7 @@ the model and its reuse profile, and computes what the check would see. It wants
 KV close to the victim's own changes no answer.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +38,6 @@ from validation.models import full_layers_of
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"
-# A forward of a small model costs its launches, whatever it computes.
-_TOKENS_AT_ONCE = 16_384
 # Without cuDNN's attention, which compiles for each length of a text: tens of milliseconds on a card.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -116,18 +113,7 @@ class DeviationCollector:
         self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]
     ) -> list[PromptDeviations | None]:
         """Return the deviations of the first prompt of each group; None where there is nothing to check."""
-        asked = [(group[0].workload, tokens_of(group[0])) for group in groups(list(cases))]
-        plans = [self._plan(tokens) for _, tokens in asked]
-        found: list[PromptDeviations | None] = [None] * len(asked)
-        numbers = [number for number, plan in enumerate(plans) if plan is not None]
-        for together in _at_once(numbers, lambda number: sum(map(len, asked[number][1].texts))):
-            computed = iter(self._prefill([text for number in together for text in asked[number][1].texts]))
-            for number in together:
-                (family, tokens), plan = asked[number], plans[number]
-                assert plan is not None
-                *donors, fresh = itertools.islice(computed, len(tokens.texts))
-                found[number] = self._compared(family, plan, donors, fresh)
-        return found
+        return [self._of_prompt(group[0].workload, tokens_of(group[0])) for group in groups(list(cases))]
 
     def hardest(
         self, plants: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase], profile: ReuseProfile, count: int
@@ -136,9 +122,10 @@ class DeviationCollector:
         ranked = zip(missed(self.collect(plants, tokens_of), profile), plants, strict=True)
         return [plant for _, plant in sorted(ranked, key=lambda pair: -pair[0])[:count]]
 
-    def _compared(
-        self, family: str, plan: SemanticKvPlan, donors: Sequence[PagedKv], fresh: PagedKv
-    ) -> PromptDeviations:
+    def _of_prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:
+        if (plan := self._plan(tokens)) is None:
+            return None
+        *donors, fresh = map(self._computed, tokens.texts)
         checked = [span for span in plan.spans if not span.exact]
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
         if self._kv_dtype is not None:
@@ -175,56 +162,30 @@ class DeviationCollector:
         plan = planner.plan(lookup).plan
         return None if plan is None or all(span.exact for span in plan.spans) else plan
 
-    def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
-        """Compute each text cold, into blocks of its own; texts of about one length together."""
-        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        filled: dict[int, PagedKv] = {}
-        for together in _at_once(by_length, lambda index: len(texts[index])):
-            # [texts, blocks, layers, kv_factor, kv_heads, block_size, head_dim]
-            pool = self._computed([texts[index] for index in together])
-            blocks = torch.arange(pool.shape[0] * pool.shape[1]).view(pool.shape[:2])
-            for index, own in zip(together, blocks, strict=True):
-                count = self._geometry.blocks_for(len(texts[index]))
-                filled[index] = PagedKv(pool.flatten(0, 1).flatten(3), own[:count], self._geometry)
-        return [filled[index] for index in range(len(texts))]
-
     @torch.inference_mode()
-    def _computed(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return K and V of the texts from a cold run without a head, in blocks: [texts, blocks, layers, kv_factor,
-        kv_heads, block_size, head_dim]. Tokens after a text's end fill its blocks up; no earlier token sees them."""
-        longest = self._geometry.blocks_for(max(map(len, texts))) * _BLOCK_SIZE
-        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
+    def _computed(self, text: Sequence[int]) -> PagedKv:
+        """Return K and V of the text from a cold run without a head, in blocks of its own. Tokens after its end fill
+        the last block up; no earlier token sees them."""
+        count = self._geometry.blocks_for(len(text))
+        padded = torch.tensor([[*text, *[0] * (count * _BLOCK_SIZE - len(text))]], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
             # A cache that knows nothing of the model keeps all tokens of layers with a window, too.
             cache, decoder = DynamicCache(), self._model.base_model
             decoder(padded, use_cache=True, **{cache_keyword(type(decoder).forward): cache})
         pairs = ((layer.keys, layer.values) for layer in cache.layers)
-        # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
+        # [layers, kv_factor, 1, kv_heads, tokens, head_dim]
         rows = torch.stack(
             [torch.stack(pair if self._geometry.kv_factor == 2 else [latent_rows(*pair)]) for pair in pairs]
         )
-        blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
-        return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
+        pool = rows[:, :, 0].unflatten(3, (count, _BLOCK_SIZE)).permute(3, 0, 1, 2, 4, 5).flatten(3)
+        pool = pool if self._kv_dtype is None else saturated(pool, self._kv_dtype)
+        return PagedKv(pool, torch.arange(count), self._geometry)
 
 
 def _rows_of(kv: PagedKv, layer: int) -> FreshRows:
     """Return a copy of K and V, or the latent, of one layer at all positions."""
     planes = (indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(kv.geometry.kv_factor))
     return FreshRows(*(each[kv.block_ids].transpose(1, 2).flatten(0, 1).view(kv.pool.dtype) for each in planes))
-
-
-def _at_once(items: Iterable[int], tokens_of: Callable[[int], int]) -> Iterator[list[int]]:
-    """Yield the items in order, in lists of about _TOKENS_AT_ONCE tokens together."""
-    together: list[int] = []
-    tokens = 0
-    for item in items:
-        if together and tokens + tokens_of(item) > _TOKENS_AT_ONCE:
-            yield together
-            together, tokens = [], 0
-        together.append(item)
-        tokens += tokens_of(item)
-    if together:
-        yield together
 
 
 # The planter's family, and the plants that one is chosen from.

@@ -64,9 +64,9 @@ def tokens_of(count):
 def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
     model, facts = model_of(family, tmp_path)
     tokens = tokens_of(seen * 3)
-    found = DeviationCollector(model, facts, min_span=64)._computed([tokens.tolist()])[0]
+    blocks = DeviationCollector(model, facts, min_span=64)._computed(tokens.tolist()).pool
     # [layers, kv_factor, kv_heads, tokens, head_dim]
-    kv = found.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    kv = blocks.unflatten(3, (facts.kv_heads, 32, -1)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     own = model(tokens[None], use_cache=True).past_key_values.layers
     for layer, cache in enumerate(own):
         kept = cache.keys.shape[2]
