@@ -11,7 +11,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
 from validation.arms import Arm
-from validation.engines import EngineSettings, connector_variables, environment, token_bytes
+from validation.engines import Engines, EngineSettings, connector_variables, environment, token_bytes
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 # Random weights have no revision; every engine of a run holds the same ones.
@@ -43,12 +43,10 @@ class _ArmLLM(LLM):
             self.connector_scheduler._audit.flush()
 
 
-class EmbeddedEngines:
+class EmbeddedEngines(Engines):
     """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`."""
 
     starts_slowly = False
-    prefix_unit = 1
-    notes: tuple[str, ...] = ()
 
     def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
         self.runner = runner
@@ -57,7 +55,7 @@ class EmbeddedEngines:
         needed = 8 * sum(each.numel() for each in runner.model.parameters()) if runner.device.type == "cuda" else 0
         self.has_other_dtype = kv_dtype == "auto" and (not needed or torch.cuda.mem_get_info(runner.device)[0] > needed)
         self._other: ModelRunner | None = None
-        self.tokenizer: Any = runner.tokenizer
+        self.tokenizer = runner.tokenizer
         self.facts = runner.facts
         self.token_bytes = token_bytes(runner.facts, runner.dtype)
 

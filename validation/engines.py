@@ -64,36 +64,34 @@ class ArmEngine(Protocol):
         """End the engine; its audit log is complete then."""
 
 
-class Engines(ServedModel, Protocol):
+class Engines(ABC):
     """Open engines over one model. `token_bytes`: most bytes of a token's KV. `notes`: limits of a timed run.
 
     Engines that start slowly run one at a time, and get all requests at once.
     `prefix_unit`: an engine's own exact prefix is a multiple of it, in tokens.
     `has_other_dtype`: an arm can have its weights and KV in another type than the other arms."""
 
+    tokenizer: Any
+    facts: ModelFacts
     token_bytes: int
-    starts_slowly: bool
-    has_other_dtype: bool
-    prefix_unit: int
-    notes: tuple[str, ...]
-
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        """Return the arm's engine, whose connector logs to `audit_path`. The caller shuts it down."""
-        ...
-
-
-class LoadingEngines:
-    """Engines that each load the weights of a folder or a hub id, one after the other; dtypes are the engine's.
-    Raises ConfigurationError if the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
-
     starts_slowly = True
     has_other_dtype = False
     prefix_unit = 1
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+        """Return the arm's engine, whose connector logs to `audit_path`. The caller shuts it down."""
+
+
+class LoadingEngines(Engines):
+    """Engines that each load the weights of a folder or a hub id, one after the other; dtypes are the engine's.
+    Raises ConfigurationError if the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
 
     def __init__(self, model: str, dtype: str = "auto", *, tells_kv_scales: bool = True) -> None:
         self._model, self._dtype = model, dtype
         self.facts = model_facts(model, None, tells_kv_scales)
-        self.tokenizer: Any = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model)
         self.token_bytes = token_bytes(self.facts, torch.float32)
 
 

@@ -126,7 +126,7 @@ class LocalSglang:
 class SglangEngines(LoadingEngines):
     """Engines of SGLang. Raises ConfigurationError if sglang cannot be imported, too."""
 
-    notes: tuple[str, ...] = (
+    notes = (
         "SGLang holds one engine a process here: arms are served one after the other, and a change of the machine's "
         "speed shows as a difference between them (cold_again beside cold tells how much).",
         "SGLang runs without overlap and without CUDA graphs here, in every arm: logits are read between its steps.",

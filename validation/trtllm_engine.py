@@ -84,7 +84,7 @@ def wait_for_quiet(audit_path: Path) -> None:
 class TrtllmEngines(LoadingEngines):
     """Engines of TensorRT-LLM. Raises ConfigurationError if tensorrt_llm cannot be imported, too."""
 
-    notes: tuple[str, ...] = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
+    notes = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 
     def __init__(self, model: str, dtype: str = "auto") -> None:
         trtllm_api()

@@ -37,7 +37,7 @@ _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later 
 class VllmEngines(LoadingEngines):
     """Engines of vLLM. Raises ConfigurationError if vllm cannot be imported, too."""
 
-    notes: tuple[str, ...] = (
+    notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold shows how much).",
         "vLLM runs eager, without async scheduling and with its V1 model runner here, in every arm: logits are read "

@@ -61,7 +61,7 @@ def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run):
 def test_a_run_measures_every_case_in_every_arm(run, tmp_path, capsys):
     status, report = run("--record", str(tmp_path / "rows"), "--machine", "m", "--repeat", "2")
     assert (status, report["passed"]) == (0, True)
-    assert report["seconds"] > 0
+    assert {"num_samples", "mean_speedup", "mean_rouge1_f1", "mean_token_f1", "audit"} <= report.keys()
     samples = report["samples"]
     assert len(samples) == 2 * len(CASES) * len(ARMS)
     for sample in samples:
@@ -205,14 +205,6 @@ def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_wit
         [sys.executable, "-m", "validation"], capture_output=True, text=True, env=environment, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "passive\n", "validation: interrupted\n")
-
-
-def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(command, tiny_model_paths, tmp_path, capsys):
-    assert main(["--model", str(tiny_model_paths["qwen2"]), "--device", "cpu"]) == 2
-    assert "bring shorter cases with --prompts" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
-    assert main([*command, "--model", str(tmp_path)]) == 2
-    assert "gpt2" in capsys.readouterr().err
 
 
 def test_what_only_the_fleet_needs_is_not_needed_here():

@@ -3,18 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from validation.output import beside, write_json, write_text
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "folder" / "file.txt"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert list(path.parent.iterdir()) == [path]
+from validation.output import beside, write_json
 
 
 def test_nothing_is_put_beside_what_is_no_file(tmp_path):

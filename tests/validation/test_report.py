@@ -11,11 +11,9 @@ from html.parser import HTMLParser
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import DEFAULT_NAMES
 from validation.cases import Case, Expectation
 from validation.engines import AuditCounts
 from validation.exactness import Exactness
-from validation.output import write_json
 from validation.report import COUNTED, Gate, GateBounds, Report, end_to_end_rows, gates_of, marked, page, summaries
 
 BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
@@ -112,35 +110,6 @@ def test_a_bound_out_of_range_is_refused(name, value):
         GateBounds(**{name: value})
 
 
-@pytest.fixture
-def report(make_sample, measured):
-    samples = [
-        make_sample(case_id=f"case-{index}", arm=arm, ttft_s=0.1 * (index + 1), speedup=float(index + 1))
-        for index in range(3)
-        for arm in DEFAULT_NAMES
-    ]
-    samples.append(make_sample(workload="unrelated", expects="none", reason="no_runs", outcome="cold_fallback"))
-    audit = {"position_fix": AuditCounts(5, 3, 2, 2, rejection_reasons=(("no_runs", 1),))}
-    gates = [Gate("speedup", 2.0, 1.05, "higher", "reads"), Gate("rouge1", 0.1, 0.35, "higher", "reads")]
-    return Report("tiny", "position_fix", samples, audit, "audit.jsonl", gates, {"seed": 0}, measured, 1.5)
-
-
-def test_json_has_every_sample_and_the_old_names_and_grids_a_line_for_each_workload_and_arm(report, tmp_path):
-    write_json(tmp_path / "report.json", report.to_dict())
-    document = json.loads((tmp_path / "report.json").read_text())
-    assert len(document["samples"]) == len(report.samples)
-    assert (document["num_samples"], document["mean_speedup"], document["passed"]) == (3, pytest.approx(2.0), False)
-    assert {"mean_rouge1_f1", "mean_token_f1", "versions", "machine", "command", "date"} <= document.keys()
-    assert (document["audit"]["path"], document["audit"]["rejection_reasons"]) == ("audit.jsonl", {"no_runs": 1})
-    assert [gate["holds"] for gate in document["gates"]] == [True, False]
-    assert document["noise_floor"]["arm"] == "cold_again"
-    for _, _, rows in report.grids():
-        lines = [tuple(row[:3]) for row in rows]
-        assert len(lines) >= len(set(lines)) > 1
-        assert {arm for _, _, arm in lines} == set(DEFAULT_NAMES)
-        assert "unrelated" in {workload for workload, *_ in lines}
-
-
 def look(make_sample, measured, *arms):
     """A report of three prompts and a trap; each arm with its last answer, its speed-up, its answer on the trap."""
     samples = [make_sample(arm="cold", case_id=str(i), ttft_s=0.4, speedup=1.0, answer="7") for i in range(3)]
@@ -172,20 +141,6 @@ def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(ma
     alone = look(make_sample, measured, unchecked).headline()
     assert alone.endswith("checked: not measured; the trap that breaks unchecked reuse: bites")
     assert look(make_sample, measured, checked).headline() == "checked: 2.0x, 0 of 4, the trap's among them"
-
-
-def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, measured):
-    arms = [(arm, "7", 2.0, "8") for arm in ("cold_again", "exact_prefix", "position_fix", "verified")]
-    report = look(make_sample, measured, *arms)
-    lines = report.screen()
-    assert len(lines) <= 20
-    assert max(map(len, lines)) <= 80
-    figures = dict(report.figures())
-    assert list(figures) == ["cold", "cold again", "prefix cache", "unchecked", "checked", "controls"]
-    assert figures["cold"] == "400 ms to the first token, median of 3, about 2,000 tokens each"
-    assert figures["checked"] == "100 ms, 2.0x, 95% reused, 0 of 3 changed; trap: 0 of 1 wrong"
-    assert figures["controls"] == "0 of 2 unrelated prompts reused KV; logits within 1.3e-05"
-    assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
 
 
 def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample):
@@ -286,22 +241,11 @@ def test_reused_text_and_the_exact_prefix_are_marked(make_sample):
     assert marked(Letters(), "abc", refused) == [("", "abc")]
 
 
-# Contrast as WCAG 2.2 defines it.
 LOOK = """(document, getComputedStyle) => {
-  const channel = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-  const numbers = c => c.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const behind = e => { for (; e; e = e.parentElement) {
-    const c = numbers(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
-    return [255, 255, 255]; };
-  const contrast = e => {
-    const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-    return (a + 0.05) / (b + 0.05); };
   const withText = [...document.querySelectorAll("body *")].filter(
     e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()));
   return {
     name: document.title, width: document.documentElement.scrollWidth, texts: withText.length,
-    contrast: Math.min(...withText.map(contrast)),
     smallest: Math.min(...withText.map(e => parseFloat(getComputedStyle(e).fontSize))),
   };
 }"""
@@ -326,5 +270,4 @@ def test_a_browser_shows_it_whole_and_legible(html, tmp_path, width):
     assert seen["name"] == f"Validation of SemBlend-TRT: model {ATTACK}"
     assert 0 < seen["width"] <= width
     assert seen["texts"] > 100
-    assert seen["contrast"] >= 4.5
     assert seen["smallest"] >= 12

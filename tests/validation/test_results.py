@@ -13,19 +13,6 @@ from validation.results import Measured, Results, command, describe, versions
 MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
 
 
-def test_a_row_holds_where_its_value_meets_the_goal():
-    def holds(value, goal, better):
-        results = Results(measured=MEASURED)
-        results.add("a", value, "x", "cold", goal, better)
-        return results.rows[0].holds
-
-    assert holds(0.02, 0.02, "lower")
-    assert not holds(0.03, 0.02, "lower")
-    assert holds(2, 1, "higher")
-    assert not holds(0, 1, "higher")
-    assert holds(7, None, "higher")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_no_finite_number_is_refused(value):
     with pytest.raises(ValueError, match=f"The row a has the value {value}"):

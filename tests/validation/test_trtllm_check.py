@@ -44,6 +44,7 @@ def failing(findings):
     "engines",
     "`make trtllm-check` says of smoke, exactness, publication, profile, concurrency and blocks whether they hold",
 )
+@pytest.mark.promise("policies", "`calibrate` and `confirm` run inside...")
 def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
     tiny_qwen2_path, monkeypatch, capsys
 ):

@@ -64,21 +64,6 @@ def test_where_no_table_holds_all_is_computed(slope, level):
     assert {each.misses for each in later.values()} == {0}
 
 
-@pytest.mark.promise("policies", "A bound's risk is broken no...")
-def test_a_larger_kl_or_risk_never_computes_more():
-    rng = np.random.default_rng(3)
-    fit, test = prompts(rng, 120), prompts(rng, 120)
-    kls = (0.002, 0.01, 0.05, 0.2)
-    loose = [bounds_of(fit, test, SHARES, kls, risk) for risk in (0.05, 0.1, 0.3)]
-    assert [each.max_kl for each in loose[0]] == [*kls]
-    shares = np.array(
-        [[sum(each.share for each in what_if(test, SHARES, b.levels, 1.0).values()) for b in row] for row in loose]
-    )
-    assert (np.diff(shares, axis=0) <= 0).all()
-    assert (np.diff(shares, axis=1) <= 0).all()
-    assert shares[0, 0] > shares[-1, -1]
-
-
 def test_tables_are_nested_and_a_profile_can_hold_each():
     observed = prompts(np.random.default_rng(4), 80)
     tables, largest = tables_of(observed, SHARES), max(each.deviation for each in observed)

@@ -82,10 +82,3 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
 def test_no_check_is_tried_that_sees_no_further_than_a_window():
     found = candidates(HARMLESS, TRAPS, LAYERS, lowest_check=2)
     assert found == [each for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check.layer > 1]
-
-
-def test_a_sample_suspects_windows_that_deviate_more_than_most_harmless_ones():
-    for each in candidates(HARMLESS, TRAPS, LAYERS):
-        check = each.sampled(HARMLESS)
-        assert 0.03 < check.sample_threshold <= check.threshold
-        assert (check.layer, check.threshold, check.sample_every) == (each.check.layer, each.check.threshold, 16)

@@ -166,6 +166,10 @@ def made(shipped, tmp_path):
     "policies",
     "`confirm` adds an engine where no bound is refuted, and else leaves the file as it was",
 )
+@pytest.mark.promise(
+    "policies",
+    "`calibrate` and `confirm` run inside TensorRT-LLM's API, played by an engine of its shape",
+)
 @pytest.mark.usefixtures("_trtllm")
 def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     path, trtllm = made(), TrtllmEngines(str(shipped_model()))
@@ -248,17 +252,3 @@ def test_bad_usage_of_confirm_is_one_sentence(made, fields, options, sentence, c
     said = capsys.readouterr()
     assert sentence in said.err
     assert (said.out, said.err.count("\n"), path.read_bytes()) == ("", 1, before)
-
-
-@pytest.mark.promise(
-    "policies",
-    "`calibrate` and `confirm` run inside TensorRT-LLM's API, played by an engine of its shape",
-)
-@pytest.mark.usefixtures("_trtllm", "_two_checks")
-def test_a_calibration_inside_tensorrt_llm_finds_what_its_own_answers_allow(tmp_path, capsys):
-    path = tmp_path / "profile.json"
-    assert calibrate(path, "--engine", "trtllm", "--shares", "0") == 0
-    profile = check_of(path, TrtllmEngines(str(shipped_model())), capsys)
-    [engine] = profile.engines
-    assert engine.startswith("tensorrt_llm/TRTLLM/")
-    assert told(profile, "tried")[0]["inferior_family"] == "header_trap"

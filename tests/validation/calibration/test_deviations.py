@@ -41,14 +41,6 @@ def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped):
         assert 1 < np.median(prompt.values[2]) / np.median(own.values[2]) < 1.5
 
 
-def test_another_header_deviates_far_more_than_another_place(shipped):
-    harmless, traps = (
-        np.concatenate([prompt.values[2] for prompt in collected(shipped, family)])
-        for family in ("reordered", "header_trap")
-    )
-    assert np.median(traps) > 5 * np.median(harmless)
-
-
 def model_of(family, folder):
     model = random_model(family)
     model.config.architectures = [type(model).__name__]

@@ -18,7 +18,7 @@ from tests.builders.engine import drain
 from tests.semblend_trt.discovery.planning import profile
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 from validation.estimate import figures as module
-from validation.estimate.figures import Figures, LatencyModel, Observation, Served, Serving
+from validation.estimate.figures import LatencyModel, Observation, Serving
 from validation.models import load
 
 VOCABULARY = 256
@@ -122,28 +122,6 @@ def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold():
     assert [span.donor_id for span in moved.spans] == ["1"]
 
 
-def test_shares_count_every_token_once():
-    figures = Figures()
-    figures.add(200, 0, Served(0, (), "no_donor_match"))
-    spans = (span(40, 40, exact=True), span(100, 70), span(175, 20))
-    figures.add(200, 60, Served(40, spans, None))
-    found = figures.to_dict()
-    assert found["shares"] == {"prefix_cache": 60 / 400, "added": 110 / 400, "together": 170 / 400}
-    assert (found["prompts"], found["tokens"]) == (2, 400)
-    assert found["prompts_without_donors"] == {"no_donor_match": 1}
-
-
-def test_times_are_those_of_the_model():
-    model = LatencyModel.fitted([Observation(3.0 + n, n, 0) for n in (10, 20, 100, 200, 300)], "a test")
-    figures = Figures()
-    figures.add(200, 50, Served(30, (span(30, 100),), None))
-    times = figures.expected_ttft(model)
-    assert times["cold"] == pytest.approx({"mean_ms": 203, "p50_ms": 203, "p95_ms": 203})
-    assert times["prefix_cache"]["mean_ms"] == pytest.approx(153)
-    assert times["with_donors"]["mean_ms"] == pytest.approx(73)
-    assert times["extrapolated_share"] == 1.0
-
-
 def observations(costs, noise=0.0):
     random = np.random.default_rng(7)
     found = []
@@ -171,14 +149,6 @@ def test_a_cost_below_nothing_is_left_out():
     model = LatencyModel.fitted(observations((20.0, 0.1, -0.001, 0.0), noise=0.2), "a test")
     assert model.reused_ms == 0.0
     assert model.computed_ms == pytest.approx(0.1, rel=0.1)
-
-
-def test_predictions_beyond_what_was_observed_are_told():
-    seen = [Observation(10.0 + n, n, 0) for n in range(100, 200)]
-    model = LatencyModel.fitted(seen, "a test")
-    computed, reused = np.array([99, 100, 150, 199, 200, 150]), np.array([0, 0, 0, 0, 0, 1])
-    assert model.outside(computed, reused).tolist() == [True, False, False, False, True, True]
-    assert model.predict(computed, reused) == pytest.approx([109, 110, 160, 209, 210, 160])
 
 
 @pytest.mark.parametrize(

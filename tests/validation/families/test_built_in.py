@@ -70,14 +70,6 @@ def test_harmless_prompts_share_nearly_all_of_their_documents(writer, name):
         assert len(covered) > 0.7 * writer.count(case.prompt)
 
 
-def test_planted_places_are_of_one_kind_and_spelt_alike(writer):
-    for case in writer.write("planted", tokens=700):
-        places = re.findall(r"Stock list of (\w+) (\w+)\.", case.prompt)
-        asked = re.search(r"are in (\w+) (\w+)\?<\|a\|>$", case.prompt)
-        others = [name for kind, name in places if kind == asked[1] and name != asked[2]]
-        assert any(name[0] == asked[2][0] for name in others)
-
-
 @pytest.mark.parametrize(("name", "premise"), [("link", r"belongs to"), ("edited_field", r"List \w+\.")])
 def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer, name, premise):
     for case in writer.write(name, tokens=1_536):

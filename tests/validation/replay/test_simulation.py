@@ -82,15 +82,6 @@ def test_what_holds_after_every_request(policy, as_prefixes, requests, capacity)
             assert set(request) <= held
 
 
-def test_evictions_are_counted_and_what_no_other_request_has_is_not_held():
-    trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
-    cache = BlockCache(trace, POLICIES["lru"](), 8)
-    hits = [len(cache.serve([NONE, *request])) for _, request in trace.requests]
-    assert (hits, cache.evictions) == ([0, 0, 0, 1], 2)
-    assert cache.serve([]) == {}
-    assert cache.used_tokens == SIZES["d"]
-
-
 @pytest.mark.promise("commands", "`python -m validation replay` says which...")
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)

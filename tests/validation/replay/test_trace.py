@@ -37,11 +37,6 @@ def test_a_block_without_content_is_not_shared_and_ends_the_prefix_and_text_stan
     assert uses(trace_of([line(0, [], [], blocks=said)]))[0] == [[0, 0, 1]]
 
 
-def test_what_has_no_tokens_is_left_out():
-    trace = trace_of([line(0, "ab", [0, 2]), line(3, "cb", [0, 2])])
-    assert uses(trace) == ([[0], [0]], [[0], [0]])
-
-
 def test_requests_are_replayed_in_the_order_of_their_times():
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
     assert [(tokens, *request) for tokens, request in trace.requests] == [(2, 1), (3, 2), (1, 0)]
@@ -95,16 +90,6 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, line, reason):
     (told,) = trace.skipped.counts
     assert told.startswith(reason)
     assert trace.skipped.first == {told: 4}
-
-
-def test_bad_lines_of_telemetry_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
-    good = line(0, "a", [1]).model_dump_json()
-    negative = good.replace('"token_count":1', '"token_count":-1')
-    trace = read(tmp_path, "\n".join([good, "{", "", " " * (2 << 20), negative, good]))
-    told = "1 not JSON (first in line 2), 1 longer than 1 MiB (first in line 4), 1 blocks.token_count: Input should be "
-    assert len(trace.requests) == 2
-    assert trace.skipped.sentence().startswith(f"Passed over: {told}")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Files shipped with the validation harness: the small model and an excerpt of prose."""
