@@ -65,9 +65,6 @@ def test_the_fields_that_keep_namespaces_apart_are_named():
         "namespaces do not meet in kv_dtype: 'bfloat16' on 1.0; 'fp8' on 2.0",
         "namespaces do not meet in rope_config.rope_theta: 1000000 on 1.0; 5 on 2.0",
     ]
-
-
-def test_what_could_not_be_determined_meets_nothing():
     unknown = [replace(BASE_NAMESPACE, model_revision=unknown_value()).for_request(None, None) for _ in range(2)]
     assert fields_apart({"1.0": unknown[:1], "2.0": unknown[1:]}) == [
         "namespaces do not meet in model_revision: not determined on 1.0, 2.0"
