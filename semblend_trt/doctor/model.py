@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES
 from semblend_trt.config import Settings, terms_of
 from semblend_trt.connector.contract import V14
 from semblend_trt.connector.eligibility import facts_in_engine, spec_of, trtllm_refusal
@@ -40,10 +40,6 @@ class KnownModel:
     facts: ModelFacts
     dtype: torch.dtype | None
     arguments: EngineSpec | None = None
-
-    def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
-        """Return one rank's sizes, in blocks of one token."""
-        return self.facts.sizes(tensor_parallel_size)
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """Return the namespace of an engine with these `arguments`; the others count as unknown."""
@@ -139,7 +135,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
 
 
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
-    per_token = known.geometry().bytes_per_token(dtype)
+    per_token = known.facts.sizes(1).bytes_per_token(dtype)
     tokens = {tier: getattr(settings, f"{tier}_bytes") // per_token for tier in ("device", "host", "disk")}
     held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
     name = str(dtype).removeprefix("torch.")
@@ -214,7 +210,7 @@ def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> l
         is_same = cache_dtype.partition("+")[0] == namespace.cache_dtype
         cache_dtype = cache_dtype if is_same else namespace.cache_dtype
         return held.differences(
-            replace(namespace, backend_cache_layout=layout, cache_dtype=cache_dtype), known.geometry()
+            replace(namespace, backend_cache_layout=layout, cache_dtype=cache_dtype), known.facts.sizes(1)
         )
     ranks = made_for["tensor_parallel"]
     namespace = known.namespace(
@@ -229,4 +225,4 @@ def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> l
     if known.dtype is None:
         namespace = replace(namespace, kv_dtype=made_for["kv_dtype"])
     tensor_parallel_size = ranks["tp_size"] if isinstance(ranks["tp_size"], int) else 1
-    return held.differences(namespace, known.geometry(tensor_parallel_size))
+    return held.differences(namespace, known.facts.sizes(tensor_parallel_size))

@@ -257,7 +257,6 @@ class DirectoryReader:
     def __init__(self, options: ConnectionOptions, directory: Directory) -> None:
         self._options, self._directory = options, directory
         self._task: asyncio.Task[None] | None = None
-        self.connections = self.failures = 0
 
     async def start(self) -> None:
         """Start to read; return before there is a connection."""
@@ -277,7 +276,6 @@ class DirectoryReader:
         # Events before this subscription are unknown, so all workers are asked for a resync.
         await client.publish(resync, b"")
         await flush(client)
-        self.connections += 1
         while not lost.is_set():
             twice = self._directory.twice()
             for worker in {*self._directory.resyncs_due(), *(twice - warned)}:
@@ -292,6 +290,5 @@ class DirectoryReader:
         try:
             self._directory.observe(payload, sender)
         except Exception:
-            self.failures += 1
             logger.exception("a message on the event subject could not be taken")
         await asyncio.sleep(0)

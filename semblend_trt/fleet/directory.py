@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -71,6 +71,10 @@ _RIVAL_HEARTBEATS = 2
 MOST_AHEAD_US = 86_400_000_000
 # Seconds between two checks for silent workers.
 _LOOK_SECONDS = 0.05
+# Two live processes have the worker's id; no event came for longer than its heartbeats say; events are missing.
+LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
+# Heartbeat intervals after which a worker's events are old.
+_OLD = 1.5
 # Donors of cleared workers that are removed from the index with each event or look-up.
 _REMOVED_AT_ONCE = 8
 
@@ -144,6 +148,21 @@ class FollowedWorker:
     rival: tuple[int, int, float] = (0, 0, float("-inf"))
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the directory knows it: its donors' `tokens` by tier, the number of their tenants, its events by kind
+    and the age of its last one."""
+
+    name: str
+    generation: int
+    donors: int
+    tokens: dict[str, int]
+    tenants: int
+    events: dict[str, int]
+    heartbeats_compared: int
+    silent_seconds: float
 
 
 class FairLock:
@@ -233,10 +252,9 @@ class Directory:
             self._expire(now)
             is_known = worker in self._workers
             verdict = self._judged(event, worker)
-            if verdict is Verdict.STALE:
-                self._note_rival(event, self._workers[worker], now)
-            if not verdict.is_to_apply and self._is_given_up(event, worker):
-                verdict = self._judged(event, worker)
+            if is_known and not verdict.is_to_apply and isinstance(event.data, ProviderHeartbeat):
+                self._reject(event, worker, verdict, now)
+                verdict = verdict if worker in self._workers else self._judged(event, worker)
             if is_known and verdict in _MEANING:
                 self._problem(verdict.value, _MEANING[verdict], event)
             else:
@@ -268,9 +286,26 @@ class Directory:
             now = self._clock()
             return {worker for worker, followed in self._workers.items() if _is_twice(followed, now)}
 
-    def now(self) -> float:
-        """Return the time of the clock by which workers were seen."""
-        return self._clock()
+    def status(self) -> tuple[list[WorkerStatus], dict[str, list[str]]]:
+        """Return the followed workers, and by problem (LIVE_PROBLEMS) a sentence for each worker that has it."""
+        known, problems = [], defaultdict[str, list[str]](list)
+        twice, now = self.twice(), self._clock()
+        for worker, followed in self.workers().items():
+            name, silent, tokens = worker_name(worker), now - followed.seen_at, Counter[str]()
+            donors = list(followed.donors.values())
+            for donor in donors:
+                tokens[donor.tier] += donor.tokens
+            tenants = len({donor.namespace.salt for donor in donors if donor.namespace is not None})
+            heard = dict(followed.events), followed.compared, round(silent, 3)
+            known.append(WorkerStatus(name, followed.generation, len(donors), dict(tokens), tenants, *heard))
+            if worker in twice:
+                problems["id_twice"].append(f"two live processes say that they are worker {name}; give each its own id")
+            if silent > _OLD * followed.interval:
+                sentence = f"worker {name} has said nothing for {silent:.1f} s, and promised a heartbeat each"
+                problems["old_events"].append(f"{sentence} {followed.interval:g} s")
+            if not followed.is_synced:
+                problems["unsynced"].append(f"events of worker {name} are missing, and it has not sent them again")
+        return known, dict(problems)
 
     def resyncs_due(self) -> tuple[Worker, ...]:
         """Return the workers to ask for a resync, each once per RESYNC_SECONDS or (shorter) heartbeat interval."""
@@ -303,7 +338,7 @@ class Directory:
         with self._lock:
             now, workers = self._clock(), list(self._by_number)
             for followed in self._workers.values():
-                if followed.rival[1] and _is_twice(followed, now):
+                if _is_twice(followed, now):
                     workers[followed.number] = None
             shares = np.zeros(len(workers))
             for namespace, prompt in prompts:
@@ -346,26 +381,19 @@ class Directory:
             return Verdict.RESET
         return Verdict.GAP if event.event_id > followed.last_id + 1 else Verdict.NEXT
 
-    def _note_rival(self, event: Event, followed: FollowedWorker, now: float) -> None:
-        """Note a heartbeat of an earlier generation. A process that has ended sends no second one."""
-        if isinstance(event.data, ProviderHeartbeat):
+    def _reject(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
+        """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""
+        followed = self._workers[worker]
+        if verdict is Verdict.STALE:  # a process that has ended sends no second one
             generation, beats, _ = followed.rival
             beats = beats + 1 if generation == event.generation else 1
-            followed.rival = (event.data.provider_generation, beats, now)
+            followed.rival = (event.generation or 0, beats, now)
             if beats >= _RIVAL_HEARTBEATS:
                 sentence = "two live processes have this worker id, and neither's text is found; give each its own"
                 self._problem("id_twice", sentence, event)
-
-    def _is_given_up(self, event: Event, worker: Worker) -> bool:
-        """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""
-        followed = self._workers.get(worker)
-        if followed is None or not isinstance(event.data, ProviderHeartbeat):
-            return False
         followed.unheeded += 1
-        if followed.unheeded < HEARTBEATS_MISSED:
-            return False
-        self._forget(worker)
-        return True
+        if followed.unheeded >= HEARTBEATS_MISSED:
+            self._forget(worker)
 
     def _take(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
         data = event.data

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
-from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.status import LIVE_PROBLEMS, FleetStatus
+from semblend_trt.fleet.directory import LIVE_PROBLEMS, Directory
 from semblend_trt.metrics import LOOKUP_BUCKETS, counter, series_of
 
 if TYPE_CHECKING:
@@ -207,13 +206,13 @@ class _DirectoryGauges:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily
 
-        status = FleetStatus.of(self._directory)
+        workers, found = self._directory.status()
         donors = GaugeMetricFamily("semblend_fleet_donors", "Known donors.", labels=["worker"])
-        for worker in status.workers:
+        for worker in workers:
             donors.add_metric([worker.name], worker.donors)
         problems = GaugeMetricFamily("semblend_fleet_problems", "What is wrong in the fleet.", labels=["problem"])
         for problem in LIVE_PROBLEMS:
-            problems.add_metric([problem], len(status.problems.get(problem, ())))
+            problems.add_metric([problem], len(found.get(problem, ())))
         yield from (donors, problems)
 
     def describe(self) -> Iterator[Metric]:

@@ -127,7 +127,7 @@ def made(tiny_qwen2_path, tmp_path):
     cache = SimpleNamespace(dtype="auto")
     namespace = known.namespace(load_settings(), dtype="float32", kv_cache_config=cache, **sizes)
     check, figures = ProfileCheck(layer=1, threshold=0.05), evidence("verified layer 1 threshold 0.05")
-    made_for = ReuseProfile.made_for(namespace, known.geometry(2), policy="verified", check=check, figures=figures)
+    made_for = ReuseProfile.made_for(namespace, known.facts.sizes(2), policy="verified", check=check, figures=figures)
     made_for.write(tmp_path / "profile.json")
     return str(tmp_path / "profile.json")
 

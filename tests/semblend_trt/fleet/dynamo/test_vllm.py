@@ -2,7 +2,7 @@
 
 import pytest
 
-from semblend_trt.fleet.dynamo.stream import SALT_PREFIX
+from semblend_trt.fleet.dynamo.relay import SALT_PREFIX
 
 pytestmark = pytest.mark.dynamo
 
