@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Worker
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 # A gateway's own name of a worker: the id of a deployment, an instance or a replica.
 Name = TypeVar("Name")
