@@ -153,10 +153,9 @@ class CacheNamespace:
         return cls(**values)
 
     def __eq__(self, other: object) -> bool:
-        # By serialised form: Python's True == 1 would otherwise equate namespaces whose keys differ.
         if not isinstance(other, CacheNamespace):
             return NotImplemented
-        return self.key == other.key and _canonical_json(self.to_dict()) == _canonical_json(other.to_dict())
+        return self.key == other.key and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -256,9 +256,7 @@ class SemanticKvPlan:
     @property
     def exact_token_count(self) -> int:
         """Count leading tokens whose KV equals a cold run's: those before the first placed span that is not exact."""
-        if self.kind is PlanKind.DISCOVERY_ONLY:
-            return self.prompt_length
-        return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
+        return self.donor_part(0)[0]
 
     def donor_part(self, generations: int) -> tuple[int, int]:
         """Return the leading tokens with KV of generation `generations` at most, and their generation.

@@ -164,7 +164,7 @@ class PlacementCounters:
     `enabled`, nothing. Raises nothing."""
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
-        self._series = series_of(self._made, registry, "placements") if enabled else {}
+        self._series = (series_of(self._made, registry, "placements") if enabled else None) or {}
 
     def _made(self, registry: CollectorRegistry) -> dict[str, Any]:
         from prometheus_client import Histogram

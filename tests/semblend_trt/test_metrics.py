@@ -176,7 +176,7 @@ def test_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
 def test_taken_names_cost_the_metrics_and_no_more(registry, caplog):
     Counter("semblend_requests", "Another package's.", registry=registry)
     use_all(metrics_for(registry))
-    assert "no metrics are kept" in caplog.text
+    assert "requests and donors are not counted" in caplog.text
 
 
 @pytest.mark.parametrize("report", [None, ReuseReport(USED, None, -1, 0, -5)])
