@@ -169,7 +169,7 @@ MUTANTS = (
         "test_adapters_of_the_engine_bind_by_their_content")),
     *of("semblend_trt/connector/requests.py", "semblend_trt/connector/test_requests.py",
        ("salt-unknown", "without a salt attribute isolation is unknown", 'raise IneligibleRequest("salt_unknown")',
-        "return None", "test_engine_without_salt_attribute_is_refused"),
+        "return None", "test_a_salt_of_either_name_is_read_and_an_engine_that_tells_none_is_refused"),
        ("multimodal-hashes", "equal placeholders are not equal content",
         ' or getattr(request, "multimodal_hashes", None)', "", "test_requests_whose_kv_may_not_be_shared"),
        ("adapter-replaced", "an adapter's files are those that were read", "if path == seen and states == known else",

@@ -51,19 +51,6 @@ def path(tmp_path):
     return tmp_path / "logs" / "audit.jsonl"
 
 
-def test_lines_are_written_without_being_asked_for(path, writes):
-    log = AuditLog(path)
-    log.event("first")
-    assert writes.begun.wait(60)
-    log.flush()
-    assert [line["event"] for line in read(path)] == ["first"]
-    log.close()
-    log.close()
-    log.event("late")
-    assert len(read(path)) == 1
-    assert lost(log) == {"closed": 1}
-
-
 @pytest.mark.promise("commands", "The audit log says of every...")
 def test_who_records_an_event_never_touches_the_file(path, writes):
     """The disk does not answer: events are taken, in order, up to the bound, and written when it answers again."""

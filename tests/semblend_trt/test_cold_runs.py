@@ -65,10 +65,6 @@ def test_tokens_are_compared_up_to_the_first_that_differs(first, cold, expected)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_tokens_that_have_no_likeliest_in_common_prove_nothing():
-    assert least_kl([("a", {"a": -0.1})], [("b", {"b": -0.1})]) == 0
-
-
 def completion(**told):
     return json.dumps({"choices": [{"text": "ab", "logprobs": told}]}).encode()
 

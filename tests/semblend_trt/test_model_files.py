@@ -236,13 +236,6 @@ def test_another_state_is_not_found(cache, state, name):
     assert cache.find(other) is None
 
 
-def test_a_new_state_takes_the_place_of_the_old_one(cache, state, folder):
-    newer = replace(state, mtime_ns=state.mtime_ns + 1)
-    cache.keep(newer, DIGEST[::-1])
-    assert (cache.find(state), cache.find(newer)) == (None, DIGEST[::-1])
-    assert len(list(folder.iterdir())) == 1
-
-
 BROKEN = [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"digest": 3}', b"[" * 20_000, b" " * 20_000]
 NO_DIGESTS = ["", "0f", "G" * 64, "../" * 21 + "x", 3, None, [DIGEST]]
 

@@ -8,11 +8,6 @@ from semblend_trt.plan import ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy, parse_policy
 
 
-@pytest.mark.parametrize("text", ["position_fix", " Position_Fix\n", ReusePolicy.POSITION_FIX])
-def test_parse_reads_names_and_members(text):
-    assert parse_policy(text) is ReusePolicy.POSITION_FIX
-
-
 @pytest.mark.parametrize("text", ["", "on", "exact,off", "x" * 1000])
 def test_unknown_policies_name_the_known_ones(text):
     with pytest.raises(ConfigurationError, match="off, exact, verified, boundary, position_fix, epic, cacheblend") as e:

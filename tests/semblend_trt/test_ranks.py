@@ -66,13 +66,6 @@ def test_ranks_that_cannot_talk_reuse_nothing():
     assert alone.refusal is None
 
 
-def test_ranks_that_the_engine_has_named_are_kept(engine):
-    named = EngineRanks(0, 2, lambda value: [value, value])
-    runtime = Runtime(ranks=named)
-    join_ranks(runtime, 2)
-    assert runtime.ranks is named
-
-
 def test_a_refusal_of_one_rank_is_that_of_all():
     def start(ranks):
         runtime = Runtime(ranks=ranks, refusal="pool_layout" if ranks.rank == 1 else None)

@@ -45,17 +45,6 @@ def test_windows_are_those_of_the_configuration(config, windows):
     assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
 
 
-def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_attention():
-    types = ["chunked_attention", "full_attention", "sliding_attention"]
-    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=256, sliding_window=32, layer_types=types)
-    config.attention_chunk_size = 64
-    facts = facts_with(layer_groups(config, [FAST] * 3))
-    assert (facts.chunks, facts.windows, facts.lowest_check_layer) == ((64, None, None), (None, None, 32), 2)
-    assert facts_with([LayerGroup((0, 1, 2), "window", 32, FAST)]).lowest_check_layer == 3
-    config.attention_chunk_size = 256
-    assert [group.attention for group in layer_groups(config, [FAST] * 3)] == ["full", "window"]
-
-
 def test_layers_that_attend_and_rotate_alike_are_one_group():
     types = ["sliding_attention", "full_attention", "full_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
@@ -228,12 +217,6 @@ VLLM = replace(engine(), halved_model_types=("llama4", "llama4_text"))
 def as_halves(keys):
     """Neighbouring channels one half of a head apart."""
     return torch.cat([keys[..., 0::2], keys[..., 1::2]], dim=-1)
-
-
-def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_path):
-    facts = facts_of(tmp_path, TEXT)
-    assert facts_in_engine(facts, engine()) is facts
-    assert facts_in_engine(facts, replace(engine(), halved_model_types=("llama4",))) is facts
 
 
 BY_TURNS = ["chunked_attention", "full_attention"] * 4

@@ -57,13 +57,6 @@ def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path, tmp_p
     assert (there.model, there.tokenizer) == (copy.name, copy.name)
 
 
-@pytest.mark.parametrize("setting", ["model_revision", "tokenizer_revision"])
-def test_a_name_binds_what_only_a_setting_tells_the_revision_of(tiny_qwen2_path, tmp_path, setting):
-    shutil.copytree(tiny_qwen2_path, tmp_path / "renamed")
-    keys = {namespace_of(path, {setting: "v2"}).key for path in (tiny_qwen2_path, tmp_path / "renamed")}
-    assert len(keys) == 2
-
-
 @pytest.mark.promise(
     "reuse",
     "The namespace holds every byte of the weights, the configuration, the tokenizer, dtypes, RoPE, layout and "

@@ -1,6 +1,5 @@
 """Requests are bounded, their plans follow what the engine took, and each report adds up."""
 
-import pickle
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -41,11 +40,6 @@ from semblend_trt.runtime import Runtime
 from tests.semblend_trt.plans import plan_of
 
 
-def test_plain_request_is_eligible():
-    sampling = SimpleNamespace(beam_width=1)
-    check_eligible(SimpleNamespace(sampling_config=sampling, is_generation_only_request=lambda: False))
-
-
 @pytest.mark.promise(
     "engines",
     "Beams, speculation, multimodal input, context logits and generation-only requests are refused by name",
@@ -83,15 +77,11 @@ def test_an_engines_own_request_is_refused_whatever_else_it_holds():
     ("attributes", "salt"),
     [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],
 )
-def test_salt_of_either_name(attributes, salt):
-    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
-
-
 @pytest.mark.known_defect(21)
-def test_engine_without_salt_attribute_is_refused():
-    with pytest.raises(IneligibleRequest) as refusal:
+def test_a_salt_of_either_name_is_read_and_an_engine_that_tells_none_is_refused(attributes, salt):
+    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
+    with pytest.raises(IneligibleRequest, match="salt_unknown"):
         cache_salt_of(SimpleNamespace())
-    assert refusal.value.reason == "salt_unknown"
 
 
 def adapter(folder, weights=b"w", config='{"r": 8}'):
@@ -195,14 +185,6 @@ def table():
     held.add(tracked(1))
     held.add(tracked(2))
     return held
-
-
-def test_a_request_that_is_silent_is_given_up(table):
-    for _ in range(MAX_SILENT_ITERATIONS):
-        assert table.begin_iteration() == []
-        table.scheduled(2)
-    assert ids(table.begin_iteration()) == [1]
-    assert list(table) == [2]
 
 
 def test_what_was_promised_and_not_loaded_is_never_given_up():
@@ -493,16 +475,6 @@ def unsigned(metadata):
     for each in fields(metadata)[:-1]:
         object.__setattr__(blank, each.name, getattr(metadata, each.name))
     return blank
-
-
-def test_metadata_of_this_version_is_taken_as_it_is():
-    runtime = Runtime()
-    sent = pickle.loads(pickle.dumps(WHOLE))
-    assert readable_metadata(sent, runtime) is sent
-    assert sent == WHOLE
-    assert readable_metadata(SemBlendConnectorMetadata(), runtime) is not None
-    assert readable_metadata(None, runtime) is None
-    assert (runtime.faults, runtime.refusal) == ({}, None)
 
 
 @pytest.mark.promise("donors", "Metadata of another version is refused, and loads nothing")

@@ -274,13 +274,6 @@ def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
     assert not held_in(worker.store)
 
 
-def test_replayed_request_starts_its_blocks_anew(worker):
-    follow(worker, 1, (3, 4), 16)
-    follow(worker, 1, (6, 7), 16)
-    saved(worker, 1)
-    assert torch.equal(kv_of(worker)[:, :, :, :8], blocks_of(pool())[6])
-
-
 def test_metadata_is_applied_once(worker):
     # Since 1.3rc an engine without a schedule binds nothing, and the old metadata stays bound.
     follow(worker, 1, (3,), 8)
