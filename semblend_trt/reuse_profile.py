@@ -98,7 +98,7 @@ class ProfileCheck(_Part):
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
     compares_all: bool = True
     witness_every: _Retired = 0
-    witness_bounds: JsonValue = Field(None, exclude=True)
+    witness_bounds: Annotated[JsonValue, Field(exclude=True)] = None
 
 
 class ProfileLevel(_Part):
@@ -211,13 +211,6 @@ class ReuseProfile(_Part):
             return _bound_fields(CacheNamespace.from_dict({**known, **unbound}))
         except NamespaceError as error:
             raise ValueError(str(error)) from None
-
-    @field_validator("engines")
-    @classmethod
-    def _check_engines(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"{value} names an engine twice; name each once")
-        return value
 
     @model_validator(mode="after")
     def _check_layers(self) -> ReuseProfile:
