@@ -198,19 +198,6 @@ def in_use():
     return {row.name: row for row in settings_in_use(load_settings())}
 
 
-def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
-    monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "256")
-    monkeypatch.setenv("SEMBLEND_TRTLLM_AUDIT_PATH", str(tmp_path))
-    monkeypatch.setenv("SEMBLEND_POLICY", " ")
-    rows = in_use()
-    assert (rows["min_span_tokens"].value, rows["min_span_tokens"].source) == (96, "TRTLLM_SEMBLEND_MIN_SPAN")
-    assert rows["min_span_tokens"].ignored == ("SEMBLEND_MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")
-    assert (rows["audit_path"].value, rows["audit_path"].source) == (str(tmp_path), "SEMBLEND_TRTLLM_AUDIT_PATH")
-    assert rows["policy"].source is None
-
-
 @pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its...")
 def test_no_secret_is_told(monkeypatch):
     monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
