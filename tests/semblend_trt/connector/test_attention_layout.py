@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
@@ -26,23 +26,6 @@ SIZES = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
 
 def facts_with(groups, layers=3):
     return ModelFacts("qwen2", layers, 4, 2, 16, 4096, tuple(groups), {}, None, "")
-
-
-@pytest.mark.parametrize(
-    ("config", "windows"),
-    [
-        (MistralConfig(**SIZES, sliding_window=None), [None] * 4),
-        (MistralConfig(**SIZES, sliding_window=512), [512] * 4),
-        (MistralConfig(**SIZES, sliding_window=4096), [None] * 4),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1), [None, 512, 512, 512]),
-        (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=512), [None] * 4),
-        (Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=64), [*[64] * 5, None, 64]),
-    ],
-)
-def test_windows_are_those_of_the_configuration(config, windows):
-    groups = layer_groups(config, [FAST] * config.num_hidden_layers)
-    assert list(facts_with(groups, config.num_hidden_layers).windows) == windows
-    assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
 
 
 def test_layers_that_attend_and_rotate_alike_are_one_group():
