@@ -120,7 +120,8 @@ class CacheNamespace:
                 del values[name]
         values["extra"].pop("tenant_key", None)
         values["extra"].setdefault("cache_salt", NO_SALT)
-        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(values)).hexdigest())
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        object.__setattr__(self, "key", hashlib.sha256(canonical.encode("ascii")).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         """Return this engine's namespace bound to one request's salt and LoRA adapter; it keeps digests of the salt
@@ -249,7 +250,3 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_thawed(item) for item in value]
     return value
-
-
-def _canonical_json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")

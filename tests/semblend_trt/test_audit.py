@@ -131,20 +131,11 @@ def test_ranks_that_share_a_file_never_mix_within_a_line(path):
 
 def test_values_of_every_kind_become_json(path):
     log = AuditLog(path)
-    kinds = [
-        (Outcome.COLD_FALLBACK, "cold_fallback"),
-        (np.int32(3), 3),
-        (np.arange(3), [0, 1, 2]),
-        ((1, 2), [1, 2]),
-        (None, None),
-        ("zeile\nü", "zeile\nü"),
-        (float("nan"), None),
-        ([float("inf")], [None]),
-    ]
-    log.event("kinds", values=[value for value, _ in kinds])
+    kinds = [Outcome.COLD_FALLBACK, np.int32(3), np.arange(3), (1, 2), None, "zeile\nü", float("nan"), [float("inf")]]
+    log.event("kinds", values=kinds)
     log.close()
     (line,) = read(path)
-    assert line["values"] == [shown for _, shown in kinds]
+    assert line["values"] == ["cold_fallback", 3, [0, 1, 2], [1, 2], None, "zeile\nü", None, [None]]
 
 
 @pytest.mark.known_defect(35)

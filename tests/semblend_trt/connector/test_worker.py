@@ -291,18 +291,6 @@ def test_a_second_pool_is_refused(worker, args):
     assert not held_in(worker.store)
 
 
-def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
-    follow(worker, 1, (3, 5), 16)
-    saved(worker, 1)
-    step(worker, plans=(reuse(),))
-    once = worker.loader._pool.clone()
-    step(worker, plans=(reuse(),))
-    assert torch.equal(once, worker.loader._pool)
-    assert len(runtime_for(args).active_plans) == 1
-    changed = (blocks_of(pool()) != blocks_of(once)).any(-1).any(-2).any(2).any(1).nonzero().tolist()
-    assert {(block, slot) for block, slot in changed} == {(20 + p // BLOCK, p % BLOCK) for p in range(4, 20)}
-
-
 def test_missing_donor_lets_the_wrapper_compute(worker, args):
     step(worker, plans=(reuse(),))
     assert torch.equal(worker.loader._pool, pool())
