@@ -48,13 +48,6 @@ for reason in ("low_reuse", "deviation"):
     metrics_for().request_ended(ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason, reused_tokens=4))
     events.count("sent", "donor_registered")
     placements.placed("held", 0.1)
-if fault == "gone" and os.fork() == 0:
-    # With a number of its own, the child would need files of its own.
-    metrics.request_ended(ReuseReport(Outcome.COLD_FALLBACK.value, "low_reuse"))
-    events.count("sent", "donor_registered")
-    os._exit(0)
-if fault == "gone":
-    assert os.wait()[1] == 0
 page = generate_latest().decode()
 counted = {line.split()[0]: float(line.split()[1]) for line in page.splitlines() if line.startswith("semblend")}
 print(json.dumps([counted, len(warnings)]))

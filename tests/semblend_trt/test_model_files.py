@@ -9,17 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from semblend_trt import model_files
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
-
-
-def write_weights(folder, weight, name="model.safetensors"):
-    folder.mkdir(exist_ok=True)
-    save_file({"weight": weight}, folder / name)
-    return folder
 
 
 @pytest.mark.parametrize(

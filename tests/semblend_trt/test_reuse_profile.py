@@ -309,14 +309,6 @@ def match(asked, space, mode=EngineMode.WRAPPER):
     return asked.match(space, GEOMETRY, mode)
 
 
-def test_no_profile(caplog):
-    asked = matcher(None)
-    with caplog.at_level(logging.WARNING):
-        assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
-    (record,) = caplog.records
-    assert "SEMBLEND_PROFILE" in record.getMessage()
-
-
 @pytest.mark.promise(
     "policies",
     "The log says once what differs; requests count under `no_profile`, `profile_mismatch` or `profile_unreadable`",
@@ -369,14 +361,13 @@ def test_a_file_that_cannot_be_read_is_refused_not_raised(tmp_path, content, cap
     assert str(path) in caplog.text
 
 
-def test_other_policies_read_no_profile(path, caplog):
+def test_other_policies_read_no_profile_and_a_missing_one_is_told_once(path, caplog):
     with caplog.at_level(logging.WARNING):
-        asked = matcher(path, "exact")
-        assert match(asked, namespace()) == ProfileMatch(None)
-        match(matcher(None, "exact"), namespace())
-    assert [record.getMessage() for record in caplog.records] == [
-        "SEMBLEND_PROFILE is set, but policy exact uses no profile"
-    ]
+        for asked in (matcher(path, "exact"), matcher(None, "exact"), matcher(None)):
+            assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
+    exact, missing = caplog.messages
+    assert exact == "SEMBLEND_PROFILE is set, but policy exact uses no profile"
+    assert "no reuse profile is set" in missing
 
 
 def refusal(path, **settings):

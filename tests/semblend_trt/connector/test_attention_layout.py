@@ -11,8 +11,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
 from kernels.layout import KvGeometry, LayeredPool
-from kernels.rope import LayerRotations, RopeRotation, rotate_keys, still
-from semblend_trt.connector.attention_layout import PUBLISHED_CODE, LayerGroup, layer_groups
+from kernels.rope import RopeRotation, rotate_keys
+from semblend_trt.connector.attention_layout import PUBLISHED_CODE, layer_groups
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.errors import UnsupportedModelError
@@ -28,18 +28,6 @@ def facts_with(groups, layers=3):
     return ModelFacts("qwen2", layers, 4, 2, 16, 4096, tuple(groups), {}, None, "")
 
 
-def test_layers_that_attend_and_rotate_alike_are_one_group():
-    types = ["sliding_attention", "full_attention", "full_attention"]
-    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
-    groups = layer_groups(config, [SLOW, FAST, still(4)])
-    kinds = ((0, "window", 64, SLOW), (1, "full", None, FAST), (2, "full", None, still(4)))
-    assert groups == tuple(LayerGroup((layer,), *kind) for layer, *kind in kinds)
-    rotation = facts_with(groups[::-1]).rotation
-    assert isinstance(rotation, LayerRotations)
-    assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]
-    assert facts_with(layer_groups(config, [FAST] * 3)).rotation is FAST
-
-
 @pytest.mark.parametrize(
     ("types", "told"),
     [
@@ -51,13 +39,6 @@ def test_layers_that_are_not_known_are_refused(types, told):
     config = SimpleNamespace(num_hidden_layers=2, max_position_embeddings=64, layer_types=types)
     with pytest.raises(UnsupportedModelError, match=told) as refused:
         layer_groups(config, [FAST] * 2)
-    assert refused.value.reason == "attention_layout"
-
-
-@pytest.mark.parametrize("held", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1), (2, 3)], []])
-def test_each_layer_must_be_in_one_group(held):
-    with pytest.raises(UnsupportedModelError, match=r"hold layers \[.*\]; each of 0\.\.2 is needed once") as refused:
-        facts_with(LayerGroup(layers, "full", None, FAST) for layers in held)
     assert refused.value.reason == "attention_layout"
 
 
