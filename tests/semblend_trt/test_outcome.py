@@ -56,14 +56,12 @@ def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json():
         assert replace(report, largest_kept=value, sampled_deviation=value).receipt["largest_kept"] is None
 
 
-def test_each_reason_is_a_label_with_whole_sentences():
+def test_each_reason_is_a_label_with_advice():
     for scope, name, text in ((each, *item) for each, texts in reasons.TEXTS.items() for item in texts.items()):
         assert name.isidentifier()
         assert name == name.lower() == counted_as(name)
-        assert text[0].isupper() or text.startswith("vLLM")
-        assert text.endswith(".")
-        assert not set(text) & set("|\n")
         assert text == advice(name, scope)
+        assert not set(text) & set("|\n")  # it stands in a table
     assert not reasons.REASONS & reasons.FAULTS
 
 

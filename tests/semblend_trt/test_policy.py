@@ -5,14 +5,7 @@ import pytest
 from semblend_trt.config import Settings, terms_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
-from semblend_trt.policy import ReusePolicy, parse_policy
-
-
-@pytest.mark.parametrize("text", ["", "on", "exact,off", "x" * 1000])
-def test_unknown_policies_name_the_known_ones(text):
-    with pytest.raises(ConfigurationError, match="off, exact, verified, boundary, position_fix, epic, cacheblend") as e:
-        parse_policy(text)
-    assert len(str(e.value)) < 200
+from semblend_trt.policy import ReusePolicy
 
 
 @pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do what they are said to do")
