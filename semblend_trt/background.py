@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 60.0
-MAX_KINDS = 1024
 
 
 class Background:
@@ -53,29 +52,24 @@ class Background:
 
 class OnceAMinute(logging.Filter):
     """Logs a warning or error of one kind once a minute, with the number of records left out since. A kind is a line of
-    code, its arguments and a type of exception. Without `by_values` only exceptions among the arguments count: a
-    donor's name makes no new kind."""
+    code with the exceptions that it names, by type and errno: a donor's name makes no new kind."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_values: bool = True) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock, self._by_values = clock, by_values
+        self._clock = clock
         # When a record of the kind was last logged, and how many were left out since.
         self._kinds: dict[tuple[object, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        values: object = record.args
-        if not self._by_values:
-            values = [(type(e), getattr(e, "errno", None)) for e in record.args or () if isinstance(e, Exception)]
-        failure = record.exc_info[0] if record.exc_info else None
-        kind, now = (record.pathname, record.lineno, failure, str(values)[:256]), self._clock()
+        named = [*(record.args or ()), record.exc_info and record.exc_info[1]]
+        failures = [(type(each), getattr(each, "errno", None)) for each in named if isinstance(each, BaseException)]
+        kind, now = (record.pathname, record.lineno, *failures), self._clock()
         shown, left_out = self._kinds.get(kind, (None, 0))
         if shown is not None and now - shown < QUIET_SECONDS:
             self._kinds[kind] = (shown, left_out + 1)
             return False
-        if shown is None and len(self._kinds) >= MAX_KINDS:
-            self._kinds.pop(next(iter(self._kinds)))
         self._kinds[kind] = (now, 0)
         if left_out:
             record.msg, record.args = f"{record.getMessage()} (and {left_out} more like it since it was last said)", ()

@@ -38,8 +38,6 @@ _LEAST = 1e-6
 ALPHA = 0.01
 # Most tests of one process.
 MAX_TESTS = 4096
-# An answer kept its bound, was over it, was the one that broke the promise, or was one of too many tenants.
-CHECK_RESULTS = ("within", "over", "broken", "untested")
 # Shares of answers over the bound that are bet on, as multiples of the risk.
 _MULTIPLES = (1.5, 2.0, 3.0, 6.0)
 
@@ -168,7 +166,8 @@ class BoundedAnswer(BaseModel):
 class DriftMonitor:
     """Tests the promise of each tenant's salt, profile, max KL and risk. Thread safe.
 
-    `count` gets the result of each check, one of CHECK_RESULTS. A broken promise stays so until the process ends."""
+    `count` gets the result of each check: within its bound, over it, broken by it, or untested, as one of too many
+    tenants. A broken promise stays so until the process ends."""
 
     def __init__(self, count: Callable[[str], None]) -> None:
         self._count, self._lock = count, threading.Lock()

@@ -13,12 +13,8 @@ class ReasonedError(SemBlendError):
         self.reason = reason
 
 
-class PlanError(SemBlendError, ValueError):
-    """A reuse plan breaks one of its invariants; `invariant` is the invariant's short name."""
-
-    def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(message)
-        self.invariant = invariant
+class PlanError(ReasonedError, ValueError):
+    """A reuse plan breaks the invariant that `reason` names."""
 
 
 class NamespaceError(SemBlendError, ValueError):

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.outcome import TOKEN_KINDS, Outcome
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from semblend_trt.outcome import Neighbour, ReuseReport
 
 logger = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 # What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
 TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
@@ -131,21 +133,19 @@ def counter(registry: CollectorRegistry, name: str, documentation: str, *labels:
     return made
 
 
-def series_of(
-    make: Callable[[CollectorRegistry], dict[str, Any]], registry: CollectorRegistry | None, what: str
-) -> dict[str, Any]:
-    """Return the series that `make` registers, in the host's registry by default. Raise nothing: return an empty dict
-    without prometheus_client or where they cannot be made, and warn that `what` is not counted."""
+def series_of(make: Callable[[CollectorRegistry], Made], registry: CollectorRegistry | None, what: str) -> Made | None:
+    """Return the series that `make` registers, in the host's registry by default. Raise nothing: return None without
+    prometheus_client or where they cannot be made, and warn that `what` is not counted."""
     try:
         from prometheus_client import REGISTRY
 
         count_here_where_unwritable()
         return make(registry or REGISTRY)
     except ImportError:
-        return {}
+        return None
     except Exception as error:  # such as ValueError for names that this process has registered already
         logger.warning("%s are not counted: %s", what, error)
-        return {}
+        return None
 
 
 class Series:
@@ -248,25 +248,16 @@ class _DonorGauges:
 
 
 _lock = threading.Lock()
-# None where no series can be kept.
-_series: weakref.WeakKeyDictionary[Any, Series | None] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _series_in(registry: CollectorRegistry | None) -> Series | None:
+    return series_of(Series, registry, "requests and donors")
 
 
 def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
     """Return an engine's metrics, by default in Prometheus' default registry. Never raise.
 
     They count nothing without prometheus_client, or when the names are taken."""
-    try:
-        from prometheus_client import REGISTRY
-    except ImportError:
-        return Metrics(None)
-    registry = REGISTRY if registry is None else registry
     with _lock:
-        if registry not in _series:
-            _series[registry] = None
-            try:
-                count_here_where_unwritable()
-                _series[registry] = Series(registry)
-            except Exception as error:
-                logger.warning("no metrics are kept: %s", error)
-        return Metrics(_series[registry])
+        return Metrics(_series_in(registry))

@@ -120,7 +120,8 @@ class CacheNamespace:
                 del values[name]
         values["extra"].pop("tenant_key", None)
         values["extra"].setdefault("cache_salt", NO_SALT)
-        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(values)).hexdigest())
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        object.__setattr__(self, "key", hashlib.sha256(canonical.encode("ascii")).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         """Return this engine's namespace bound to one request's salt and LoRA adapter; it keeps digests of the salt
@@ -153,10 +154,9 @@ class CacheNamespace:
         return cls(**values)
 
     def __eq__(self, other: object) -> bool:
-        # By serialised form: Python's True == 1 would otherwise equate namespaces whose keys differ.
         if not isinstance(other, CacheNamespace):
             return NotImplemented
-        return self.key == other.key and _canonical_json(self.to_dict()) == _canonical_json(other.to_dict())
+        return self.key == other.key and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -250,7 +250,3 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_thawed(item) for item in value]
     return value
-
-
-def _canonical_json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")

@@ -164,11 +164,8 @@ class EngineExecution:
             raise PlanError("check_outside_model", f"check layer {check.layer} is outside 0..{layers - 1}")
         if head < 0:
             raise PlanError("head_tokens_negative", f"head_tokens is {head}; it must be at least 0")
-        if self.mode is EngineMode.STOCK:
-            for invariant, is_asked in (("boundary", boundary), ("check", check is not None), ("head", head)):
-                if is_asked:
-                    message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
-                    raise PlanError(f"{invariant}_needs_wrapper", message)
+        if self.mode is EngineMode.STOCK and (reason := ReuseTerms(boundary, check, head).wrapper_reason) is not None:
+            raise PlanError(reason, f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +253,7 @@ class SemanticKvPlan:
     @property
     def exact_token_count(self) -> int:
         """Count leading tokens whose KV equals a cold run's: those before the first placed span that is not exact."""
-        if self.kind is PlanKind.DISCOVERY_ONLY:
-            return self.prompt_length
-        return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
+        return self.donor_part(0)[0]
 
     def donor_part(self, generations: int) -> tuple[int, int]:
         """Return the leading tokens with KV of generation `generations` at most, and their generation.

@@ -86,11 +86,6 @@ class TorchRanks(Ranks):
         distributed.all_gather_object(gathered, value, group=self._host)
         return gathered
 
-    def broadcast(self, value: Any) -> Any:
-        sent = [value if self.rank == 0 else None]
-        distributed.broadcast_object_list(sent, src=0, group=self._host)
-        return sent[0]
-
     def least(self, values: Sequence[int]) -> list[int]:
         least = torch.tensor(values, dtype=torch.int64)
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=self._host)

@@ -10,7 +10,6 @@ import datetime
 import grp
 import hashlib
 import json
-import logging
 import os
 import pwd
 import stat
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.policy import MaxKl
 
-logger = logging.getLogger(__name__)
-
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
@@ -52,8 +49,8 @@ _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
-# Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
-_OF_WITNESSES = ("witness_every", "witness_bounds")
+# Of an earlier version's profile, which is refused if it was found safe with another value.
+_Retired = Annotated[Literal[0], Field(exclude=True)]
 MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 # A profile that leaves text unchecked must have shown each of these within the margin.
 EVIDENCE_FAMILIES = (
@@ -100,17 +97,8 @@ class ProfileCheck(_Part):
     sample_every: Annotated[int, Field(ge=0, le=_MAX_WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
     compares_all: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_witnesses(cls, value: Any) -> Any:
-        """Drop the fields of witnesses. A check that asks for some is refused: it was found safe with them alone."""
-        if not isinstance(value, dict):
-            return value
-        every = value.get("witness_every", 0)
-        if type(every) is not int or every != 0:
-            raise ValueError(f"witness_every is {every!r:.80}, and only 0 is allowed: this version has no witnesses")
-        return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
+    witness_every: _Retired = 0
+    witness_bounds: Annotated[JsonValue, Field(exclude=True)] = None
 
 
 class ProfileLevel(_Part):
@@ -196,9 +184,9 @@ class ReuseProfile(_Part):
     namespace: dict[str, JsonValue]
     engines: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(min_length=1)]
     geometry: ProfileGeometry
-    policy: Literal["exact", "verified", "boundary", "position_fix"]
+    policy: Literal["exact", "verified", "position_fix"]
     check: ProfileCheck | None = None
-    boundary: Annotated[int, Field(ge=0, le=_MAX_LAYERS)] = 0
+    boundary: _Retired = 0
     head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
     generations: Annotated[int, Field(ge=0, le=_MAX_GENERATIONS)] = 0
     bounds: list[ProfileBound] = Field(default_factory=list)
@@ -224,18 +212,9 @@ class ReuseProfile(_Part):
         except NamespaceError as error:
             raise ValueError(str(error)) from None
 
-    @field_validator("engines")
-    @classmethod
-    def _check_engines(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"{value} names an engine twice; name each once")
-        return value
-
     @model_validator(mode="after")
     def _check_layers(self) -> ReuseProfile:
         layers, check = self.geometry.num_layers, self.check
-        if self.boundary > layers:
-            raise ValueError(f"boundary {self.boundary} is outside 0..{layers}, the layers of the model")
         if check is not None and check.layer >= layers:
             raise ValueError(f"check layer {check.layer} is outside 1..{layers - 1}, the layers of the model")
         if check is not None and check.sample_every > check.window_tokens:
@@ -247,11 +226,6 @@ class ReuseProfile(_Part):
             raise ValueError(f"policy {self.policy} and check {check} do not fit; verified, and only it, has one")
         if check is not None and not (check.compares_all or check.sample_every):
             raise ValueError("compares_all is false and sample_every is 0; a check has to compare some tokens")
-        if self.boundary and check is not None and check.sample_every:
-            raise ValueError(
-                f"boundary {self.boundary} computes every token, and a sample of one in {check.sample_every} does not; "
-                "one of them has to be 0"
-            )
         if self.bounds and (check is None or not check.sample_every or self.generations):
             raise ValueError(
                 f"bounds need a check with a sample and 0 generations; policy {self.policy} has check {check} and "
@@ -260,10 +234,6 @@ class ReuseProfile(_Part):
         for name in ("head_tokens", "generations"):
             if getattr(self, name) and self.policy != "verified":
                 raise ValueError(f"policy {self.policy} has {name} {getattr(self, name)}; only verified may have some")
-        if self.policy == "boundary" and not self.boundary:
-            raise ValueError(f"policy boundary has boundary 0; allowed is 1..{layers}")
-        if self.policy in ("exact", "position_fix") and self.boundary:
-            raise ValueError(f"policy {self.policy} has boundary {self.boundary}; it computes no layer again")
         return self
 
     @classmethod
@@ -310,15 +280,12 @@ class ReuseProfile(_Part):
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
             profile = cls.model_validate_json(content)
-            values = json.loads(content)
-            found = _digest_of(values)
+            found = _digest_of(json.loads(content))
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
             raise ProfileError(f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
             raise ProfileError(f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}", "profile_evidence")
-        if profile.check is not None and "witness_bounds" in values["check"]:
-            logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()
 
     def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:
@@ -376,7 +343,7 @@ class ReuseProfile(_Part):
             return self._bound_refusal(self.bound_for(max_kl, risk), figures)
         margin = next((each.margin for each in figures if each.what == "rule"), 0.0)
         shown = {each.family for each in figures if each.shows(margin)}
-        name, check, parts = terms_name(self.policy, self.boundary, self.check), self.check, list[str]()
+        name, check, parts = terms_name(self.policy, self.check), self.check, list[str]()
         if check is not None and check.sample_every:
             parts = [f" one in {check.sample_every} ", f" under {check.sample_threshold:.4g} "]
         confirmed = (f"{each.candidate} " for each in figures if each.stage == "confirm" and each.holds)
@@ -428,7 +395,7 @@ class ReuseProfile(_Part):
         if self.policy == "exact":
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
-        return ReuseTerms(self.boundary, check, self.head_tokens, self.generations)
+        return ReuseTerms(0, check, self.head_tokens, self.generations)
 
 
 def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
@@ -438,11 +405,9 @@ def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
     return bool(check.sample_every) or check.threshold >= MAX_THRESHOLD
 
 
-def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
+def terms_name(policy: str, check: ProfileCheck | None) -> str:
     """Return how a calibration's figures begin the name of a candidate with these terms."""
-    if check is not None:
-        return f"{policy} layer {check.layer} threshold {check.threshold:.4g}"
-    return f"{policy} {boundary}" if boundary else policy
+    return policy if check is None else f"{policy} layer {check.layer} threshold {check.threshold:.4g}"
 
 
 def _digest_of(values: dict[str, Any]) -> str:

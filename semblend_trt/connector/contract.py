@@ -1,6 +1,6 @@
 """TensorRT-LLM's connector contract: its data, its versions, and the one place that imports its base classes.
 
-Without tensorrt_llm our connector derives from the classes below, which have the same abstract methods. Facts:
+Without tensorrt_llm our connector derives from the classes below, which have what it does not define itself. Facts:
 NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
 `connectors/kv_cache_connector.py` (1.3 release candidates, and main, which becomes 1.4)."""
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -77,32 +74,13 @@ def match_of(module: ModuleType) -> str:
     return V12 if hasattr(worker, "register_forward_pass_callable") else V11
 
 
-class _SchedulerBase(ABC):
-    """Rank 0 only. `request` arguments have the attributes of TensorRT-LLM's LlmRequest."""
-
+class _Half:
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
 
-    @abstractmethod
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]: ...
 
-    @abstractmethod
-    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
-
-    @abstractmethod
-    def build_connector_meta(self, scheduler_output: Any) -> object: ...
-
-    @abstractmethod
-    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
-
-    def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
-        """Learn that the caches are registered: TensorRT-LLM calls it once, after the caches are registered."""
-
-
-class _WorkerBase(ABC):
-    def __init__(self, llm_args: Any) -> None:
-        self._llm_args = llm_args
-        self._metadata: object | None = None
+class _WorkerHalf(_Half):
+    _metadata: object | None = None
 
     def bind_connector_meta(self, metadata: object) -> None:
         self._metadata = metadata
@@ -112,30 +90,6 @@ class _WorkerBase(ABC):
 
     def _clear_connector_meta(self) -> None:
         self._metadata = None
-
-    @abstractmethod
-    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def get_finished(
-        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
-    ) -> tuple[list[int], list[int]]: ...
-
-    def register_forward_pass_callable(self) -> Any:
-        """Return a callable to run after each forward, or None."""
-        return None
 
 
 def first_of(paths: tuple[str, ...]) -> ModuleType | None:
@@ -147,8 +101,8 @@ def first_of(paths: tuple[str, ...]) -> ModuleType | None:
 
 
 upstream = first_of(MODULE_PATHS)
-KvCacheConnectorScheduler: Any = upstream.KvCacheConnectorScheduler if upstream else _SchedulerBase
-KvCacheConnectorWorker: Any = upstream.KvCacheConnectorWorker if upstream else _WorkerBase
+KvCacheConnectorScheduler: Any = upstream.KvCacheConnectorScheduler if upstream else _Half
+KvCacheConnectorWorker: Any = upstream.KvCacheConnectorWorker if upstream else _WorkerHalf
 
 
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:

@@ -100,12 +100,6 @@ class ModelFacts:
     quantization: str | None
     configuration: str
 
-    def __post_init__(self) -> None:
-        layers = sorted(layer for group in self.groups for layer in group.layers)
-        if layers != list(range(self.num_layers)):
-            wanted = f"each of 0..{self.num_layers - 1} is needed once"
-            raise UnsupportedModelError("attention_layout", f"the layer groups hold layers {layers}; {wanted}")
-
     @property
     def rotation(self) -> Rotation:
         """How keys move, layer by layer if layers differ."""

@@ -175,9 +175,8 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
         return
     check = held.check
     bound = f", computes tokens that deviate by more than {check.threshold:g} at layer {check.layer}" if check else ""
-    lowest = f", and the lowest {held.boundary} layers of all" if held.boundary else ""
     trial = "; SEMBLEND_PROFILE_TRIAL uses it without its evidence" if settings.profile_trial else ""
-    yield _profile.ok(f"made on {held.date}: policy {held.policy}{bound}{lowest}{trial}")
+    yield _profile.ok(f"made on {held.date}: policy {held.policy}{bound}{trial}")
     if settings.max_kl == "unbounded":
         yield _profile.note("SEMBLEND_MAX_KL is unbounded: text from other positions is reused unchecked")
     elif (kept := held.bound_for(*asked)) is not None and kept.levels:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.store import HostKv, HostTier
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"

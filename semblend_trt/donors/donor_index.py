@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from semblend_trt.pool_facts import PoolFacts
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 # Neighbours to compare on each side. One suffices where no text continues another.
 _REACH = 2

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 _P = ParamSpec("_P")
 
 _LARGEST_ID = (1 << 53) - 1

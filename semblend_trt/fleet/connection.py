@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.events import Emitter, Notice
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024

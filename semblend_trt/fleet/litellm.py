@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from semblend_trt.prompts import PromptReader
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 SALT_FIELD = "cache_salt"
 WORKER_FIELD, TOKENIZER_FIELD = "semblend_worker_id", "semblend_tokenizer"

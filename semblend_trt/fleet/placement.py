@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Worker
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 # A gateway's own name of a worker: the id of a deployment, an instance or a replica.
 Name = TypeVar("Name")
@@ -163,7 +163,7 @@ class PlacementCounters:
     `enabled`, nothing. Raises nothing."""
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
-        self._series = series_of(self._made, registry, "placements") if enabled else {}
+        self._series = (series_of(self._made, registry, "placements") if enabled else None) or {}
 
     def _made(self, registry: CollectorRegistry) -> dict[str, Any]:
         from prometheus_client import Histogram

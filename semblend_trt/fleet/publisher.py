@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.sketch import Held
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")
@@ -79,9 +79,11 @@ class EventCounters:
 @functools.lru_cache(maxsize=8)
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
     """Return the series in a registry, made once for all publishers; empty where they cannot be made."""
-    return series_of(
-        lambda to: {what: counter(to, *own, known=known) for what, (*own, known) in _SERIES.items()}, registry, "events"
-    )
+
+    def made(to: CollectorRegistry) -> dict[str, Any]:
+        return {what: counter(to, *own, known=known) for what, (*own, known) in _SERIES.items()}
+
+    return series_of(made, registry, "events") or {}
 
 
 class _Announced(NamedTuple):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from semblend_trt.transfer.staging import HostWriter
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 T = TypeVar("T")
 

@@ -203,4 +203,4 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invari
     plan = make_plan(tokens_of(30), [(4, 20)], **SIZES)
     with pytest.raises(PlanError) as refusal:
         build_schedule([replace(slice_of(plan), **change)])
-    assert refusal.value.invariant == invariant
+    assert refusal.value.reason == invariant

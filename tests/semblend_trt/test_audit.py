@@ -51,19 +51,6 @@ def path(tmp_path):
     return tmp_path / "logs" / "audit.jsonl"
 
 
-def test_lines_are_written_without_being_asked_for(path, writes):
-    log = AuditLog(path)
-    log.event("first")
-    assert writes.begun.wait(60)
-    log.flush()
-    assert [line["event"] for line in read(path)] == ["first"]
-    log.close()
-    log.close()
-    log.event("late")
-    assert len(read(path)) == 1
-    assert lost(log) == {"closed": 1}
-
-
 @pytest.mark.promise("commands", "The audit log says of every...")
 def test_who_records_an_event_never_touches_the_file(path, writes):
     """The disk does not answer: events are taken, in order, up to the bound, and written when it answers again."""
@@ -144,20 +131,11 @@ def test_ranks_that_share_a_file_never_mix_within_a_line(path):
 
 def test_values_of_every_kind_become_json(path):
     log = AuditLog(path)
-    kinds = [
-        (Outcome.COLD_FALLBACK, "cold_fallback"),
-        (np.int32(3), 3),
-        (np.arange(3), [0, 1, 2]),
-        ((1, 2), [1, 2]),
-        (None, None),
-        ("zeile\nü", "zeile\nü"),
-        (float("nan"), None),
-        ([float("inf")], [None]),
-    ]
-    log.event("kinds", values=[value for value, _ in kinds])
+    kinds = [Outcome.COLD_FALLBACK, np.int32(3), np.arange(3), (1, 2), None, "zeile\nü", float("nan"), [float("inf")]]
+    log.event("kinds", values=kinds)
     log.close()
     (line,) = read(path)
-    assert line["values"] == [shown for _, shown in kinds]
+    assert line["values"] == ["cold_fallback", 3, [0, 1, 2], [1, 2], None, "zeile\nü", None, [None]]
 
 
 @pytest.mark.known_defect(35)

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from semblend_trt import cold_runs
 from semblend_trt.cold_runs import (
     ALPHA,
-    CHECK_RESULTS,
     MAX_TOKENS,
     BoundedAnswer,
     DriftMonitor,
@@ -63,10 +62,6 @@ ONE = 0.5 * log(0.5 / 0.9) + 0.5 * log(0.5 / 0.1)
 def test_tokens_are_compared_up_to_the_first_that_differs(first, cold, expected):
     found = least_kl([(token, NINE) for token in first], [(token, HALF) for token in cold])
     assert found == pytest.approx(expected, abs=1e-4)
-
-
-def test_tokens_that_have_no_likeliest_in_common_prove_nothing():
-    assert least_kl([("a", {"a": -0.1})], [("b", {"b": -0.1})]) == 0
 
 
 def completion(**told):
@@ -171,18 +166,17 @@ def test_three_times_the_risk_is_found_within_some_hundred_checks(before, most):
     assert sum(alarm is not None and alarm > before for alarm in alarms) >= 0.98 * seeds
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"max_kl": each} for each in (None, 0.0, float("nan"), float("inf"), "much")),
-        *({"risk": each} for each in (None, 0.0, 1.0)),
-        *({"sampled_tokens": each} for each in (None, 0)),
-        {"profile": None},
-    ],
-)
-def test_an_answer_without_a_sampled_bound_is_no_evidence(change):
+WRONG = {
+    "max_kl": (None, 0.0, float("nan"), float("inf"), "much"),
+    "risk": (None, 0.0, 1.0),
+    "sampled_tokens": (None, 0),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, each) for name, values in WRONG.items() for each in values])
+def test_an_answer_without_a_sampled_bound_is_no_evidence(name, value):
     with pytest.raises(ValidationError):
-        BoundedAnswer.model_validate(RECEIPT | change)
+        BoundedAnswer.model_validate(RECEIPT | {name: value})
 
 
 def test_a_broken_promise_is_one_tenants_and_one_profiles_and_is_counted_and_logged_once(caplog):
@@ -205,7 +199,6 @@ def test_tests_are_bounded_and_what_finds_none_is_counted(monkeypatch):
     for salt in range(5):
         monitor.observe(str(salt), ANSWER, is_over=True)
     assert counted == {"over": 2, "untested": 3}
-    assert counted.keys() <= set(CHECK_RESULTS)
 
 
 def test_threads_lose_no_check():

@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from semblend_trt import config
-from semblend_trt.cli.config import MASK, masked, meanings_of, settings_in_use
+from semblend_trt.cli.config import MASK, masked, settings_in_use
 from semblend_trt.config import PREFIXES, Settings, load_settings, variables_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import ReusePolicy
@@ -51,12 +51,6 @@ def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
     config._warn_once.cache_clear()
-
-
-def test_every_setting_has_a_description():
-    meanings = {name: text for group in Settings.__bases__ for name, text in meanings_of(group).items()}
-    assert set(meanings) == set(Settings.model_fields)
-    assert all(text.endswith(".") for text in meanings.values())
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
@@ -196,19 +190,6 @@ def test_every_setting_is_read_by_the_product():
 
 def in_use():
     return {row.name: row for row in settings_in_use(load_settings())}
-
-
-def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
-    monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "256")
-    monkeypatch.setenv("SEMBLEND_TRTLLM_AUDIT_PATH", str(tmp_path))
-    monkeypatch.setenv("SEMBLEND_POLICY", " ")
-    rows = in_use()
-    assert (rows["min_span_tokens"].value, rows["min_span_tokens"].source) == (96, "TRTLLM_SEMBLEND_MIN_SPAN")
-    assert rows["min_span_tokens"].ignored == ("SEMBLEND_MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")
-    assert (rows["audit_path"].value, rows["audit_path"].source) == (str(tmp_path), "SEMBLEND_TRTLLM_AUDIT_PATH")
-    assert rows["policy"].source is None
 
 
 @pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its...")

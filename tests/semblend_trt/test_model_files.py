@@ -9,17 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from semblend_trt import model_files
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
-
-
-def write_weights(folder, weight, name="model.safetensors"):
-    folder.mkdir(exist_ok=True)
-    save_file({"weight": weight}, folder / name)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -234,13 +227,6 @@ def test_another_state_is_not_found(cache, state, name):
     value = getattr(state, name)
     other = replace(state, **{name: value + "x" if isinstance(value, str) else value + 1})
     assert cache.find(other) is None
-
-
-def test_a_new_state_takes_the_place_of_the_old_one(cache, state, folder):
-    newer = replace(state, mtime_ns=state.mtime_ns + 1)
-    cache.keep(newer, DIGEST[::-1])
-    assert (cache.find(state), cache.find(newer)) == (None, DIGEST[::-1])
-    assert len(list(folder.iterdir())) == 1
 
 
 BROKEN = [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"digest": 3}', b"[" * 20_000, b" " * 20_000]

@@ -62,7 +62,7 @@ BROKEN = [
 def test_broken_plan_is_refused_by_name(invariant, build):
     with pytest.raises(PlanError) as caught:
         build()
-    assert caught.value.invariant == invariant
+    assert caught.value.reason == invariant
     assert str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_without_spans_computes_the_whole_promise():
     assert emptied.diagnostics == {"dropped": "gone"}
     with pytest.raises(PlanError) as caught:
         plan(spans=(PlanSpan("d", 40, 8, 16),), execution=STOCK).without_spans("gone")
-    assert caught.value.invariant == "hole_needs_wrapper"
+    assert caught.value.reason == "hole_needs_wrapper"
 
 
 EXACT, MOVED = PlanSpan("d", 8, 8, 4, exact=True), (PlanSpan("e", 0, 12, 4), PlanSpan("f", 40, 18, 6))

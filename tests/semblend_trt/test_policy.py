@@ -5,19 +5,7 @@ import pytest
 from semblend_trt.config import Settings, terms_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
-from semblend_trt.policy import ReusePolicy, parse_policy
-
-
-@pytest.mark.parametrize("text", ["position_fix", " Position_Fix\n", ReusePolicy.POSITION_FIX])
-def test_parse_reads_names_and_members(text):
-    assert parse_policy(text) is ReusePolicy.POSITION_FIX
-
-
-@pytest.mark.parametrize("text", ["", "on", "exact,off", "x" * 1000])
-def test_unknown_policies_name_the_known_ones(text):
-    with pytest.raises(ConfigurationError, match="off, exact, verified, boundary, position_fix, epic, cacheblend") as e:
-        parse_policy(text)
-    assert len(str(e.value)) < 200
+from semblend_trt.policy import ReusePolicy
 
 
 @pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do what they are said to do")
@@ -38,42 +26,29 @@ def test_the_terms_of_a_policy(policy, terms):
     assert terms_of(policy, settings, 24) == terms
 
 
-@pytest.mark.parametrize("boundary", [0, 25])
-def test_boundary_outside_the_model_is_refused(boundary):
-    with pytest.raises(ConfigurationError, match=rf"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1\.\.24"):
-        terms_of(ReusePolicy.BOUNDARY, Settings(recompute_boundary_layer=boundary), 24)
-
-
-def test_cacheblend_needs_the_layer_it_chooses_by():
-    assert terms_of(ReusePolicy.CACHEBLEND, Settings(), 2) is not None
-    with pytest.raises(ConfigurationError, match="layer 1, and this model has 1 layer"):
-        terms_of(ReusePolicy.CACHEBLEND, Settings(), 1)
-    with pytest.raises(ConfigurationError, match="model's layers below 2 see no further than a window"):
-        terms_of(ReusePolicy.CACHEBLEND, Settings(), 24, lowest_check_layer=2)
+@pytest.mark.parametrize(
+    ("policy", "boundary", "layers", "lowest", "told"),
+    [
+        (ReusePolicy.BOUNDARY, 0, 24, 1, r"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is 0, outside 1\.\.24"),
+        (ReusePolicy.BOUNDARY, 25, 24, 1, r"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is 25, outside 1\.\.24"),
+        (ReusePolicy.CACHEBLEND, 0, 1, 1, "layer 1, and this model has 1 layer"),
+        (ReusePolicy.CACHEBLEND, 0, 24, 2, "model's layers below 2 see no further than a window"),
+    ],
+)
+def test_terms_that_the_model_has_no_layer_for_are_refused(policy, boundary, layers, lowest, told):
+    with pytest.raises(ConfigurationError, match=told):
+        terms_of(policy, Settings(recompute_boundary_layer=boundary), layers, lowest)
 
 
 @pytest.mark.parametrize(
-    ("terms", "reason"),
+    ("terms", "reason", "expected"),
     [
-        (ReuseTerms(), None),
-        (ReuseTerms(boundary=2), "boundary_needs_wrapper"),
-        (ReuseTerms(head_tokens=1), "head_needs_wrapper"),
-        (ReuseTerms(boundary=2, check=SpanCheck(1, threshold=0.1)), "check_needs_wrapper"),
+        (ReuseTerms(), None, 100),
+        (ReuseTerms(boundary=2), "boundary_needs_wrapper", 100),
+        (ReuseTerms(head_tokens=16), "head_needs_wrapper", 84),
+        (ReuseTerms(check=SpanCheck(1, largest_share=0.15)), "check_needs_wrapper", 85),
+        (ReuseTerms(boundary=2, check=SpanCheck(1, threshold=0.0)), "check_needs_wrapper", 100),
     ],
 )
-def test_what_a_stock_engine_cannot_keep(terms, reason):
-    assert terms.wrapper_reason == reason
-
-
-@pytest.mark.parametrize(
-    ("terms", "expected"),
-    [
-        (ReuseTerms(), 100),
-        (ReuseTerms(boundary=5), 100),
-        (ReuseTerms(head_tokens=16), 84),
-        (ReuseTerms(check=SpanCheck(1, largest_share=0.15)), 85),
-        (ReuseTerms(check=SpanCheck(1, threshold=0.0)), 100),
-    ],
-)
-def test_reuse_that_can_be_counted_on(terms, expected):
-    assert terms.expected_reuse(100) == expected
+def test_what_a_stock_engine_cannot_keep_and_the_reuse_that_can_be_counted_on(terms, reason, expected):
+    assert (terms.wrapper_reason, terms.expected_reuse(100)) == (reason, expected)

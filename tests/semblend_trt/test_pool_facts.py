@@ -13,17 +13,12 @@ ROW = KV_HEADS * HEAD_DIM * BLOCK
 SIZES = KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, 1)
 
 
-def test_a_pool_and_a_part_of_a_larger_one():
-    whole = torch.zeros(4, LAYERS + 2, 2, ROW)
-    for pool in (torch.zeros(4, LAYERS, 2, ROW), whole[:, 1 : 1 + LAYERS], whole[::2, :LAYERS]):
-        assert geometry_of(pool, SIZES) == KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK)
-
-
 @pytest.mark.parametrize(("dtype", "is_scaled"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)])
 def test_one_tensor_in_fp8_needs_scales(dtype, is_scaled):
-    pool = torch.zeros(4, LAYERS, 2, ROW, dtype=dtype)
-    assert geometry_of(pool, SIZES).block_size == BLOCK
-    assert needs_scales(pool) == is_scaled
+    whole = torch.zeros(4, LAYERS + 2, 2, ROW, dtype=dtype)
+    for pool in (torch.zeros(4, LAYERS, 2, ROW, dtype=dtype), whole[:, 1 : 1 + LAYERS], whole[::2, :LAYERS]):
+        assert geometry_of(pool, SIZES) == KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK)
+        assert needs_scales(pool) == is_scaled
     apart = torch.zeros(LAYERS, 4, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype).unbind()
     assert not needs_scales(LayeredPool(apart, apart))
 

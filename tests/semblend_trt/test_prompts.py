@@ -59,20 +59,6 @@ def test_fields_that_make_another_prompt_are_refused_by_name(reader, name):
         reader.completion({"prompt": "a", name: 3})
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        (None, "messages: Input should be a valid list"),
-        ([], "messages: List should have at least 1 item"),
-        ([{"content": "a"}], "messages.0.role: Field required"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type: Input should be 'text'"),
-    ],
-)
-def test_other_chats_are_refused(reader, messages, problem):
-    with pytest.raises(PromptError, match=problem):
-        reader.chat({"messages": messages})
-
-
 class Watched:
     """A tokenizer that must not be asked."""
 

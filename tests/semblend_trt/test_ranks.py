@@ -9,7 +9,7 @@ import torch
 from semblend_trt.connector import worker_setup
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
-from semblend_trt.ranks import EngineRanks, Ranks, TorchRanks, agree_on_loads, joined_ranks, ranks_of
+from semblend_trt.ranks import EngineRanks, Ranks, TorchRanks, agree_on_loads, ranks_of
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -31,11 +31,6 @@ def test_several_ranks_get_the_same():
         return gathered, told, least, ranks.total(own).tolist()
 
     assert on_ranks(3, work) == [([0, 1, 2], "of 0", [0, 3], [111.0, 111.0])] * 3
-
-
-def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown():
-    assert joined_ranks(1).size == 1
-    assert joined_ranks(2) is None
 
 
 @pytest.fixture
@@ -64,13 +59,6 @@ def test_ranks_that_cannot_talk_reuse_nothing():
     alone = Runtime()
     join_ranks(alone, 1)
     assert alone.refusal is None
-
-
-def test_ranks_that_the_engine_has_named_are_kept(engine):
-    named = EngineRanks(0, 2, lambda value: [value, value])
-    runtime = Runtime(ranks=named)
-    join_ranks(runtime, 2)
-    assert runtime.ranks is named
 
 
 def test_a_refusal_of_one_rank_is_that_of_all():

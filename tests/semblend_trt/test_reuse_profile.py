@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import ProfileMatch, ProfileMatcher
-from semblend_trt.errors import ConfigurationError, ProfileError
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.plan import BudgetLevel, EngineMode, ReuseTerms
 from semblend_trt.reuse_profile import (
@@ -176,7 +176,6 @@ def test_it_holds_in_every_engine_of_its_list_and_in_no_other():
 @pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
 def test_an_engine_that_is_not_known_is_in_no_list(tmp_path, word):
     listed = ReuseProfile.read(stored(tmp_path / "profile.json", engines=["engine/default/pool", word]))
-    assert listed.differences(namespace(), GEOMETRY) == []
     assert len(listed.differences(namespace(backend_cache_layout=word), GEOMETRY)) == 1
     with pytest.raises(ConfigurationError, match="engine and cache layout of this engine cannot be determined"):
         ReuseProfile.made_for(namespace(backend_cache_layout=unknown_value()), GEOMETRY, policy="position_fix")
@@ -191,32 +190,22 @@ def test_another_version_differs(monkeypatch):
     assert "runs 9.9.9" in sentence
 
 
-def test_what_cannot_be_is_not_made():
-    with pytest.raises(ConfigurationError, match="cannot be made: policy verified and check None do not fit"):
-        profile(check=None)
-
-
 @pytest.mark.parametrize(
     "execution",
     [
-        {"boundary": 3, "head_tokens": 8, "generations": 2},
+        {"head_tokens": 8, "generations": 2},
         {"check": CHECK.model_copy(update={"sample_every": 8}), "bounds": BOUNDS, "floor": 0.1, "template": "0f" * 32},
-        {"policy": "boundary", "check": None, "boundary": 12},
         {"policy": "exact", "check": None},
     ],
     ids=str,
 )
 def test_it_reads_back_as_written(tmp_path, execution):
     made = profile(figures=[{"ü\n": [1.5, None, True]}, 2**53], command="calibrate 'ü'", **execution)
-    path, link = tmp_path / "deep" / "profile.json", tmp_path / "link.json"
+    path = tmp_path / "deep" / "profile.json"
     made.write(path)
     read = ReuseProfile.read(path)
     assert read.model_copy(update={"digest": None}) == made
     assert (read.differences(namespace(), GEOMETRY), read.terms) == ([], made.terms)
-    assert os.listdir(path.parent) == ["profile.json"]
-    link.symlink_to(path)
-    made.write(link)
-    assert link.is_symlink()
 
 
 @pytest.mark.promise("reuse", "A profile made without `generations` goes on working, and allows none")
@@ -241,36 +230,20 @@ RECORDED = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 @pytest.mark.parametrize(
     "path", [each for each in RECORDED if b"witness" in each.read_bytes()], ids=lambda path: path.stem
 )
-def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path, caplog):
-    values = json.loads(path.read_text(encoding="utf-8"))
-    assert (values["check"]["witness_every"], values["check"]["witness_bounds"]) == (0, [])
-    with caplog.at_level(logging.WARNING):
-        read = ReuseProfile.read(path)
-    [warning] = caplog.messages
-    assert "witness_bounds is ignored" in warning
-    assert read.digest == values["digest"]
+def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path):
+    read = ReuseProfile.read(path)
+    assert read.digest == json.loads(path.read_text(encoding="utf-8"))["digest"]
     read.write(tmp_path / "profile.json")
-    assert ReuseProfile.read(tmp_path / "profile.json").check == read.check
-    assert len(caplog.messages) == 1
+    again = ReuseProfile.read(tmp_path / "profile.json")
+    assert (again.terms, again.bounds) == (read.terms, read.bounds)
 
 
 @pytest.mark.promise("reuse", "A profile of an earlier version...")
-@pytest.mark.parametrize("every", [1, 128, -1, None, False, 0.0])
-def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
-    values = profile().model_dump(mode="json")
-    values["check"] |= {"witness_every": every, "witness_bounds": [0.4, 1.5]}
-    (tmp_path / "profile.json").write_text(json.dumps(values))
-    told = f"witness_every is {every}, and only 0 is allowed.*; make it again with `python -m validation calibrate`"
-    with pytest.raises(ProfileError, match=told):
-        ReuseProfile.read(tmp_path / "profile.json")
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"schema_version": 1}, "schema_version is 1: .*; make it again with `python -m validation calibrate`"),
         ({"engines": []}, "engines is .*at least 1"),
-        ({"engines": ["a", "b", "a"]}, "names an engine twice"),
         ({"namespace__backend_cache_layout": "a"}, r"\['backend_cache_layout'\] are not known"),
         ({"policy": "most"}, "policy is 'most'"),
         ({"check__threshold": 1.01}, "check.threshold is 1.01: Input should be less than or equal to 1"),
@@ -289,18 +262,14 @@ def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
         ({"bounds": [{**BOUNDS[0], "levels": [*BOUNDS[0]["levels"], FALLING]}]}, "the share must not fall"),
         ({"template": "0f"}, "template is '0f'"),
         ({"check": None}, "verified, and only it, has one"),
-        ({"boundary": 1, "check__sample_every": 8}, "boundary 1 computes every token, and a sample of one in 8 does"),
-        (
-            {"check__window_tokens": 16, "check__sample_every": 17},
-            "sample_every is 17; it may be at most window_tokens",
-        ),
+        ({"boundary": 1}, "boundary is 1: Input should be 0"),
+        *(({"check__witness_every": each}, f"witness_every is {each}: Input should be 0") for each in (1, None)),
+        ({"check__window_tokens": 16, "check__sample_every": 17}, "sample_every is 17; it may be at most window_token"),
         ({"check__compares_all": False}, "sample_every is 0; a check has to compare"),
         ({"check__layer": 12}, r"check layer 12 is outside 1\.\.11"),
         ({**FIXED, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
         ({**FIXED, "generations": 1}, "generations 1; only verified may have some"),
-        ({**FIXED, "policy": "boundary"}, r"boundary 0; allowed is 1\.\.12"),
-        ({**FIXED, "policy": "boundary", "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
-        ({**FIXED, "policy": "exact", "boundary": 3}, "computes no layer again"),
+        ({**FIXED, "policy": "boundary"}, "policy is 'boundary': Input should be 'exact', 'verified' or"),
     ],
 )
 def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path, changes, told):
@@ -309,21 +278,6 @@ def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path, changes, to
         ReuseProfile.read(path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 1000
-
-
-def test_oversized_missing_and_special_files_are_refused(tmp_path):
-    large = tmp_path / "large.json"
-    large.write_bytes(b" " * (MAX_BYTES + 1))
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path, told in (
-        (large, "cannot be read: it has more than 1048576 bytes"),
-        (tmp_path / "none.json", "cannot be read: No such file"),
-        (tmp_path, "cannot be read: Is a directory"),
-        (pipe, "cannot be read: it is not a regular file$"),
-    ):
-        with pytest.raises(ConfigurationError, match=told):
-            ReuseProfile.read(path)
 
 
 @pytest.fixture
@@ -353,14 +307,6 @@ def unchecked(figures=None, **changes):
 
 def match(asked, space, mode=EngineMode.WRAPPER):
     return asked.match(space, GEOMETRY, mode)
-
-
-def test_no_profile(caplog):
-    asked = matcher(None)
-    with caplog.at_level(logging.WARNING):
-        assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
-    (record,) = caplog.records
-    assert "SEMBLEND_PROFILE" in record.getMessage()
 
 
 @pytest.mark.promise(
@@ -401,7 +347,9 @@ def test_any_number_of_adapters_is_compared_and_few_are_told(path, caplog):
     assert match(asked, namespace()).profile is not None
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'{"a": \xff}', b"[" * 100_000, b"{}"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"[]", b"null", b'{"a": \xff}', b"[" * 100_000, b"{}", b" " * (MAX_BYTES + 1)]
+)
 def test_a_file_that_cannot_be_read_is_refused_not_raised(tmp_path, content, caplog):
     path = tmp_path / "broken.json"
     if content is not None:
@@ -413,14 +361,13 @@ def test_a_file_that_cannot_be_read_is_refused_not_raised(tmp_path, content, cap
     assert str(path) in caplog.text
 
 
-def test_other_policies_read_no_profile(path, caplog):
+def test_other_policies_read_no_profile_and_a_missing_one_is_told_once(path, caplog):
     with caplog.at_level(logging.WARNING):
-        asked = matcher(path, "exact")
-        assert match(asked, namespace()) == ProfileMatch(None)
-        match(matcher(None, "exact"), namespace())
-    assert [record.getMessage() for record in caplog.records] == [
-        "SEMBLEND_PROFILE is set, but policy exact uses no profile"
-    ]
+        for asked in (matcher(path, "exact"), matcher(None, "exact"), matcher(None)):
+            assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
+    exact, missing = caplog.messages
+    assert exact == "SEMBLEND_PROFILE is set, but policy exact uses no profile"
+    assert "no reuse profile is set" in missing
 
 
 def refusal(path, **settings):
@@ -445,7 +392,6 @@ DENSE_NAME = "verified layer 2 threshold 0.99"
     ("fields", "candidate"),
     [
         ({}, "position_fix"),
-        ({"policy": "boundary", "boundary": 3}, "boundary 3"),
         ({"policy": "verified", "check": SAMPLED}, SAMPLED_NAME),
         ({"policy": "verified", "check": LOOSE}, "verified layer 2 threshold 1"),
         ({"policy": "verified", "check": DENSE}, DENSE_NAME),

@@ -68,7 +68,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """Return the terms in words, for figures and reports."""
-        parts = [terms_name("verified", 0, self.check)]
+        parts = [terms_name("verified", self.check)]
         if self.check.window_threshold is not None:
             parts.append(f"windows {self.check.window_threshold:.4g}")
         return " ".join([*parts, f"head {self.head_tokens}"] if self.head_tokens else parts)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.placement import Placement, Score
 
 logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+logger.addFilter(OnceAMinute())
 
 # Workers that a request is tried with: one that ends workers must not end them all.
 ATTEMPTS = 3

@@ -29,7 +29,7 @@ def test_a_check_that_sees_nothing_is_found_out(tmp_path):
     shipped = shipped_model()
     profile = ReuseProfile.read(shipped / PROFILE_NAME)
     check = profile.check.model_copy(update={"layer": 1, "threshold": 0.99})
-    forged = evidence(terms_name("verified", 0, check))
+    forged = evidence(terms_name("verified", check))
     blind = profile.model_copy(update={"check": check, "figures": forged})
     blind.write(tmp_path / "profile.json")
     found = attack(shipped, tmp_path / "profile.json", tries=3, victims=2)

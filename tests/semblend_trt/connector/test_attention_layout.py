@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
 from kernels.layout import KvGeometry, LayeredPool
-from kernels.rope import LayerRotations, RopeRotation, rotate_keys, still
-from semblend_trt.connector.attention_layout import PUBLISHED_CODE, LayerGroup, layer_groups
+from kernels.rope import RopeRotation, rotate_keys
+from semblend_trt.connector.attention_layout import PUBLISHED_CODE, layer_groups
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.errors import UnsupportedModelError
@@ -29,46 +29,6 @@ def facts_with(groups, layers=3):
 
 
 @pytest.mark.parametrize(
-    ("config", "windows"),
-    [
-        (MistralConfig(**SIZES, sliding_window=None), [None] * 4),
-        (MistralConfig(**SIZES, sliding_window=512), [512] * 4),
-        (MistralConfig(**SIZES, sliding_window=4096), [None] * 4),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1), [None, 512, 512, 512]),
-        (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=512), [None] * 4),
-        (Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=64), [*[64] * 5, None, 64]),
-    ],
-)
-def test_windows_are_those_of_the_configuration(config, windows):
-    groups = layer_groups(config, [FAST] * config.num_hidden_layers)
-    assert list(facts_with(groups, config.num_hidden_layers).windows) == windows
-    assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
-
-
-def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_attention():
-    types = ["chunked_attention", "full_attention", "sliding_attention"]
-    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=256, sliding_window=32, layer_types=types)
-    config.attention_chunk_size = 64
-    facts = facts_with(layer_groups(config, [FAST] * 3))
-    assert (facts.chunks, facts.windows, facts.lowest_check_layer) == ((64, None, None), (None, None, 32), 2)
-    assert facts_with([LayerGroup((0, 1, 2), "window", 32, FAST)]).lowest_check_layer == 3
-    config.attention_chunk_size = 256
-    assert [group.attention for group in layer_groups(config, [FAST] * 3)] == ["full", "window"]
-
-
-def test_layers_that_attend_and_rotate_alike_are_one_group():
-    types = ["sliding_attention", "full_attention", "full_attention"]
-    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
-    groups = layer_groups(config, [SLOW, FAST, still(4)])
-    kinds = ((0, "window", 64, SLOW), (1, "full", None, FAST), (2, "full", None, still(4)))
-    assert groups == tuple(LayerGroup((layer,), *kind) for layer, *kind in kinds)
-    rotation = facts_with(groups[::-1]).rotation
-    assert isinstance(rotation, LayerRotations)
-    assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]
-    assert facts_with(layer_groups(config, [FAST] * 3)).rotation is FAST
-
-
-@pytest.mark.parametrize(
     ("types", "told"),
     [
         (["full_attention", "linear_attention"], r"layer types \['linear_attention'\] are not among full_attention"),
@@ -79,13 +39,6 @@ def test_layers_that_are_not_known_are_refused(types, told):
     config = SimpleNamespace(num_hidden_layers=2, max_position_embeddings=64, layer_types=types)
     with pytest.raises(UnsupportedModelError, match=told) as refused:
         layer_groups(config, [FAST] * 2)
-    assert refused.value.reason == "attention_layout"
-
-
-@pytest.mark.parametrize("held", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1), (2, 3)], []])
-def test_each_layer_must_be_in_one_group(held):
-    with pytest.raises(UnsupportedModelError, match=r"hold layers \[.*\]; each of 0\.\.2 is needed once") as refused:
-        facts_with(LayerGroup(layers, "full", None, FAST) for layers in held)
     assert refused.value.reason == "attention_layout"
 
 
@@ -228,12 +181,6 @@ VLLM = replace(engine(), halved_model_types=("llama4", "llama4_text"))
 def as_halves(keys):
     """Neighbouring channels one half of a head apart."""
     return torch.cat([keys[..., 0::2], keys[..., 1::2]], dim=-1)
-
-
-def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_path):
-    facts = facts_of(tmp_path, TEXT)
-    assert facts_in_engine(facts, engine()) is facts
-    assert facts_in_engine(facts, replace(engine(), halved_model_types=("llama4",))) is facts
 
 
 BY_TURNS = ["chunked_attention", "full_attention"] * 4

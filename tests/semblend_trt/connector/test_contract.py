@@ -1,11 +1,10 @@
 """Which version of the contract an engine keeps, and what that says of it."""
 
-from inspect import signature
 from types import SimpleNamespace
 
 import pytest
 
-from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker, contract, llm_args
+from semblend_trt.connector import contract, llm_args
 from semblend_trt.connector.contract import V11
 from semblend_trt.connector.llm_args import flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
@@ -18,22 +17,9 @@ from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 )
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
-    assert version_of(release) == release
+    assert (version_of(release), version_of("of another product"), version_of(None)) == (release, V11, V11)
     monkeypatch.setattr("semblend_trt.connector.llm_args.upstream", module_of(release))
     assert version_of(None) == release
-
-
-def test_what_is_not_known_is_taken_for_the_oldest():
-    assert version_of("of another product") == version_of(None) == V11
-
-
-@pytest.mark.parametrize(
-    ("ours", "base"),
-    [(SemBlendKvConnectorScheduler, contract._SchedulerBase), (SemBlendKvConnectorWorker, contract._WorkerBase)],
-)
-def test_our_methods_take_what_the_contract_hands_them(ours, base):
-    for name in base.__abstractmethods__:
-        assert list(signature(getattr(ours, name)).parameters) == list(signature(getattr(base, name)).parameters), name
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -1,6 +1,5 @@
 """Engines, models and requests whose KV may not be shared are refused by name."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, 
 from semblend_trt.connector.llm_args import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
-from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 
 TRTLLM, FLASHINFER = {"attn_backend": "TRTLLM"}, {"attn_backend": "FLASHINFER"}
@@ -123,18 +121,13 @@ def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "reason"),
+    ("kind", "module", "is_told"),
     [
-        (Arguments, "semblend_trt.connector", "kv_quantized"),
-        (Arguments, "engine_wrapper.connector", None),
-        (LlmArgs, "engine_wrapper.connector", "kv_quantized"),
+        (Arguments, "semblend_trt.connector", False),
+        (Arguments, "engine_wrapper.connector", True),
+        (LlmArgs, "engine_wrapper.connector", False),
     ],
 )
-def test_a_checkpoint_that_asks_for_an_fp8_cache_is_served_where_its_scales_can_be_read(tmp_path, kind, module, reason):
-    save_tiny_model("qwen2", tmp_path)
-    asked = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(asked))
-    args = kind(model=str(tmp_path), kv_connector_config=KvCacheConnectorConfig.ours(module))
-    assert facts_or_refusal(from_llm_args(args), load_settings())[1] == reason
-    worker.SemBlendKvConnectorWorker(args)
-    assert runtime_for(args).refusal == reason
+def test_the_scales_of_an_fp8_cache_are_told_where_they_can_be_read(kind, module, is_told):
+    args = kind(model="any", kv_connector_config=KvCacheConnectorConfig.ours(module))
+    assert from_llm_args(args).tells_kv_scales == is_told

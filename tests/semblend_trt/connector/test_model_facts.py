@@ -171,19 +171,15 @@ REFUSED = [
 ]
 
 
-def test_quantised_weights_are_told_apart(tmp_path):
-    found = set()
-    for method, bits in (("awq", 4), ("awq", 8), ("gptq", 4)):
-        asked = {"quant_method": method, "bits": bits}
-        found.add(model_facts(write_config(tmp_path, LLAMA, quantization_config=asked)).quantization)
-    assert len(found - {None}) == 3
-
-
 def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path):
     write_config(tmp_path, LLAMA)
     own = tmp_path / "hf_quant_config.json"
     own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}))
     assert (model_facts(tmp_path).quantization or "").startswith("FP8:")
+    asked = ({"quant_method": method, "bits": bits} for method, bits in (("awq", 4), ("awq", 8), ("gptq", 4)))
+    assert (
+        len({model_facts(write_config(tmp_path, LLAMA, quantization_config=each)).quantization for each in asked}) == 3
+    )
     own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}))
     with pytest.raises(UnsupportedModelError, match="KV cache is quantised") as refused:
         model_facts(tmp_path)
@@ -257,9 +253,9 @@ def facts_of(folder, fields, model_type="llama"):
     return model_facts(folder)
 
 
-@pytest.mark.parametrize("kind", OLD)
-def test_the_old_form_gives_the_rotation_of_the_model(tmp_path, kind):
-    facts = facts_of(tmp_path, OLD[kind])
+@pytest.mark.parametrize("old", [{}, *OLD.values()])
+def test_the_old_form_gives_the_rotation_of_the_model(tmp_path, old):
+    facts = facts_of(tmp_path, old)
     assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
 
 
@@ -276,10 +272,6 @@ def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path, kind):
     parameters = rope_parameters(raw, SimpleNamespace(**raw))
     assert parameters == new.rope_parameters
     assert rope_rotation(parameters, 64) == new.rotation
-
-
-def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path):
-    assert facts_of(tmp_path, {}).rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
@@ -309,24 +301,16 @@ OLD_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
-def test_a_form_that_transformers_4_does_not_read_is_refused(kind):
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize("raw", [PARTIAL, *(new_form(OLD[kind]) for kind in ("default", "linear", "llama3", "yarn"))])
+def test_a_form_that_transformers_4_does_not_read_is_refused(raw):
     """It leaves `rope_parameters` as it is and rotates by its defaults, and so does the engine."""
-    raw = new_form(OLD[kind])
-    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None)
+    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None, partial_rotary_factor=1.0)
     with pytest.raises(UnsupportedModelError, match=r"but Transformers .* reads") as refused:
         rope_parameters(raw, config)
     assert refused.value.reason == "rope_unknown"
-    agreed = SimpleNamespace(**raw, rope_theta=1e6, rope_scaling=None)
-    if kind == "default":
-        assert rope_parameters(raw, agreed) == raw["rope_parameters"]
-
-
-def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused():
-    raw = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None, partial_rotary_factor=1.0)
-    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor of RoPE is 0\.5 .* reads 1\.0"):
-        rope_parameters(raw, config)
 
 
 @given(

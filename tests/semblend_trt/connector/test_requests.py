@@ -1,14 +1,12 @@
 """Requests are bounded, their plans follow what the engine took, and each report adds up."""
 
-import pickle
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt.connector import requests
@@ -39,11 +37,6 @@ from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, Spa
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.plans import plan_of
-
-
-def test_plain_request_is_eligible():
-    sampling = SimpleNamespace(beam_width=1)
-    check_eligible(SimpleNamespace(sampling_config=sampling, is_generation_only_request=lambda: False))
 
 
 @pytest.mark.promise(
@@ -83,15 +76,11 @@ def test_an_engines_own_request_is_refused_whatever_else_it_holds():
     ("attributes", "salt"),
     [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],
 )
-def test_salt_of_either_name(attributes, salt):
-    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
-
-
 @pytest.mark.known_defect(21)
-def test_engine_without_salt_attribute_is_refused():
-    with pytest.raises(IneligibleRequest) as refusal:
+def test_a_salt_of_either_name_is_read_and_an_engine_that_tells_none_is_refused(attributes, salt):
+    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
+    with pytest.raises(IneligibleRequest, match="salt_unknown"):
         cache_salt_of(SimpleNamespace())
-    assert refusal.value.reason == "salt_unknown"
 
 
 def adapter(folder, weights=b"w", config='{"r": 8}'):
@@ -195,14 +184,6 @@ def table():
     held.add(tracked(1))
     held.add(tracked(2))
     return held
-
-
-def test_a_request_that_is_silent_is_given_up(table):
-    for _ in range(MAX_SILENT_ITERATIONS):
-        assert table.begin_iteration() == []
-        table.scheduled(2)
-    assert ids(table.begin_iteration()) == [1]
-    assert list(table) == [2]
 
 
 def test_what_was_promised_and_not_loaded_is_never_given_up():
@@ -363,20 +344,6 @@ def test_steps_that_cannot_be(position, scheduled):
     assert request.written_tokens == PROMPT
 
 
-@given(st.lists(st.tuples(st.integers(-3, 130), st.integers(-3, 130)), max_size=8))
-def test_no_schedule_makes_more_written_than_was_computed(schedule):
-    request, most, is_first = savable(), 0, True
-    for position, scheduled in schedule:
-        try:
-            told(request, position, scheduled, is_first=is_first)
-        except ValueError:
-            continue
-        # A token a step, and one that was told late.
-        most = max(most, PROMPT) + min(2, max(0, request.written_tokens - max(most, PROMPT)))
-        assert 0 <= request.written_tokens <= most
-        is_first = False
-
-
 @pytest.mark.parametrize(
     "blocks", [BLOCKS[:-1], BLOCKS[::-1], [*BLOCKS[:5], 3, *BLOCKS[6:]], [3, *BLOCKS], [-1] * 13, ["50"] * 13]
 )
@@ -495,31 +462,15 @@ def unsigned(metadata):
     return blank
 
 
-def test_metadata_of_this_version_is_taken_as_it_is():
-    runtime = Runtime()
-    sent = pickle.loads(pickle.dumps(WHOLE))
-    assert readable_metadata(sent, runtime) is sent
-    assert sent == WHOLE
-    assert readable_metadata(SemBlendConnectorMetadata(), runtime) is not None
-    assert readable_metadata(None, runtime) is None
-    assert (runtime.faults, runtime.refusal) == ({}, None)
-
-
 @pytest.mark.promise("donors", "Metadata of another version is refused, and loads nothing")
-@pytest.mark.parametrize("told", [{"followed": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
+@pytest.mark.parametrize("told", [{"followed": ()}, "garbage", replace(WHOLE, version="0.0.0"), unsigned(WHOLE)])
 def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
-    runtime = Runtime()
-    assert readable_metadata(told, runtime) is None
-    assert readable_metadata(unsigned(replace(WHOLE, plans=())), runtime) is None
-    assert (runtime.faults, runtime.refusal) == ({"metadata": 2}, "metadata_version")
-
-
-@pytest.mark.parametrize("told", [replace(WHOLE, version="0.0.0"), unsigned(WHOLE)])
-def test_plans_of_another_version_are_no_plans_to_serve_from(told):
-    runtime = Runtime()
-    with pytest.raises(DonorUnavailableError, match="plans are of another version"):
-        readable_metadata(told, runtime)
-    assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
+    runtime, has_plans = Runtime(), isinstance(told, SemBlendConnectorMetadata)
+    with pytest.raises(DonorUnavailableError, match="plans are of another") if has_plans else nullcontext():
+        assert readable_metadata(told, runtime) is None
+    if has_plans:
+        assert readable_metadata(replace(told, plans=(), version="0.0.0"), runtime) is None
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 1 + has_plans}, "metadata_version")
 
 
 def test_a_step_beyond_what_is_written_leaves_no_hole():

@@ -54,21 +54,6 @@ def test_what_the_settings_leave_off_is_not_run(tiny_qwen2_path, monkeypatch):
     assert not runtime_for(scheduler._llm_args).faults
 
 
-def test_the_donor_index_is_there_before_the_first_request(pair):
-    scheduler, worker = pair
-    scheduler.wait_for_initialization()  # some engines ask before there are caches
-    assert scheduler.donor_index is None
-    worker.register_kv_caches(POOL)
-    assert scheduler.donor_index is not None
-
-
-def test_nothing_is_built_where_nothing_may_be_reused(pair):
-    scheduler, worker = pair
-    worker.register_kv_caches(POOL[:, :2])
-    assert scheduler.donor_index is None
-    assert runtime_for(scheduler._llm_args).refusal == "pool_layout"
-
-
 def test_what_cannot_be_built_is_counted_and_tried_again(pair, monkeypatch):
     scheduler, worker = pair
     with monkeypatch.context() as broken:

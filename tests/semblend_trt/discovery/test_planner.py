@@ -105,9 +105,8 @@ SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_t
         ("epic", None, 0, None, 24),
         ("cacheblend", None, 0, SpanCheck(1, largest_share=0.3), 0),
         ("verified", profile("position_fix"), 0, None, 0),
-        ("verified", profile("boundary", boundary=4), 4, None, 0),
         ("verified", profile("verified", check=CHECK), 0, SPAN_CHECK, 0),
-        ("verified", profile("verified", check=CHECK, boundary=1, head_tokens=8), 1, SPAN_CHECK, 8),
+        ("verified", profile("verified", check=CHECK, head_tokens=8), 0, SPAN_CHECK, 8),
     ],
 )
 def test_the_execution_that_policy_and_profile_give(policy, made, boundary, check, head):
@@ -334,7 +333,7 @@ def test_a_deadline_grows_with_a_long_prompt(tokens, least, milliseconds):
     seed=st.integers(0, 2**32 - 1),
     policy=st.sampled_from(["exact", "verified", "position_fix", "boundary", "epic", "cacheblend"]),
     made=st.sampled_from(
-        [None, profile("boundary", boundary=1), *(profile("verified", check=CHECK, generations=g) for g in (0, 1, 3))]
+        [None, profile("position_fix"), *(profile("verified", check=CHECK, generations=g) for g in (0, 1, 3))]
     ),
     mode=st.sampled_from([STOCK, WRAPPER]),
     guard=st.booleans(),

@@ -1,11 +1,14 @@
 """The index of sketches: its estimates equal those of a loop over all sketches."""
 
+from inspect import ismodule
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite.binding import ffi
 
-from semblend_trt.fleet import sketch_index
+from semblend_trt.fleet import sketch, sketch_index
 from semblend_trt.fleet.sketch import Sketch, sketch_of
 from semblend_trt.fleet.sketch_index import SketchIndex
 from tests.semblend_trt.samples import prompt_fingerprints
@@ -24,6 +27,17 @@ def naive_share(sketches, prompt):
             matches += 1
             share += 1 / int(prompt.eligible[min(seen)])
     return min(share, 1.0) if matches >= sketch_index.FEWEST_MATCHES else 0.0
+
+
+def test_compiled_functions_take_nothing_from_another_file_and_what_loads_them_has_a_dictionary():
+    """Kept code is compiled again only when its own file changes."""
+    held = vars(sketch_index)
+    shared = {name for name, value in vars(sketch).items() if held.get(name) is value and not ismodule(value)}
+    compiled = [each.py_func.__code__.co_names for each in held.values() if hasattr(each, "py_func")]
+    assert "sketch_of" in shared
+    assert len(compiled) == 10
+    assert not shared & {name for names in compiled for name in names}
+    assert vars(ffi.lib).get("kernel") is None
 
 
 donors = st.tuples(

@@ -151,7 +151,7 @@ def made(shipped, tmp_path):
     def make(kv_dtype="auto", **fields):
         figures = [{"what": "prompts", **MADE_WITH}]
         figures += [{"what": "observed", "family": name} for name in FAMILIES.split(",")]
-        name = terms_name("verified", 0, CHECK)
+        name = terms_name("verified", CHECK)
         figures.append({"what": "tried", "stage": "confirm", "candidate": name, "holds": True})
         given = {"policy": "verified", "check": CHECK, "head_tokens": 8, "figures": figures, **fields}
         path = tmp_path / "profile.json"
