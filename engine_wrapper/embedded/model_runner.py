@@ -1,38 +1,214 @@
-"""Runs the slices that the executor schedules, and the reuse plans that are pending for them."""
+"""Loads a decoder model through Transformers, or says in one sentence why not, and runs an executor's slices.
+
+Reuse plans that are pending for the slices are run as well."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.batch import EngineForward
-from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.self_check import measured
-from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.sparse_forward import SparseForward, check_latent_cache
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
 from kernels.layout import indexable
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.connector.model_facts import configuration_digest, model_facts
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.model_files import file_states, snapshot
+from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 from semblend_trt.ranks import Ranks
+from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.embedded.models import ModelSource
+    from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.cost import CostModel
+    from semblend_trt.model_files import FileState
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
+SUPPORTED_MODEL_TYPES = (
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
+    *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
+)
+
+# Returns the plan that is pending for a request.
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a model was loaded from, as `LlmArgs` name it. `files`: as they were read; None for weights of no file."""
+
+    model: str
+    revision: str | None
+    tokenizer: str | None
+    files: dict[str, FileState] | None
+
+    def arguments_for(self, asked: LlmArgs) -> dict[str, Any]:
+        """Return the fields of `LlmArgs` that identify this model: the connector binds KV to them.
+
+        Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since."""
+        folder = _place(self.model, self.revision)
+        if _place(asked.model, asked.revision) != folder:
+            raise ConfigurationError(
+                f"model is {asked.model}, and the runner holds {self.model}; lend a runner of the same model, or none"
+            )
+        words = folder if self.tokenizer is None else _place(self.tokenizer)
+        if asked.tokenizer is not None and _place(asked.tokenizer) != words:
+            raise ConfigurationError(
+                f"tokenizer is {asked.tokenizer}, and the runner has that of {self.tokenizer or self.model}; make a "
+                "runner with the tokenizer"
+            )
+        if self.files is not None and _states(self.model, self.revision) != self.files:
+            raise ConfigurationError(f"the files of model {self.model} have changed since they were loaded; load again")
+        load_format = "dummy" if self.files is None else asked.load_format
+        return {"revision": self.revision, "tokenizer": self.tokenizer, "load_format": load_format}
+
+
+def load_model(
+    model: str | Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    tokenizer: str | Path | None,
+    revision: str | None,
+) -> tuple[Any, Any, ModelFacts, ModelSource]:
+    """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
+
+    Returns the model, its tokenizer, its facts and its source. Raises ConfigurationError when something cannot be read
+    or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported."""
+    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    facts = _supported_facts(model, revision)
+    files = _states(str(model), revision)
+    loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    try:
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
+            str(model),
+            dtype=target_dtype or "auto",
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with their names
+        )
+    except Exception as error:  # safetensors, hub and torch each raise their own types
+        raise ConfigurationError(f"model {model}: its weights cannot be read: {reason_of(error)}") from error
+    for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise ConfigurationError(
+                f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
+            )
+    weights = _text_part(loaded).to(target_device)
+    files = files or _states(str(model), revision)  # the model was downloaded just now
+    source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
+    return weights, loaded_tokenizer, facts, source
+
+
+def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> tuple[Any, Any, ModelFacts, ModelSource]:
+    """Prepare a model that is in memory; `config_path` is a folder with its config.json.
+
+    Returns what `load_model` does. Raises as it does, and ConfigurationError for a folder that describes another
+    model."""
+    facts = _supported_facts(config_path, None)
+    read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
+    if _digest(read) != _digest(model.config):
+        raise ConfigurationError(
+            f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
+            "configuration there"
+        )
+    source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
+    return _text_part(model), tokenizer, facts, source
+
+
+def _digest(config: Any) -> str:
+    """Digest of the fields that the model's class computes text with; the dtype is that of the weights."""
+    return configuration_digest(
+        config.get_text_config().to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"})
+    )
+
+
+def _place(name: str, revision: str | None = None) -> Path | str:
+    folder = snapshot(name, revision)
+    return name if folder is None else folder.resolve()
+
+
+def _states(model: str, revision: str | None) -> dict[str, FileState] | None:
+    """Return the states of the model's files, None when there are none or they cannot be read."""
+    try:
+        folder = snapshot(model, revision)
+        return None if folder is None else file_states(folder)
+    except (OSError, ConfigurationError):
+        return None
+
+
+def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
+    if (refusal := embedded_engine_refusal()) is not None:
+        raise ConfigurationError(refusal)
+    facts = model_facts(model, revision)
+    if facts.model_type not in SUPPORTED_MODEL_TYPES and not facts.takes_images:
+        raise UnsupportedModelError(
+            "engine_model_type",
+            f"model {model} is of type {facts.model_type}; the embedded engine runs {', '.join(SUPPORTED_MODEL_TYPES)}",
+        )
+    return facts
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return the torch dtype of a setting; None for "auto". Raises ConfigurationError."""
+    if dtype == "auto":
+        return None
+    if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
+        raise ConfigurationError(f"dtype {dtype} is not supported; use auto, {', '.join(_DTYPES)}")
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device of a setting; "auto": CUDA where it is, else the CPU. Raises ConfigurationError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {device} is not supported; use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device {device} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return resolved
+
+
+def _text_part(model: Any) -> Any:
+    """Return the model; of one that takes images, only what reads and writes text."""
+    text = model
+    if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
+        text = model.language_model
+    elif hasattr(model.model, "language_model"):
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(model.config.text_config)
+        text.model, text.lm_head = model.model.language_model, model.lm_head
+        text.config, text.generation_config = text.model.config, model.generation_config
+    check_latent_cache(text)
+    return text.eval().requires_grad_(False)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
 
 
 class ModelRunner:

@@ -114,6 +114,12 @@ def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
+_BOUND_ATTRIBUTES = (
+    "request_id get_tokens prompt_len orig_prompt_len max_new_tokens context_current_position lora_task_id "
+    "multimodal_hashes sampling_config is_dummy_request cache_salt_id"
+)
+
+
 class LlmRequestState(str, Enum):
     """Upstream's names: a save is "context in transmission"."""
 
@@ -136,9 +142,7 @@ class LlmRequest:
 
     # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes = None
-    kv_cache_retention_config = None
     is_dummy_request = False
-    is_context_only_request = False
     sampling_config = SimpleNamespace(beam_width=1)
 
     state = LlmRequestState.QUEUED
@@ -171,8 +175,8 @@ class LlmRequest:
         exact_only: bool = False,
         cold: bool = False,
     ) -> None:
-        self.request_id = self.py_request_id = self.client_id = request_id
-        self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
+        self.request_id = self.py_request_id = request_id
+        self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
         self.sampling_params = sampling_params
         self.cache_salt, self.cache_salt_id = cache_salt, None
@@ -189,7 +193,7 @@ class LlmRequest:
         """Return prompt and generated tokens."""
         return list(self._tokens)
 
-    def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
+    def get_num_tokens(self) -> int:
         return len(self._tokens)
 
     def tokens(self, begin: int, end: int) -> list[int]:
@@ -273,14 +277,14 @@ class LlmRequest:
 
     def pause(self) -> None:
         """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
-        self.prompt_len = self.py_prompt_len = len(self._tokens)
+        self.prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
         self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
 
-    def bound(self, attributes: frozenset[str]) -> SimpleNamespace:
-        """Return what V1's C++ manager gives to the connector's query: another object, with these alone."""
-        values = {name: getattr(self, name) for name in attributes}
+    def bound(self) -> SimpleNamespace:
+        """Return what V1's C++ manager gives to the connector's query: another object, with what nanobind binds."""
+        values = {name: getattr(self, name) for name in _BOUND_ATTRIBUTES.split()}
         # A property there, and a method here.
         return SimpleNamespace(**values | {"is_generation_only_request": self.is_generation_only_request()})
 

@@ -52,26 +52,6 @@ class Engine:
         return ran
 
 
-BY_THRESHOLD = [[(1, 0, 4), (2, 0, 4)], [(1, 4, 4), (2, 4, 2)], [(1, 8, 3), (2, 6, 1)]]
-BY_BATCH = [[(1, 0, 3), (2, 0, 3)], [(1, 3, 1), (2, 3, 1)], [(3, 0, 3)]]
-BY_BLOCKS = [[(1, 0, 8)], [(1, 8, 1)], [(1, 9, 1)], [(1, 10, 1)], [(2, 0, 8)]]
-RUNS = {
-    "chunks end on boundaries": ([(21,)], {"rows": 10}, [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]]),
-    "nothing follows a chunk that is not the last": ([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]]),
-    "no prompt takes more than the threshold": ([(11,), (6,)], {"threshold": 5}, BY_THRESHOLD),
-    "no chunk below a block's budget": ([(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]]),
-    "the largest batch": ([(3,), (3,), (3,)], {"batch": 2}, BY_BATCH),
-    "blocks must be certain": ([(8, 4), (8, 4)], {"blocks": 4}, BY_BLOCKS),
-}
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_what_runs(kind):
-    shapes, options, steps = RUNS[kind]
-    engine = Engine(*shapes, **options)
-    assert [engine.step() for _ in steps] == steps
-
-
 @pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
 def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
     engine = Engine((3, 1))

@@ -4,13 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES
-from engine_wrapper.embedded.llm import SamplingParams
-from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import evict_prefixes, published_nodes
+from tests.builders.engine import published_nodes
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, prompt
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -67,35 +64,6 @@ def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
     assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params"))
     assert hasattr(asked, "cache_salt_id")
     assert not hasattr(asked, "cache_salt")
-    assert all(hasattr(asked, name) for name in BOUND_ATTRIBUTES)
-
-
-def test_v2_asks_with_the_request_allocates_by_chunks_and_publishes_prompts_only(make_engine):
-    for contract, cached in (("1.2", 3 * BLOCK), ("1.4", 2 * BLOCK)):
-        llm, record = make_engine(contract, max_num_tokens=16)
-        (output,) = llm.generate([prompt(2 * BLOCK)], SamplingParams(max_tokens=BLOCK + 1, ignore_eos=True))
-        again = prompt(2 * BLOCK) + output.outputs[0].token_ids + [1]
-        assert llm.generate([again], TWO)[0].cached_tokens == cached
-    assert {type(asked) for asked in llm.connector_scheduler.asked} == {LlmRequest}
-    record.outputs.clear()
-    (output,) = llm.generate([prompt(40, 1)], TWO)
-    data = [data for each in record.outputs for data in each.new_requests + each.cached_requests]
-    assert [len(each.new_block_ids) for each in data] == [2, 2, 1, 1]
-    entries = [(each.new_tokens, each.computed_position, each.num_scheduled_tokens) for each in data]
-    first = output.outputs[0].token_ids[:1]
-    assert entries == [(prompt(40, 1), 0, 16), ([], 16, 16), ([], 32, 8), (first, 40, 1)]
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold, overlap):
-    llm, record = make_engine("1.4", disable_overlap_scheduler=not overlap)
-    stream = llm.generate_async(prompt(20), SIX)
-    next(stream)
-    llm.executor.pause(next(iter(llm.executor._active.values())))
-    outputs = list(stream)
-    assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
-    assert (outputs[-1].prompt_token_ids, record.count("get_num_new_matched_tokens")) == (prompt(20), 2)
-    assert sum(len(each.new_requests) for each in record.outputs) == 2
 
 
 def cut_short(llm, tokens, how):
@@ -139,17 +107,6 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 
-def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
-    llm, record = make_engine("embedded")
-    stream = llm.generate_async(prompt(20), SIX)
-    next(stream)
-    record.saves_any, record.saves = True, True
-    llm.abort(stream.request_id)
-    assert record.names()[-2:] == ["request_finished", "get_finished"]
-    assert record.polls[-1] == ([stream.request_id], [])
-    assert llm.executor.pending_transfers == []
-
-
 @pytest.mark.parametrize(
     ("contract", "where"),
     [("embedded", "forward"), ("1.4", "forward"), *((each, "start_load_kv") for each in (*V1_CONTRACTS, "1.4"))],
@@ -161,43 +118,3 @@ def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(mak
         llm.generate([prompt(9)], TWO)
     with pytest.raises(SemBlendError, match="this engine has stopped"):
         llm.generate([prompt(9)], TWO)
-
-
-def twins_being_saved(make_engine, contract, **fields):
-    """An engine that ran two requests of one prompt together and saves both, and the blocks of each."""
-    llm, record = make_engine(contract, **fields)
-    record.saves, record.polls_a_save_takes = True, 4
-    llm.generate([prompt(20), prompt(20)], SIX)
-    assert llm.executor.pending_transfers == [1, 2]
-    return llm, [call[2] for call in record.calls if call[0] == "request_finished"]
-
-
-@pytest.mark.parametrize("contract", ALL)
-def test_which_blocks_a_save_holds(make_engine, contract):
-    """That is the cache manager's own: under V1 only our own version holds more than the blocks of the tree."""
-    llm, (first, second) = twins_being_saved(make_engine, contract)
-    blocks = llm.block_manager
-    free, shared = set(blocks._free), {node.block_id for _, node in published_nodes(blocks)}
-    assert shared <= set(first)
-    # What ran together shares nothing, unless the manager has exchanged equal blocks.
-    assert set(first) & set(second) == (shared if contract == "1.4" else set())
-    if contract == "1.2":
-        assert set(second) <= free
-        assert set(first) - shared <= free
-    else:
-        assert not (set(first) | set(second)) & free
-    evict_prefixes(llm)
-    assert {node.block_id for _, node in published_nodes(blocks)} == shared  # no other request gets them meanwhile
-    llm.settle()
-    assert blocks.num_free_blocks == blocks.num_blocks
-
-
-@pytest.mark.parametrize("contract", ALL)
-def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract):
-    llm, record = make_engine(contract, cache={"enable_block_reuse": False})
-    (output,) = llm.generate([prompt(40)], SIX)
-    assert record.count("get_num_new_matched_tokens") == 0
-    assert record.count("update_state_after_alloc") == 1
-    (data,) = record.outputs[0].new_requests
-    assert (data.computed_position, data.num_scheduled_tokens) == (0, 40)
-    assert (output.cached_tokens, output.reused_tokens, answers([output])) == (0, 0, cold([prompt(40)]))

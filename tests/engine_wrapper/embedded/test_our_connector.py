@@ -70,24 +70,6 @@ def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, con
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_ours_takes_a_short_honour(make_ours, cold, module):
-    policy = "exact" if module == "semblend_trt.connector" else "boundary"
-    llm = make_ours(
-        "1.4", module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
-    )
-    donor = prompt(280)
-    teach(llm, donor)
-    other = llm.generate_async(prompt(120, 3), SamplingParams(max_tokens=8, ignore_eos=True))
-    next(other)
-    outputs = llm.generate([donor], TWO)
-    list(other)
-    llm.settle()
-    assert 0 < outputs[0].reused_tokens < 279
-    assert answers(outputs) == cold([donor], TWO)
-    check_nothing_is_held(llm)
-
-
 def donors(llm):
     return len(llm.connector_scheduler.donor_index.catalog)
 
@@ -162,19 +144,3 @@ def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours,
         assert donors.catalog.stats().evicted == max(0, seed - 1)
     assert donors.catalog.stats().host_bytes == 2 * 180 * token_bytes
     check_answers(llm, cold, prompt(180, 2)[:150], reused=150)
-
-
-def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
-    llm = make_ours("1.4", disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
-    with saves_wait(llm):
-        first, second = (
-            llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))
-            for seed, count in ((1, 3), (2, 12))
-        )
-        for _ in range(8):
-            llm.executor.step()
-    list(first), list(second)
-    llm.settle()
-    assert not llm.connector_scheduler._runtime.faults
-    assert donors(llm) == 2
