@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -220,9 +219,8 @@ class KvCacheConnectorManager:
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
-    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Both are built at once, each in a thread of its
-    own. Raises ConfigurationError when the module or a class is missing
-    or an abstract method is not implemented. What a constructor itself raises is passed on."""
+    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Raises ConfigurationError when the module or a
+    class is missing or an abstract method is not implemented. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None
@@ -234,10 +232,7 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         ) from error
     worker_class = _class(module, config.connector_worker_class)
     scheduler_class = _class(module, config.connector_scheduler_class)
-    with ThreadPoolExecutor(max_workers=2) as threads:
-        worker = threads.submit(worker_class, llm_args)
-        scheduler = threads.submit(scheduler_class, llm_args)
-    return KvCacheConnectorManager(worker.result(), scheduler.result(), CONTRACTS[llm_args.contract])
+    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), CONTRACTS[llm_args.contract])
 
 
 def _class(module: Any, name: str) -> Any:

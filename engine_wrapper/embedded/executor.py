@@ -123,12 +123,6 @@ class Executor:
                     self._poll_transfers()
             return True
 
-    def pause(self, request: LlmRequest) -> None:
-        """Take a running request's blocks away; V2 computes it again later. Ignore other requests."""
-        with self._guarded():
-            if request.request_id in self._active:
-                self._pause(request)
-
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is saving."""
@@ -161,11 +155,6 @@ class Executor:
         """Run an idle iteration: ask the connector which transfers have ended."""
         with self._guarded():
             self._poll_transfers()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all reusable prefixes; False while a request reads one."""
-        with self._lock:
-            return self.block_manager.reset_reuse_state()
 
     def shutdown(self) -> None:
         """Abort what is left and close the connector. Safe to call twice."""

@@ -63,7 +63,6 @@ class LlmArgs(StrictModel):
     - `load_format`: "dummy" for weights that come from no file, such as those of a model in memory.
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
-    - `long_prefill_token_threshold`, as in vLLM: the most of them for one prompt, 0 for all.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
@@ -81,7 +80,6 @@ class LlmArgs(StrictModel):
     device: str = "auto"
     max_seq_len: int | None = Field(default=None, ge=2)
     max_num_tokens: int = Field(default=8192, ge=1)
-    long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
     enable_chunked_prefill: Literal[True] = True
     tensor_parallel_size: Literal[1] = 1
@@ -117,10 +115,9 @@ class LlmArgs(StrictModel):
                 f"max_num_tokens {self.max_num_tokens} is below max_batch_size {self.max_batch_size}; "
                 "every running request needs one row"
             )
-        for name in ("max_num_tokens", "long_prefill_token_threshold"):
-            if 0 < getattr(self, name) < block:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} is below tokens_per_block {block}; "
-                    "a chunk of a prompt ends on a block boundary"
-                )
+        if self.max_num_tokens < block:
+            raise ValueError(
+                f"max_num_tokens {self.max_num_tokens} is below tokens_per_block {block}; "
+                "a chunk of a prompt ends on a block boundary"
+            )
         return self

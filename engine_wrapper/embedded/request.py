@@ -233,14 +233,6 @@ class LlmRequest:
         return self.context_current_position + self.context_chunk_size
 
     @property
-    def is_first_context_chunk(self) -> bool:
-        return self.context_current_position == self.prepopulated_prompt_len
-
-    @property
-    def is_last_context_chunk(self) -> bool:
-        return self.chunk_end == self.prompt_len
-
-    @property
     def is_in_context(self) -> bool:
         return self.state is LlmRequestState.CONTEXT_INIT
 

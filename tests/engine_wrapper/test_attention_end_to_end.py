@@ -17,7 +17,6 @@ SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
 with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
 with_chunks = pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
-with_latent_rows = pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
 with_either = pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indirect=True)
 
 

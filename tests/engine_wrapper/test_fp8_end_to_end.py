@@ -182,19 +182,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
         assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
 
 
-@pytest.mark.promise("engines", "In the embedded engine traps are...")
-def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
-    path = shipped_model() / PROFILE_NAME
-    llm = shipped(PROFILE=path)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
-    assert (output.reused_tokens, output.reuse_reason) == (0, "profile_mismatch")
-    namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
-    (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
-    assert "KV dtype" in differences
-    assert "float8_e4m3fn" in differences
-
-
 @pytest.mark.promise(
     "engines",
     "In the embedded engine donors of a cache in e4m3 answer alike from every tier and take the cache's bytes of "

@@ -154,16 +154,6 @@ def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profi
     assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
 
 
-def test_evidence_that_never_arrives_is_said_to_be_unknown(engine, profile):
-    llm = engine(PROFILE=profile(check=SOME_KEPT))
-    llm.executor.model_runner.evidence_sink = None  # as on an engine whose wrapper runs in another process
-    teach(llm, DONOR)
-    report = report_of(llm, serve(llm, SHIFTED))
-    assert (report.offered_tokens, report.reused_tokens) == (200, 0)
-    assert report.checked_tokens is report.recomputed_tokens is report.largest_kept is None
-    assert report.outcome == "backend_materialized_reuse"
-
-
 @pytest.mark.known_defect(22)
 @pytest.mark.parametrize("asked", ["auto", "bfloat16"])
 def test_a_namespace_names_the_dtype_that_runs(engine, asked):

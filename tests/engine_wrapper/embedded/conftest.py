@@ -62,14 +62,11 @@ def saves_wait(llm):
 
 @dataclass
 class Record:
-    """What both halves share; `saves` has requests saved that came to their end, `saves_any` others too."""
+    """What both halves share; with `saves` ended requests are saved, and no save comes to its end."""
 
     calls: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
-    polls: list = field(default_factory=list)
     saves: bool = False
-    saves_any: bool = False
-    polls_a_save_takes: int = 0
 
     def names(self):
         return [name for name, *_ in self.calls]
@@ -110,7 +107,7 @@ class RecordingScheduler(KvCacheConnectorScheduler):
 
     def request_finished(self, request, cache_block_ids):
         self.record.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
-        return self.record.saves and (self.record.saves_any or request.finish_reason in ("length", "stop"))
+        return self.record.saves
 
     def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
         self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
@@ -122,12 +119,9 @@ class RecordingScheduler(KvCacheConnectorScheduler):
 
 
 class RecordingWorker(KvCacheConnectorWorker):
-    """Reports a save as done after some polls."""
-
     def __init__(self, llm_args):
         super().__init__(llm_args)
         self.record = record_of(llm_args)
-        self.waiting_saves = {}
 
     def register_forward_pass_callable(self):
         return lambda: self.record.calls.append(("forward_pass_callable",))
@@ -153,11 +147,7 @@ class RecordingWorker(KvCacheConnectorWorker):
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         self.record.calls.append(("get_finished",))
-        self.record.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
-        self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.record.polls_a_save_takes))
-        saved = [request_id for request_id, polls in self.waiting_saves.items() if polls <= 0]
-        self.waiting_saves = {each: polls - 1 for each, polls in self.waiting_saves.items() if polls > 0}
-        return saved, []
+        return [], []
 
 
 @pytest.fixture(scope="session")

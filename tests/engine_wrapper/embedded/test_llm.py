@@ -101,7 +101,6 @@ def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, argum
         ({"max_batch_size": 0}, r"LlmArgs\.max_batch_size: .*\(given: 0\)"),
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
-        ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold 16 is below tokens_per_block 32"),
         ({"tensor_parallel_size": 2}, r"LlmArgs\.tensor_parallel_size"),
         ({"max_seq_len": 2000}, "exceeds the model's context of 1024"),
         ({"model": ""}, r"LlmArgs\.model: .*at least 1 character"),
