@@ -284,10 +284,8 @@ class Executor:
         request.add_new_token(token)
         if request.first_token_time is None:
             request.first_token_time = perf_counter()
-        if not request.is_reported:
-            request.is_reported = True
-            if self.connector is not None:
-                request.reuse_report = self.connector.reuse_of(request.request_id)
+        if request.reuse_report is None and self.connector is not None:
+            request.reuse_report = self.connector.reuse_of(request.request_id)
         params = request.sampling_params
         is_end = token in (params.stop_token_ids or ()) or (not params.ignore_eos and token in self._eos_token_ids)
         if is_end and params.forced_token_ids is None:

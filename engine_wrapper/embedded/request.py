@@ -137,8 +137,7 @@ class LlmRequest:
     computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`. A request waits
     while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
     from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
-    engine has sampled `pending_token`, but not handled it. Once it has asked for the connector's `reuse_report` in the
-    present run, `is_reported` is True."""
+    engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
 
     # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes = None
@@ -157,7 +156,6 @@ class LlmRequest:
     finish_reason: str | None = None
     error: str | None = None
     first_token_time: float | None = None
-    is_reported = False
     reuse_report: Any = None
 
     def __init__(
@@ -272,7 +270,7 @@ class LlmRequest:
         self.prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
+        self.state, self.is_paused, self.reuse_report = LlmRequestState.QUEUED, True, None
 
     def bound(self) -> SimpleNamespace:
         """Return what V1's C++ manager gives to the connector's query: another object, with what nanobind binds."""
@@ -343,9 +341,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     text = "" if tokenizer is None else str(tokenizer.decode(shown, skip_special_tokens=True))
     logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
     report, first = request.reuse_report, request.first_token_time
-    # What was promised is used once the connector was asked; one without reports keeps all promises.
-    promised = request.py_num_connector_matched_tokens if request.is_reported else 0
-    reused = promised if report is None else report.reused_tokens
+    reused = 0 if report is None else report.reused_tokens
     cached = getattr(report, "exact_prefix_tokens", request.cached_tokens)
     return RequestOutput(
         request_id=request.request_id,

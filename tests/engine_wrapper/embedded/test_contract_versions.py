@@ -25,28 +25,29 @@ def make_engine(make_recorded_llm):
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
 def test_calls_and_their_order(make_engine, contract):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     registered = "register_kv_cache_layout" if contract == "1.4" else "register_kv_caches"
     waits = ["wait_for_initialization"] if contract != "1.2" else []
-    assert record.names() == [registered, *waits]
-    record.calls.clear()
+    assert calls.names() == [registered, *waits]
+    calls.clear()
     llm.generate([prompt(5)], TWO)
     layers = ["wait_for_layer_load", "save_kv_layer"] * conftest.LAYERS
-    begin, end = ["build_connector_meta", "start_load_kv"], ["forward_pass_callable", "wait_for_save"]
+    begin, end = ["build_connector_meta", "start_load_kv"], ["after", "wait_for_save"]
     replayed = [] if contract in FIELDS else layers  # no hook of a layer runs in a replayed step
-    grouped = ["by_layer_group"] * (contract == "1.4")
-    assert record.names() == [
-        *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *begin, *layers, *end, "get_finished"],
-        *[*begin, *replayed, *end, *grouped, "request_finished", "get_finished"],
+    form = "_by_layer_group" * (contract == "1.4")
+    asked = ["get_num_new_matched_tokens", f"update_state_after_alloc{form}"]
+    assert calls.names() == [
+        *[*asked, *begin, *layers, *end, "get_finished"],
+        *[*begin, *replayed, *end, f"request_finished{form}", "get_finished"],
     ]
 
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
 def test_fields_of_a_scheduled_request(make_engine, contract):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
-    output = record.outputs[0]
+    output = calls.of("build_connector_meta")[0][0]
     (data,) = output.new_requests
     assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["1.4"])
     assert hasattr(output, "attention_dp_rank") == (contract != "1.2")
@@ -57,9 +58,9 @@ def test_fields_of_a_scheduled_request(make_engine, contract):
 
 
 def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
-    llm, _ = make_engine("1.2")
+    llm, calls = make_engine("1.2")
     llm.generate([prompt(5)], TWO, cache_salt="s")
-    (asked,) = llm.connector_scheduler.asked
+    ((asked, _),) = calls.of("get_num_new_matched_tokens")
     assert asked.is_generation_only_request is False  # a property, not a method
     assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params"))
     assert hasattr(asked, "cache_salt_id")
@@ -82,27 +83,28 @@ def cut_short(llm, tokens, how):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "times"), [("1.2", 0), ("1.4", 0), ("embedded", 1)])
 def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     cut_short(llm, prompt(9), how)
-    assert record.count("request_finished") == times
+    assert len([name for name in calls.names() if "finished" in name and name != "get_finished"]) == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
 @pytest.mark.parametrize(("contract", "where"), [("1.2", "forward"), ("1.4", "forward"), ("1.4", "wait_for_save")])
 def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
-    llm, record = make_engine(contract, max_batch_size=2)
+    llm, calls = make_engine(contract, max_batch_size=2)
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
     published = len(list(published_nodes(llm.block_manager)))
-    record.calls.clear()
+    calls.clear()
     with conftest.fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
         assert llm.executor.step()
     ended = [list(stream)[-1] for stream in streams[:2]]
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
-    assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
-    assert (record.count("request_finished"), len(list(published_nodes(llm.block_manager)))) == (0, published)
+    assert calls.names()[-1] == "get_finished"
+    assert not {"wait_for_save", "request_finished", "request_finished_by_layer_group"} & set(calls.names())
+    assert len(list(published_nodes(llm.block_manager))) == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 

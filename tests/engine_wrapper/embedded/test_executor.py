@@ -5,15 +5,13 @@ import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-
-# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.builders.engine import token_ids, unfinished
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
 
 
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
-    llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
-    record.saves = True
+    llm, _ = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
+    llm.connector_scheduler.request_finished = lambda *_: True
     llm.generate([prompt(20)], TWO)
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.settle()
@@ -37,14 +35,14 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
 
 @pytest.mark.promise("reuse", "Blocks, leases and requests all return,...")
 def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
-    llm, record = make_recorded_llm(max_num_tokens=16)
+    llm, calls = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks
     running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
     next(running)
     waiting = llm.generate_async(prompt(9, 2), SIX)
     assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
     assert llm.block_manager.num_free_blocks == free
-    assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
+    assert [request.request_id for request, _ in calls.of("request_finished")] == [1, 2]
     assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
     assert [llm.abort(request_id) for request_id in (running.request_id, 999)] == [False] * 2
     assert unfinished(llm.executor) == 0

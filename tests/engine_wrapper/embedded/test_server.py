@@ -80,7 +80,10 @@ def unsupported(name, path="/v1/completions"):
     return {field: {inner: 1} if inner else 1}, 400, "unsupported_field", f"{name} is not supported by this", path
 
 
-@pytest.mark.promise("commands", "The embedded server honours a field...")
+@pytest.mark.promise(
+    "commands",
+    "The embedded server honours a field of a request or answers with status 400 and the field's name",
+)
 def test_what_cannot_be_served_is_named(make_worker):
     _, worker = make_worker()
     refused = [
