@@ -94,10 +94,11 @@ class LLM:
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         if runner is None:
-            which = {"tokenizer": asked.tokenizer, "revision": asked.revision}
-            runner = ModelRunner(asked.model, asked.dtype, asked.device, **which)
+            runner = ModelRunner(asked.model, asked.dtype, asked.device)
+        runner.check_source(asked.model)
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
-        running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
+        running = {"dtype": str(runner.dtype).removeprefix("torch.")}
+        running |= {"load_format": "dummy"} if runner.files is None else {}
         self.llm_args = args = asked.model_copy(update=running)
         self._vocabulary = int(runner.config.vocab_size)
         self.tokenizer = runner.tokenizer

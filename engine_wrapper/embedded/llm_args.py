@@ -59,7 +59,7 @@ class KvCacheConnectorConfig(StrictModel):
 class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
-    - `model`, `tokenizer`: local folders or hub ids. `revision` belongs to `model`.
+    - `model`: a local folder or a hub id, also of the tokenizer.
     - `load_format`: "dummy" for weights that come from no file, such as those of a model in memory.
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
@@ -73,8 +73,6 @@ class LlmArgs(StrictModel):
     """
 
     model: str = Field(min_length=1)
-    tokenizer: str | None = Field(default=None, min_length=1)
-    revision: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
@@ -102,7 +100,7 @@ class LlmArgs(StrictModel):
         """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
         return self.contract == "embedded"
 
-    @field_validator("model", "tokenizer", mode="before")
+    @field_validator("model", mode="before")
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value

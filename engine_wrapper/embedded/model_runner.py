@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from semblend_trt.transformers_version import embedded_engine_refusal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
     from kernels.layout import KvGeometry, PagedKv
@@ -53,56 +52,22 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """What a model was loaded from, as `LlmArgs` name it. `files`: as they were read; None for weights of no file."""
-
-    model: str
-    revision: str | None
-    tokenizer: str | None
-    files: dict[str, FileState] | None
-
-    def arguments_for(self, asked: LlmArgs) -> dict[str, Any]:
-        """Return the fields of `LlmArgs` that identify this model: the connector binds KV to them.
-
-        Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since."""
-        folder = _place(self.model, self.revision)
-        if _place(asked.model, asked.revision) != folder:
-            raise ConfigurationError(
-                f"model is {asked.model}, and the runner holds {self.model}; lend a runner of the same model, or none"
-            )
-        words = folder if self.tokenizer is None else _place(self.tokenizer)
-        if asked.tokenizer is not None and _place(asked.tokenizer) != words:
-            raise ConfigurationError(
-                f"tokenizer is {asked.tokenizer}, and the runner has that of {self.tokenizer or self.model}; make a "
-                "runner with the tokenizer"
-            )
-        if self.files is not None and _states(self.model, self.revision) != self.files:
-            raise ConfigurationError(f"the files of model {self.model} have changed since they were loaded; load again")
-        load_format = "dummy" if self.files is None else asked.load_format
-        return {"revision": self.revision, "tokenizer": self.tokenizer, "load_format": load_format}
-
-
 def load_model(
-    model: str | Path,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    tokenizer: str | Path | None,
-    revision: str | None,
-) -> tuple[Any, Any, ModelFacts, ModelSource]:
+    model: str, dtype: str | torch.dtype, device: str | torch.device
+) -> tuple[Any, Any, ModelFacts, dict[str, FileState] | None]:
     """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    Returns the model, its tokenizer, its facts and its source. Raises ConfigurationError when something cannot be read
-    or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported."""
+    Returns the model, its tokenizer, its facts and the states of its files. Raises ConfigurationError when something
+    cannot be read or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not
+    supported."""
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
-    facts = _supported_facts(model, revision)
-    files = _states(str(model), revision)
-    loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    facts = _supported_facts(model)
+    files = _states(model)
+    loaded_tokenizer = load_tokenizer(model)
     try:
         loaded, loading = AutoModelForCausalLM.from_pretrained(
-            str(model),
+            model,
             dtype=target_dtype or "auto",
-            revision=revision,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
         )
@@ -114,25 +79,22 @@ def load_model(
                 f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
     weights = _text_part(loaded).to(target_device)
-    files = files or _states(str(model), revision)  # the model was downloaded just now
-    source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
-    return weights, loaded_tokenizer, facts, source
+    files = files or _states(model)  # the model was downloaded just now
+    return weights, loaded_tokenizer, facts, files
 
 
-def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> tuple[Any, Any, ModelFacts, ModelSource]:
-    """Prepare a model that is in memory; `config_path` is a folder with its config.json.
+def adopt_model(model: Any, config_path: str) -> tuple[Any, ModelFacts]:
+    """Return a model that is in memory and its facts; `config_path` is a folder with its config.json.
 
-    Returns what `load_model` does. Raises as it does, and ConfigurationError for a folder that describes another
-    model."""
-    facts = _supported_facts(config_path, None)
-    read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
+    Raises as `load_model` does, and ConfigurationError for a folder that describes another model."""
+    facts = _supported_facts(config_path)
+    read = AutoConfig.from_pretrained(config_path, local_files_only=True)
     if _digest(read) != _digest(model.config):
         raise ConfigurationError(
             f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return _text_part(model), tokenizer, facts, source
+    return _text_part(model), facts
 
 
 def _digest(config: Any) -> str:
@@ -142,24 +104,24 @@ def _digest(config: Any) -> str:
     )
 
 
-def _place(name: str, revision: str | None = None) -> Path | str:
-    folder = snapshot(name, revision)
+def _place(name: str) -> Path | str:
+    folder = snapshot(name)
     return name if folder is None else folder.resolve()
 
 
-def _states(model: str, revision: str | None) -> dict[str, FileState] | None:
+def _states(model: str) -> dict[str, FileState] | None:
     """Return the states of the model's files, None when there are none or they cannot be read."""
     try:
-        folder = snapshot(model, revision)
+        folder = snapshot(model)
         return None if folder is None else file_states(folder)
     except (OSError, ConfigurationError):
         return None
 
 
-def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
+def _supported_facts(model: str) -> ModelFacts:
     if (refusal := embedded_engine_refusal()) is not None:
         raise ConfigurationError(refusal)
-    facts = model_facts(model, revision)
+    facts = model_facts(model)
     if facts.model_type not in SUPPORTED_MODEL_TYPES and not facts.takes_images:
         raise UnsupportedModelError(
             "engine_model_type",
@@ -219,32 +181,31 @@ class ModelRunner:
     checks of a forward found. Every layer of every forward calls `before_layer` and `after_layer` with its index."""
 
     def __init__(
-        self,
-        model_path: str | Path,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        *,
-        tokenizer: str | Path | None = None,
-        revision: str | None = None,
+        self, model_path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
     ) -> None:
         """Load the model; see `load_model` for the settings and errors."""
-        self._own(*load_model(model_path, dtype, device, tokenizer, revision))
+        model, tokenizer, facts, files = load_model(str(model_path), dtype, device)
+        self._own(model, tokenizer, facts, str(model_path), files)
 
     @classmethod
-    def from_model(cls, model: Any, config_path: str | Path, tokenizer: Any = None) -> ModelRunner:
-        """Return a runner of a model in memory, as it is: on its device, in its dtype.
+    def from_model(cls, model: Any, config_path: str | Path) -> ModelRunner:
+        """Return a runner of a model in memory, as it is: on its device, in its dtype. Prompts are token ids.
 
-        `config_path` is a folder with the model's config.json, which engine and connector read again. Without a
-        `tokenizer`, prompts are token ids. No file identifies the weights, so no other engine shares their KV unless
-        SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does."""
+        `config_path` is a folder with the model's config.json, which engine and connector read again. No file
+        identifies the weights, so no other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises
+        UnsupportedModelError and ConfigurationError as loading does."""
         runner = cls.__new__(cls)
-        runner._own(*adopt_model(model, config_path, tokenizer))
+        own, facts = adopt_model(model, str(config_path))
+        runner._own(own, None, facts, str(config_path), None)
         return runner
 
-    def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource) -> None:
+    def _own(
+        self, model: Any, tokenizer: Any, facts: ModelFacts, path: str, files: dict[str, FileState] | None
+    ) -> None:
         # The Transformers model; called directly, it runs plain SDPA and touches no pool.
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
-        self.facts, self.source = facts, source
+        # The model's files as they were read; None for weights of no file.
+        self.facts, self._path, self.files = facts, path, files
         # Of weights and hidden rows, and of the pool unless it is in fp8.
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -258,6 +219,15 @@ class ModelRunner:
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
+
+    def check_source(self, model: str) -> None:
+        """Raise ConfigurationError if `model` is another than the runner's, or its files have changed since."""
+        if _place(model) != _place(self._path):
+            raise ConfigurationError(
+                f"model is {model}, and the runner holds {self._path}; lend a runner of the same model, or none"
+            )
+        if self.files is not None and _states(model) != self.files:
+            raise ConfigurationError(f"the files of model {model} have changed since they were loaded; load again")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
