@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
-from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
+from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks
 from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector
 from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
@@ -25,8 +27,6 @@ from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
     from engine_wrapper.embedded.llm_args import LlmArgs
@@ -52,7 +52,7 @@ class Executor:
             raise ConfigurationError(
                 f"max_seq_len {self.max_seq_len} exceeds the model's context of {facts.max_positions} tokens; lower it"
             )
-        kv_dtype = pool_dtype(cache.dtype, runner.dtype)
+        kv_dtype = torch.float8_e4m3fn if cache.dtype == "fp8" else runner.dtype
         if (facts.chunk or 0) % cache.tokens_per_block:
             raise ConfigurationError(
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "

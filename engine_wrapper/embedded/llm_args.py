@@ -28,13 +28,13 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
-    "fp8": e4m3 by a scale of 1."""
+    "fp8": e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    dtype: Literal["auto", "fp8"] = "auto"
     # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
     host_cache_size: Literal[0] = 0
 
