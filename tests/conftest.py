@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from engine_wrapper.embedded.model_runner import SUPPORTED_MODEL_TYPES
 from semblend_trt import model_files
 from semblend_trt.background import OnceAMinute
 from semblend_trt.connector import lookup

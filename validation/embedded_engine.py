@@ -75,6 +75,5 @@ class EmbeddedEngines(Engines):
                 max_batch_size=settings.batch_size,
                 kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens, dtype=self.kv_dtype),
                 kv_connector_config=None if arm.variables is None else KvCacheConnectorConfig.ours(),
-                max_num_tokens=rows,
-                long_prefill_token_threshold=arm.chunk_tokens or 0,
+                max_num_tokens=rows if arm.chunk_tokens is None else max(arm.chunk_tokens, settings.batch_size),
             )

@@ -12,8 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.models import resolve_device, resolve_dtype
+from engine_wrapper.embedded.model_runner import ModelRunner, resolve_device, resolve_dtype
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_files import user_folder
 from semblend_trt.model_tokenizer import reason_of

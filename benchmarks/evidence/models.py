@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from engine_wrapper.embedded.model_runner import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model

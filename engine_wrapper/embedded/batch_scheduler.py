@@ -36,8 +36,8 @@ def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = Fa
 class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
-    A prompt gets at most `long_prefill_token_threshold` rows. Requests move from `waiting`, in the order of `line_up`,
-    to `active`, by id and oldest first. V2's `pause` frees a request's blocks and puts it back into `waiting`."""
+    Requests move from `waiting`, in the order of `line_up`, to `active`, by id and oldest first. V2's `pause` frees a
+    request's blocks and puts it back into `waiting`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class BatchScheduler:
             return False
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
-        chunk = self._chunk(request.prompt_len - matched, matched, self._allowance(budget))
+        chunk = self._chunk(request.prompt_len - matched, matched, budget)
         if not chunk or not blocks.fits(match, matched + chunk if self._is_v2 else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
@@ -100,16 +100,13 @@ class BatchScheduler:
 
     def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
         """Add the request's next chunk; return the budget that is left."""
-        request.chunk_allowance = self._allowance(budget)
+        request.chunk_allowance = budget
         self.resize_chunk(request)
         if not request.context_chunk_size:
             return budget
         batch.context_requests.append(request)
-        # A chunk that is not the last takes its whole allowance: the connector may still move its start.
-        return budget - (request.context_chunk_size if request.is_last_context_chunk else request.chunk_allowance)
-
-    def _allowance(self, budget: int) -> int:
-        return min(budget, self._args.long_prefill_token_threshold or budget)
+        # A chunk that is not the last takes the whole budget: the connector may still move its start.
+        return budget - request.context_chunk_size if request.chunk_end == request.prompt_len else 0
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
         """Return the tokens to run from `position`: the rest of the prompt, or up to a block boundary, or 0."""

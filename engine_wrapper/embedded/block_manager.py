@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from semblend_trt.errors import CapacityError, ConfigurationError
+from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,19 +47,6 @@ class KvPool:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV of all layers."""
         self.tensor[target].copy_(self.tensor[source])
-
-
-def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV of a model in `dtype`. Raises ConfigurationError for another one, unless it is "fp8".
-
-    "fp8" is e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
-    if asked == "fp8":
-        return torch.float8_e4m3fn
-    if asked not in ("auto", str(dtype).removeprefix("torch.")):
-        raise ConfigurationError(
-            f"kv_cache_config.dtype {asked} differs from the model's {dtype}; use auto or fp8, or load the model in it"
-        )
-    return dtype
 
 
 def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:

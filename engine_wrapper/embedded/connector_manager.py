@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.contract import RequestData, ScheduledRequest, SchedulerOutput
@@ -24,14 +23,11 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
 
-# nanobind binds these; the request that V1 gives to the query has nothing else.
-_BOUND_ATTRIBUTES = (
-    "request_id get_tokens get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
-    "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
-    "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
-    "is_context_only_request is_generation_only_request is_dummy_request client_id"
-)
-BOUND_ATTRIBUTES = frozenset(_BOUND_ATTRIBUTES.split())
+
+def _require(holds: bool, broken: str) -> None:
+    """Raise SemBlendError if the connector broke its contract: the engine cannot go on."""
+    if not holds:
+        raise SemBlendError(f"the connector broke its contract: {broken}")
 
 
 # -- contracts --------------------------------------------------------------------------------------------------------
@@ -49,51 +45,27 @@ class SchedulerOutputV12:
 class Contract:
     """What the engine gives to a connector, and how the engine behaves.
 
-    - `request_attributes`: what V1's query can read of a request; later calls get another object.
+    - `is_v1_query`: the connector's query gets V1's C++ request, another object than later calls get.
     - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
     - `is_own`: the contract is ours. The engine calls `request_finished` for a request that fails or is cancelled, too.
       A failed forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without
       hooks. There a failed forward ends the running requests alone; with V2 so without the overlap scheduler.
     - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches."""
 
-    request_data: type[ScheduledRequest]
-    scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
-    request_attributes: frozenset[str]
+    request_data: type[ScheduledRequest] = RequestData
+    scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput] = SchedulerOutput
+    is_v1_query: bool = False
     is_v2: bool = False
     is_own: bool = False
     waits_for_initialization: bool = True
 
 
-V12 = Contract(
-    ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"}, waits_for_initialization=False
-)
-V14 = Contract(
-    RequestData,
-    SchedulerOutput,
-    BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
-    is_v2=True,
-)
-# The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
-EMBEDDED = replace(
-    V14,
-    request_attributes=V14.request_attributes | {"cache_salt_id", "exact_only", "cold"},
-    is_v2=False,
-    is_own=True,
-)
-CONTRACTS = {"1.2": V12, "1.4": V14, "embedded": EMBEDDED}
-
-
-class ConnectorContractError(SemBlendError, RuntimeError):
-    """The connector broke the contract's rule `rule`. The engine cannot go on."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"connector contract, {rule}: {message}")
-        self.rule = rule
-
-
-def _require(holds: bool, rule: str, message: str) -> None:
-    if not holds:
-        raise ConnectorContractError(rule, message)
+CONTRACTS = {
+    "1.2": Contract(ScheduledRequest, SchedulerOutputV12, is_v1_query=True, waits_for_initialization=False),
+    "1.4": Contract(is_v2=True),
+    # The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
+    "embedded": Contract(is_own=True),
+}
 
 
 # -- the manager ------------------------------------------------------------------------------------------------------
@@ -104,7 +76,7 @@ class KvCacheConnectorManager:
 
     The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's."""
 
-    def __init__(self, worker: Any, scheduler: Any, version: Contract = EMBEDDED) -> None:
+    def __init__(self, worker: Any, scheduler: Any, version: Contract) -> None:
         self.worker, self.scheduler, self.version = worker, scheduler, version
         self._is_v2 = version.is_v2
         # How many tokens and blocks of a request the connector knows.
@@ -132,21 +104,15 @@ class KvCacheConnectorManager:
         """Ask for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
         V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
-        request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
-        about = f"request {request_id} was"
-        handed: Any = request if self._is_v2 else request.bound(self.version.request_attributes)
+        left = request.prompt_len - 1 - num_computed_tokens
+        handed: Any = request.bound() if self.version.is_v1_query else request
         answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
-        is_pair = isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]
-        _require(is_pair, "matched_is_pair", f"{about} answered with {answer!r}; (int, bool) is needed")
         matched, asynchronous = answer
-        _require(matched >= 0, "matched_not_negative", f"{about} offered {matched} tokens; the least is 0")
-        _require(not asynchronous, "loads_at_once", f"{about} answered with {answer!r}; this engine awaits no load")
-        offer = f"{about} offered {matched} tokens beyond {num_computed_tokens} of a prompt of {request.prompt_len}"
-        leaves_one = matched <= left or self._is_v2
-        _require(leaves_one, "one_token_left", f"{offer}; at least one must stay uncomputed")
+        fits = matched >= 0 and (self._is_v2 or matched <= left)
+        _require(fits and not asynchronous, f"of {left} tokens request {request.request_id} was offered {answer!r}")
         taken: int = min(matched, left if most is None else min(left, most))
         if taken:
-            self._synchronous_loads[request_id] = taken
+            self._synchronous_loads[request.request_id] = taken
         return taken
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
@@ -197,11 +163,7 @@ class KvCacheConnectorManager:
             saving = self.scheduler.request_finished_by_layer_group(request, groups)
         else:
             saving = self.scheduler.request_finished(request, list(block_ids))
-        about = f"request {request.request_id}"
-        is_told = isinstance(saving, bool)
-        _require(is_told, "finished_returns_bool", f"{about} was answered with {saving!r}; True or False")
-        has_blocks = bool(block_ids) or not saving
-        _require(has_blocks, "nothing_to_save", f"{about} ended without blocks; none can be held for a save")
+        _require(bool(block_ids) or not saving, f"request {request.request_id} has no blocks, and is saved")
         if saving:
             self._saving[request.request_id] = request
             self._unnamed.append(request.request_id)
@@ -216,13 +178,9 @@ class KvCacheConnectorManager:
         """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
         named, self._unnamed = self._unnamed, []
         saved_ids, loaded_ids = self.worker.get_finished(named, [])
-        _require(not loaded_ids, "finished_id_handed_in", f"get_finished reported {loaded_ids!r} as loaded; none was")
-        saved, unknown = [], "was never handed in or has been reported"
-        for request_id in saved_ids:
-            about = f"get_finished reported request {request_id} as saved, but it {unknown}"
-            _require(request_id in self._saving, "finished_id_handed_in", about)
-            saved.append(self._saving.pop(request_id))
-        return saved
+        is_known = not loaded_ids and len(set(saved_ids)) == len(saved_ids) and self._saving.keys() >= set(saved_ids)
+        _require(is_known, f"{saved_ids!r} were reported as saved, {loaded_ids!r} as loaded")
+        return [self._saving.pop(request_id) for request_id in saved_ids]
 
     def reuse_of(self, request_id: int) -> Any:
         """Return the connector's report on a request's reuse; None where it offers none."""
@@ -237,7 +195,7 @@ class KvCacheConnectorManager:
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
-        num_tokens = request.get_num_tokens(0)
+        num_tokens = request.get_num_tokens()
         self._reported[request.request_id] = num_tokens, len(block_ids)
         position = request.context_current_position if request.is_in_context else num_tokens - 1
         new_block_ids = block_ids[known_blocks:]
@@ -261,9 +219,8 @@ class KvCacheConnectorManager:
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
-    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Both are built at once, each in a thread of its
-    own. Raises ConfigurationError when the module or a class is missing
-    or an abstract method is not implemented. What a constructor itself raises is passed on."""
+    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Raises ConfigurationError when the module or a
+    class is missing or an abstract method is not implemented. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None
@@ -275,10 +232,7 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         ) from error
     worker_class = _class(module, config.connector_worker_class)
     scheduler_class = _class(module, config.connector_scheduler_class)
-    with ThreadPoolExecutor(max_workers=2) as threads:
-        worker = threads.submit(worker_class, llm_args)
-        scheduler = threads.submit(scheduler_class, llm_args)
-    return KvCacheConnectorManager(worker.result(), scheduler.result(), CONTRACTS[llm_args.contract])
+    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), CONTRACTS[llm_args.contract])
 
 
 def _class(module: Any, name: str) -> Any:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
-from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
+from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks
 from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector
 from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
@@ -25,8 +27,6 @@ from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
     from engine_wrapper.embedded.llm_args import LlmArgs
@@ -52,7 +52,7 @@ class Executor:
             raise ConfigurationError(
                 f"max_seq_len {self.max_seq_len} exceeds the model's context of {facts.max_positions} tokens; lower it"
             )
-        kv_dtype = pool_dtype(cache.dtype, runner.dtype)
+        kv_dtype = torch.float8_e4m3fn if cache.dtype == "fp8" else runner.dtype
         if (facts.chunk or 0) % cache.tokens_per_block:
             raise ConfigurationError(
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
@@ -123,12 +123,6 @@ class Executor:
                     self._poll_transfers()
             return True
 
-    def pause(self, request: LlmRequest) -> None:
-        """Take a running request's blocks away; V2 computes it again later. Ignore other requests."""
-        with self._guarded():
-            if request.request_id in self._active:
-                self._pause(request)
-
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is saving."""
@@ -161,11 +155,6 @@ class Executor:
         """Run an idle iteration: ask the connector which transfers have ended."""
         with self._guarded():
             self._poll_transfers()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all reusable prefixes; False while a request reads one."""
-        with self._lock:
-            return self.block_manager.reset_reuse_state()
 
     def shutdown(self) -> None:
         """Abort what is left and close the connector. Safe to call twice."""
@@ -295,10 +284,8 @@ class Executor:
         request.add_new_token(token)
         if request.first_token_time is None:
             request.first_token_time = perf_counter()
-        if not request.is_reported:
-            request.is_reported = True
-            if self.connector is not None:
-                request.reuse_report = self.connector.reuse_of(request.request_id)
+        if request.reuse_report is None and self.connector is not None:
+            request.reuse_report = self.connector.reuse_of(request.request_id)
         params = request.sampling_params
         is_end = token in (params.stop_token_ids or ()) or (not params.ignore_eos and token in self._eos_token_ids)
         if is_end and params.forced_token_ids is None:

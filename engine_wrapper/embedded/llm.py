@@ -94,10 +94,11 @@ class LLM:
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         if runner is None:
-            which = {"tokenizer": asked.tokenizer, "revision": asked.revision}
-            runner = ModelRunner(asked.model, asked.dtype, asked.device, **which)
+            runner = ModelRunner(asked.model, asked.dtype, asked.device)
+        runner.check_source(asked.model)
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
-        running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
+        running = {"dtype": str(runner.dtype).removeprefix("torch.")}
+        running |= {"load_format": "dummy"} if runner.files is None else {}
         self.llm_args = args = asked.model_copy(update=running)
         self._vocabulary = int(runner.config.vocab_size)
         self.tokenizer = runner.tokenizer
@@ -170,18 +171,13 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all exact prefixes, as after weights were written. Returns False while a request reads one."""
-        return self.executor.reset_prefix_cache()
+        return self.block_manager.reset_reuse_state()
 
     def settle(self) -> None:
-        """Wait until the connector has ended every transfer: what was served is then a donor.
-
-        Raises SemBlendError after `transfer_timeout` seconds, naming the requests."""
-        deadline = time.monotonic() + self.llm_args.transfer_timeout
-        while True:
-            self.executor.poll_transfers()
-            if not self.executor.pending_transfers:
-                return
-            self._pause(deadline)
+        """Wait until the connector has ended every transfer: what was served is then a donor. Raises as `advance`."""
+        self.executor.poll_transfers()
+        while self.executor.pending_transfers:
+            self.advance()
 
     def shutdown(self) -> None:
         """Abort what is running and close the connector; the engine takes no more requests."""
@@ -242,18 +238,15 @@ class LLM:
     def advance(self) -> None:
         """Run one iteration. When no request can run, wait a moment for the connector.
 
-        Raises SemBlendError when that has lasted for `transfer_timeout` seconds."""
+        Raises SemBlendError, naming the requests, when that has lasted for `transfer_timeout` seconds."""
         if self.executor.step():
             self._deadline = None
         else:
             self._deadline = self._deadline or time.monotonic() + self.llm_args.transfer_timeout
-            self._pause(self._deadline)
-
-    def _pause(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            pending = ", ".join(map(str, self.executor.pending_transfers))
-            raise SemBlendError(
-                f"the connector has not ended the transfers of requests {pending or 'none'} within "
-                f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
-            )
-        time.sleep(IDLE_PAUSE)
+            if time.monotonic() > self._deadline:
+                pending = ", ".join(map(str, self.executor.pending_transfers))
+                raise SemBlendError(
+                    f"the connector has not ended the transfers of requests {pending or 'none'} within "
+                    f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
+                )
+            time.sleep(IDLE_PAUSE)

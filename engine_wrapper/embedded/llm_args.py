@@ -28,13 +28,13 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
-    "fp8": e4m3 by a scale of 1."""
+    "fp8": e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    dtype: Literal["auto", "fp8"] = "auto"
     # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
     host_cache_size: Literal[0] = 0
 
@@ -59,11 +59,10 @@ class KvCacheConnectorConfig(StrictModel):
 class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
-    - `model`, `tokenizer`: local folders or hub ids. `revision` belongs to `model`.
+    - `model`: a local folder or a hub id, also of the tokenizer.
     - `load_format`: "dummy" for weights that come from no file, such as those of a model in memory.
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
-    - `long_prefill_token_threshold`, as in vLLM: the most of them for one prompt, 0 for all.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
@@ -74,14 +73,11 @@ class LlmArgs(StrictModel):
     """
 
     model: str = Field(min_length=1)
-    tokenizer: str | None = Field(default=None, min_length=1)
-    revision: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_seq_len: int | None = Field(default=None, ge=2)
     max_num_tokens: int = Field(default=8192, ge=1)
-    long_prefill_token_threshold: int = Field(default=0, ge=0)
     max_batch_size: int = Field(default=8, ge=1)
     enable_chunked_prefill: Literal[True] = True
     tensor_parallel_size: Literal[1] = 1
@@ -104,7 +100,7 @@ class LlmArgs(StrictModel):
         """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
         return self.contract == "embedded"
 
-    @field_validator("model", "tokenizer", mode="before")
+    @field_validator("model", mode="before")
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
@@ -117,10 +113,9 @@ class LlmArgs(StrictModel):
                 f"max_num_tokens {self.max_num_tokens} is below max_batch_size {self.max_batch_size}; "
                 "every running request needs one row"
             )
-        for name in ("max_num_tokens", "long_prefill_token_threshold"):
-            if 0 < getattr(self, name) < block:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} is below tokens_per_block {block}; "
-                    "a chunk of a prompt ends on a block boundary"
-                )
+        if self.max_num_tokens < block:
+            raise ValueError(
+                f"max_num_tokens {self.max_num_tokens} is below tokens_per_block {block}; "
+                "a chunk of a prompt ends on a block boundary"
+            )
         return self

@@ -1,4 +1,6 @@
-"""Runs the slices that the executor schedules, and the reuse plans that are pending for them."""
+"""Loads a decoder model through Transformers, or says in one sentence why not, and runs an executor's slices.
+
+Reuse plans that are pending for the slices are run as well."""
 
 from __future__ import annotations
 
@@ -8,31 +10,167 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.batch import EngineForward
-from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.self_check import measured
-from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.sparse_forward import SparseForward, check_latent_cache
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.device import current_stream
 from kernels.layout import indexable
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.connector.model_facts import configuration_digest, model_facts
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.model_files import file_states, snapshot
+from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 from semblend_trt.ranks import Ranks
+from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.cost import CostModel
+    from semblend_trt.model_files import FileState
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
+SUPPORTED_MODEL_TYPES = (
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
+    *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
+)
+
+# Returns the plan that is pending for a request.
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    model: str, dtype: str | torch.dtype, device: str | torch.device
+) -> tuple[Any, Any, ModelFacts, dict[str, FileState] | None]:
+    """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
+
+    Returns the model, its tokenizer, its facts and the states of its files. Raises ConfigurationError when something
+    cannot be read or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not
+    supported."""
+    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    facts = _supported_facts(model)
+    files = _states(model)
+    loaded_tokenizer = load_tokenizer(model)
+    try:
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=target_dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with their names
+        )
+    except Exception as error:  # safetensors, hub and torch each raise their own types
+        raise ConfigurationError(f"model {model}: its weights cannot be read: {reason_of(error)}") from error
+    for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise ConfigurationError(
+                f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
+            )
+    weights = _text_part(loaded).to(target_device)
+    files = files or _states(model)  # the model was downloaded just now
+    return weights, loaded_tokenizer, facts, files
+
+
+def adopt_model(model: Any, config_path: str) -> tuple[Any, ModelFacts]:
+    """Return a model that is in memory and its facts; `config_path` is a folder with its config.json.
+
+    Raises as `load_model` does, and ConfigurationError for a folder that describes another model."""
+    facts = _supported_facts(config_path)
+    read = AutoConfig.from_pretrained(config_path, local_files_only=True)
+    if _digest(read) != _digest(model.config):
+        raise ConfigurationError(
+            f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
+            "configuration there"
+        )
+    return _text_part(model), facts
+
+
+def _digest(config: Any) -> str:
+    """Digest of the fields that the model's class computes text with; the dtype is that of the weights."""
+    return configuration_digest(
+        config.get_text_config().to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"})
+    )
+
+
+def _place(name: str) -> Path | str:
+    folder = snapshot(name)
+    return name if folder is None else folder.resolve()
+
+
+def _states(model: str) -> dict[str, FileState] | None:
+    """Return the states of the model's files, None when there are none or they cannot be read."""
+    try:
+        folder = snapshot(model)
+        return None if folder is None else file_states(folder)
+    except (OSError, ConfigurationError):
+        return None
+
+
+def _supported_facts(model: str) -> ModelFacts:
+    if (refusal := embedded_engine_refusal()) is not None:
+        raise ConfigurationError(refusal)
+    facts = model_facts(model)
+    if facts.model_type not in SUPPORTED_MODEL_TYPES and not facts.takes_images:
+        raise UnsupportedModelError(
+            "engine_model_type",
+            f"model {model} is of type {facts.model_type}; the embedded engine runs {', '.join(SUPPORTED_MODEL_TYPES)}",
+        )
+    return facts
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return the torch dtype of a setting; None for "auto". Raises ConfigurationError."""
+    if dtype == "auto":
+        return None
+    if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
+        raise ConfigurationError(f"dtype {dtype} is not supported; use auto, {', '.join(_DTYPES)}")
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device of a setting; "auto": CUDA where it is, else the CPU. Raises ConfigurationError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {device} is not supported; use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device {device} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return resolved
+
+
+def _text_part(model: Any) -> Any:
+    """Return the model; of one that takes images, only what reads and writes text."""
+    text = model
+    if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
+        text = model.language_model
+    elif hasattr(model.model, "language_model"):
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(model.config.text_config)
+        text.model, text.lm_head = model.model.language_model, model.lm_head
+        text.config, text.generation_config = text.model.config, model.generation_config
+    check_latent_cache(text)
+    return text.eval().requires_grad_(False)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
 
 
 class ModelRunner:
@@ -43,32 +181,31 @@ class ModelRunner:
     checks of a forward found. Every layer of every forward calls `before_layer` and `after_layer` with its index."""
 
     def __init__(
-        self,
-        model_path: str | Path,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        *,
-        tokenizer: str | Path | None = None,
-        revision: str | None = None,
+        self, model_path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
     ) -> None:
         """Load the model; see `load_model` for the settings and errors."""
-        self._own(*load_model(model_path, dtype, device, tokenizer, revision))
+        model, tokenizer, facts, files = load_model(str(model_path), dtype, device)
+        self._own(model, tokenizer, facts, str(model_path), files)
 
     @classmethod
-    def from_model(cls, model: Any, config_path: str | Path, tokenizer: Any = None) -> ModelRunner:
-        """Return a runner of a model in memory, as it is: on its device, in its dtype.
+    def from_model(cls, model: Any, config_path: str | Path) -> ModelRunner:
+        """Return a runner of a model in memory, as it is: on its device, in its dtype. Prompts are token ids.
 
-        `config_path` is a folder with the model's config.json, which engine and connector read again. Without a
-        `tokenizer`, prompts are token ids. No file identifies the weights, so no other engine shares their KV unless
-        SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does."""
+        `config_path` is a folder with the model's config.json, which engine and connector read again. No file
+        identifies the weights, so no other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises
+        UnsupportedModelError and ConfigurationError as loading does."""
         runner = cls.__new__(cls)
-        runner._own(*adopt_model(model, config_path, tokenizer))
+        own, facts = adopt_model(model, str(config_path))
+        runner._own(own, None, facts, str(config_path), None)
         return runner
 
-    def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource) -> None:
+    def _own(
+        self, model: Any, tokenizer: Any, facts: ModelFacts, path: str, files: dict[str, FileState] | None
+    ) -> None:
         # The Transformers model; called directly, it runs plain SDPA and touches no pool.
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
-        self.facts, self.source = facts, source
+        # The model's files as they were read; None for weights of no file.
+        self.facts, self._path, self.files = facts, path, files
         # Of weights and hidden rows, and of the pool unless it is in fp8.
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -82,6 +219,15 @@ class ModelRunner:
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
+
+    def check_source(self, model: str) -> None:
+        """Raise ConfigurationError if `model` is another than the runner's, or its files have changed since."""
+        if _place(model) != _place(self._path):
+            raise ConfigurationError(
+                f"model is {model}, and the runner holds {self._path}; lend a runner of the same model, or none"
+            )
+        if self.files is not None and _states(model) != self.files:
+            raise ConfigurationError(f"the files of model {model} have changed since they were loaded; load again")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -114,6 +114,12 @@ def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
+_BOUND_ATTRIBUTES = (
+    "request_id get_tokens prompt_len orig_prompt_len max_new_tokens context_current_position lora_task_id "
+    "multimodal_hashes sampling_config is_dummy_request cache_salt_id"
+)
+
+
 class LlmRequestState(str, Enum):
     """Upstream's names: a save is "context in transmission"."""
 
@@ -131,14 +137,11 @@ class LlmRequest:
     computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`. A request waits
     while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
     from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
-    engine has sampled `pending_token`, but not handled it. Once it has asked for the connector's `reuse_report` in the
-    present run, `is_reported` is True."""
+    engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
 
     # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes = None
-    kv_cache_retention_config = None
     is_dummy_request = False
-    is_context_only_request = False
     sampling_config = SimpleNamespace(beam_width=1)
 
     state = LlmRequestState.QUEUED
@@ -153,7 +156,6 @@ class LlmRequest:
     finish_reason: str | None = None
     error: str | None = None
     first_token_time: float | None = None
-    is_reported = False
     reuse_report: Any = None
 
     def __init__(
@@ -171,8 +173,8 @@ class LlmRequest:
         exact_only: bool = False,
         cold: bool = False,
     ) -> None:
-        self.request_id = self.py_request_id = self.client_id = request_id
-        self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
+        self.request_id = self.py_request_id = request_id
+        self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
         self.sampling_params = sampling_params
         self.cache_salt, self.cache_salt_id = cache_salt, None
@@ -189,7 +191,7 @@ class LlmRequest:
         """Return prompt and generated tokens."""
         return list(self._tokens)
 
-    def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
+    def get_num_tokens(self) -> int:
         return len(self._tokens)
 
     def tokens(self, begin: int, end: int) -> list[int]:
@@ -229,14 +231,6 @@ class LlmRequest:
         return self.context_current_position + self.context_chunk_size
 
     @property
-    def is_first_context_chunk(self) -> bool:
-        return self.context_current_position == self.prepopulated_prompt_len
-
-    @property
-    def is_last_context_chunk(self) -> bool:
-        return self.chunk_end == self.prompt_len
-
-    @property
     def is_in_context(self) -> bool:
         return self.state is LlmRequestState.CONTEXT_INIT
 
@@ -273,14 +267,14 @@ class LlmRequest:
 
     def pause(self) -> None:
         """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
-        self.prompt_len = self.py_prompt_len = len(self._tokens)
+        self.prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
+        self.state, self.is_paused, self.reuse_report = LlmRequestState.QUEUED, True, None
 
-    def bound(self, attributes: frozenset[str]) -> SimpleNamespace:
-        """Return what V1's C++ manager gives to the connector's query: another object, with these alone."""
-        values = {name: getattr(self, name) for name in attributes}
+    def bound(self) -> SimpleNamespace:
+        """Return what V1's C++ manager gives to the connector's query: another object, with what nanobind binds."""
+        values = {name: getattr(self, name) for name in _BOUND_ATTRIBUTES.split()}
         # A property there, and a method here.
         return SimpleNamespace(**values | {"is_generation_only_request": self.is_generation_only_request()})
 
@@ -347,9 +341,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     text = "" if tokenizer is None else str(tokenizer.decode(shown, skip_special_tokens=True))
     logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
     report, first = request.reuse_report, request.first_token_time
-    # What was promised is used once the connector was asked; one without reports keeps all promises.
-    promised = request.py_num_connector_matched_tokens if request.is_reported else 0
-    reused = promised if report is None else report.reused_tokens
+    reused = 0 if report is None else report.reused_tokens
     cached = getattr(report, "exact_prefix_tokens", request.cached_tokens)
     return RequestOutput(
         request_id=request.request_id,

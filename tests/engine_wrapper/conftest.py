@@ -1,15 +1,11 @@
 """Settings and plans of the wrapper's tests."""
 
-from importlib.util import find_spec
-
 import pytest
-import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.plan import PlanSpan
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders.engine import DONOR, SHIFTED, Engines, geometry_of, serve, teach
-from tests.kernels import builders
 from tests.semblend_trt.plans import plan_of
 from validation.models import shipped_model
 
@@ -30,15 +26,6 @@ def make_plan():
         return plan_of(*own, prompt=tokens, **numbers, **layers, **more)
 
     return build
-
-
-@pytest.fixture
-def interpret(monkeypatch):
-    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card."""
-    if not find_spec("triton"):
-        pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
-
-    return lambda: None if torch.cuda.is_available() else builders.interpret(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, evict_prefixes, serve, teach, text
+from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, serve, teach, text
 from tests.conftest import save_tiny_model
 from tests.random_models import CHUNK, WINDOW
 
@@ -17,7 +17,6 @@ SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
 with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
 with_chunks = pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
-with_latent_rows = pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
 with_either = pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indirect=True)
 
 
@@ -66,14 +65,6 @@ def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request
     cold = engine.cold()
     for output, prompt in zip(llm.generate(prompts, [GREEDY] * 3), prompts, strict=True):
         assert_same(output, serve(cold, prompt))
-
-
-@with_either
-def test_the_kernels_answer_as_torch_does(engine, interpret):
-    prompt = text(9, max(WINDOW, CHUNK) + 20)
-    expected = serve(engine.cold(), prompt)
-    interpret()
-    assert_same(serve(engine.cold(), prompt), expected)
 
 
 @with_either
@@ -146,19 +137,6 @@ def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lo
 def test_blocks_that_do_not_divide_a_chunk_are_refused(engine):
     with pytest.raises(ConfigurationError, match=r"tokens_per_block 48 does not divide the chunks of 64 tokens"):
         engine(cache={"tokens_per_block": 48})
-
-
-@with_latent_rows
-@pytest.mark.parametrize("version", ["embedded", "1.4"])
-def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine, version):
-    llm = engine(POLICY="exact", contract=version)
-    assert llm.executor.pool.tensor.shape[2:] == (1, 16 * (512 + 64))
-    teach(llm, DONOR)
-    evict_prefixes(llm)
-    prompt = DONOR[:180] + text(21, 30)
-    output = serve(llm, prompt)
-    assert output.reused_tokens == 180
-    assert_same(output, serve(engine.cold(), prompt))
 
 
 def test_transformers_that_caches_every_head_is_refused_when_the_model_is_loaded(tiny_model_paths, monkeypatch):

@@ -289,42 +289,6 @@ def test_if_not_all_are_compared_the_samples_windows_and_attention_choose_and_no
     assert (evidence.checked_tokens, evidence.recomputed_tokens) == (0, len(computed))
 
 
-@pytest.mark.parametrize("max_rows", [None, MAX_ROWS])
-def test_samples_and_attention_of_several_requests_run_together(bench, make_plan, monkeypatch, max_rows):
-    """In one forward each if all rows fit, they find and answer what the requests alone do."""
-    shares = (0.3, 0.0, 0.2)
-    checks = [replace(LEVELLED, levels=(BudgetLevel(KEEP_ALL, share),)) for share in shares]
-    plans = [
-        make_plan(tokens_of(LENGTH, number), SPANS, request_id=number, check=check)
-        for number, check in enumerate(checks, 1)
-    ]
-    held = []
-    for plan in plans:
-        place_donor(bench, plan)
-        held.append(bench.kv(plan.request_id))
-
-    def run(*asked):
-        bench.clear()
-        for plan in asked:
-            # Only spans hold KV.
-            for start, end in SPANS:
-                bench.place(plan.request_id, held[plan.request_id - 1], start, end)
-        return bench.run(*map(bench.planned, asked), max_rows=max_rows), bench.evidence
-
-    forwards = []
-    lowest, weigh = bench._run_lowest, bench._weigh
-    monkeypatch.setattr(bench, "_run_lowest", lambda works, layer: forwards.append(len(works)) or lowest(works, layer))
-    monkeypatch.setattr(bench, "_weigh", lambda works: forwards.append(len(works)) or weigh(works))
-    alone = [run(plan) for plan in plans]
-    forwards.clear()
-    together, evidence = run(*plans)
-    assert max_rows or forwards == [3, 2]
-    # Alone, what passes is answered before the sample has written its own KV.
-    assert all(close(together[index], alone[index][0][0]) for index in (0, 2))
-    by_request = {each.request_id: each for each in evidence}
-    assert alike([by_request[plan.request_id] for plan in plans], [found for _, [found] in alone])
-
-
 @pytest.mark.parametrize("most", [3, 64])
 def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_path, make_plan, monkeypatch, most):
     monkeypatch.setattr("engine_wrapper.batch.MASS_ROWS", most)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("position_fix")
 
 LISTS = [stock_list(random.Random(seed), rows=12) for seed in range(6)]
 FIRST = render("Answer briefly.", [each.text for each in LISTS], LISTS[1].questions[0].text)
-OTHER = render("Answer.", [stock_list(random.Random(99), rows=70).text], LISTS[0].questions[0].text)
 
 
 def second(number):
@@ -135,27 +134,6 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
     assert (counts, donor_files(tmp_path)) == ({"write_failed": 1}, [])
-
-
-@pytest.mark.promise("donors", "A donor on disk alone is...")
-def test_memory_lets_donors_go_that_come_back_from_disk(engine):
-    reference = ready(engine())
-    serve(reference, FIRST)
-    expected = serve(reference, SECOND)
-    token_bytes = reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
-    reference.shutdown()
-    for path in donor_files(reference.connector_worker._settings.disk_path):
-        path.unlink()
-    llm = ready(engine(HOST_BYTES=1100 * token_bytes))
-    donors = llm.connector_scheduler.donor_index
-    serve(llm, FIRST)
-    serve(llm, OTHER)
-    assert (donors.catalog.stats().released, donors.catalog.stats().resting) == (1, 1)
-    assert serve(llm, second(1)).reused_tokens == 0
-    outputs = [serve(llm, second(number)) for number in (2, 0)]
-    assert min(output.reused_tokens for output in outputs) >= expected.reused_tokens
-    assert donors.catalog.stats().fetched >= 1
-    assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
 
 
 @pytest.mark.promise("donors", "Each tier keeps within its byte...")

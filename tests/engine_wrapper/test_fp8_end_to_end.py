@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig
+from engine_wrapper.embedded.llm import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
 from kernels.layout import pool_view
-from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders import engine as serving
@@ -22,7 +22,7 @@ from tests.builders.engine import (
     serve_and_drain,
     teach,
 )
-from tests.conftest import FAMILIES, save_tiny_model
+from tests.conftest import FAMILIES
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
@@ -182,19 +182,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, fa
         assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
 
 
-@pytest.mark.promise("engines", "In the embedded engine traps are...")
-def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
-    path = shipped_model() / PROFILE_NAME
-    llm = shipped(PROFILE=path)
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
-    assert (output.reused_tokens, output.reuse_reason) == (0, "profile_mismatch")
-    namespace, geometry = llm.connector_scheduler.namespace, geometry_of(llm)
-    (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
-    assert "KV dtype" in differences
-    assert "float8_e4m3fn" in differences
-
-
 @pytest.mark.promise(
     "engines",
     "In the embedded engine donors of a cache in e4m3 answer alike from every tier and take the cache's bytes of "
@@ -256,11 +243,3 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
 def test_other_dtypes_are_refused_with_their_value(dtype):
     with pytest.raises(ConfigurationError, match=rf"KvCacheConfig\.dtype: .*'fp8' \(given: '{dtype}'\)"):
         KvCacheConfig(dtype=dtype)
-
-
-def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_by_name(tmp_path):
-    asked = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-    path = save_tiny_model("qwen2", tmp_path, quantization_config=asked)
-    with pytest.raises(UnsupportedModelError, match="the KV cache is quantised") as refused:
-        LLM(path, dtype="float32", kv_cache_config=KvCacheConfig(dtype="fp8"))
-    assert refused.value.reason == "kv_quantized"

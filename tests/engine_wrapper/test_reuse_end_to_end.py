@@ -8,7 +8,6 @@ from tests.builders import engine as serving
 from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
 
 NUM_LAYERS = 3
-STOCK = "semblend_trt.connector"
 BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 SECOND_DOCUMENT = text(11, 150)
 
@@ -21,20 +20,6 @@ def taught(engine):
     llm = engine()
     teach(llm, DONOR)
     return llm
-
-
-@pytest.mark.promise(
-    "reuse",
-    "Text that a donor has from position 0 on equals a cold run: in float32 the answers are the cold run's",
-)
-def test_evicted_exact_prefix_comes_back_from_the_donor(engine):
-    llm = engine(STOCK, cache={"max_tokens": 512}, POLICY="exact")
-    teach(llm, DONOR, *(text(seed, 400) for seed in range(20, 24)))
-    prompt = DONOR + QUESTION
-    output = serve(llm, prompt)
-    assert (output.cached_tokens, output.reused_tokens) == (0, len(DONOR))
-    assert_same(output, serve(engine.cold(), prompt))
-    assert serve(llm, prompt).cached_tokens >= len(DONOR) // serving.BLOCK * serving.BLOCK
 
 
 @pytest.mark.promise("reuse", "Approximate KV does not enter the exact prefix cache")

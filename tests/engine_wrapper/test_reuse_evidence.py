@@ -32,20 +32,6 @@ def counted():
     return {kind: REGISTRY.get_sample_value("semblend_tokens_total", {"kind": kind}) for kind in TOKEN_KINDS}
 
 
-@pytest.mark.parametrize(
-    ("policy", "fields", "reused"),
-    [
-        ("position_fix", {}, 200),
-        ("boundary", {"boundary": 2}, 200),
-        ("verified", {"check": NONE_KEPT}, 0),
-        ("exact", {}, 0),
-    ],
-)
-def test_a_profile_decides_what_the_default_policy_reuses(shifted, profile, policy, fields, reused):
-    _, output = shifted(PROFILE=profile(policy, **fields))
-    assert (output.reused_tokens, output.computed_tokens) == (reused, len(SHIFTED) - reused)
-
-
 @pytest.mark.promise(
     "policies",
     "Without a profile, or with one that does not hold, only identical text from position 0 is reused",
@@ -166,23 +152,6 @@ def test_the_bound_for_the_settings_decides_and_is_in_the_receipt(shifted, profi
     is_bound = asked == {"MAX_KL": 0.01}
     assert (output.receipt["max_kl"], output.receipt["risk"]) == ((0.01, 0.05) if is_bound else (None, None))
     assert (output.receipt["sampled_deviation"] > 0.0) == is_bound
-
-
-def test_evidence_that_never_arrives_is_said_to_be_unknown(engine, profile):
-    llm = engine(PROFILE=profile(check=SOME_KEPT))
-    llm.executor.model_runner.evidence_sink = None  # as on an engine whose wrapper runs in another process
-    teach(llm, DONOR)
-    report = report_of(llm, serve(llm, SHIFTED))
-    assert (report.offered_tokens, report.reused_tokens) == (200, 0)
-    assert report.checked_tokens is report.recomputed_tokens is report.largest_kept is None
-    assert report.outcome == "backend_materialized_reuse"
-
-
-def test_evidence_of_ended_requests_is_dropped(shifted, profile):
-    llm, _ = shifted(PROFILE=profile(check=SOME_KEPT))
-    serve(llm, [1, 2, 3])
-    assert not llm.connector_scheduler._runtime.evidence
-    assert len(llm.connector_scheduler._requests) == 0
 
 
 @pytest.mark.known_defect(22)

@@ -3,11 +3,10 @@
 from collections import deque
 
 import pytest
-from prometheus_client import REGISTRY
 
 from semblend_trt.cost import CostModel
 from tests.builders import engine as serving
-from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, serve, teach, text
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
@@ -27,41 +26,6 @@ def test_discovery_only_reports_donors_and_places_nothing(engine, shifted):
     assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert engine.events("lookup")[-1]["diagnostics"]["tokens_reused"] == len(DOCUMENT)
     assert_same(output, serve(engine.cold(), SHIFTED))
-
-
-def test_a_strict_prefix_boundary_promises_whole_blocks_without_a_hole(engine, shifted):
-    llm, output = shifted(STRICT_PREFIX_BOUNDARY=1)
-    assert (output.reused_tokens, output.reuse_reason) == (0, "strict_prefix_boundary")
-    from_start = serve(llm, DOCUMENT + text(5, 20))
-    assert from_start.reused_tokens == len(DOCUMENT) // serving.BLOCK * serving.BLOCK
-    assert from_start.computed_tokens == len(DOCUMENT) + 20 - from_start.reused_tokens
-    assert_same(output, serve(engine.cold(), SHIFTED))
-
-
-def test_exact_materialization_only_places_what_a_cold_run_would_compute(engine, shifted):
-    llm, output = shifted(EXACT_MATERIALIZATION_ONLY=1, cache={"max_tokens": 512})
-    assert (output.reused_tokens, output.reuse_outcome) == (0, "semantic_discovery_only")
-    teach(llm, *(text(seed, 400) for seed in range(20, 24)))  # push the donor's blocks out of the engine's own cache
-    prompt = DONOR + QUESTION
-    exact = serve(llm, prompt)
-    assert (exact.cached_tokens, exact.reused_tokens) == (0, len(DONOR))
-    reported = [event["diagnostics"] for event in engine.events("lookup") if event["kind"] == "discovery_only"]
-    assert [each["tokens_reused"] for each in reported] == [len(DOCUMENT)]
-    cold = engine.cold()
-    assert_same(output, serve(cold, SHIFTED))
-    assert_same(exact, serve(cold, prompt))
-
-
-def test_an_audit_log_that_cannot_be_written_is_counted_until_the_engine_ends(engine, tmp_path):
-    def lost():
-        return REGISTRY.get_sample_value("semblend_audit_dropped_total", {"reason": "not_written"}) or 0
-
-    (tmp_path / "file").write_text("")
-    before = lost()
-    llm = engine(AUDIT_PATH=tmp_path / "file" / "audit.jsonl")
-    assert len(token_ids(serve(llm, SHIFTED))) == serving.GREEDY.max_tokens
-    llm.shutdown()
-    assert lost() - before >= 3  # started, lookup, settled
 
 
 @pytest.mark.promise("donors", "Requests with fewer than `SEMBLEND_MIN_DONOR_TOKENS` tokens...")
@@ -98,21 +62,6 @@ def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
     donors = index.texts.spans._donors.values()
     assert len(donors) == len({donor.namespace_key for donor in donors}) == 4
     assert kept[-1] == kept[5]
-
-
-@pytest.mark.parametrize(
-    ("settings", "reused", "reason"),
-    [
-        ({"MIN_REUSE_RATIO": 0.68}, 200, None),
-        ({"MIN_REUSE_RATIO": 0.69}, 0, "low_reuse"),
-        ({"MIN_SPAN": 200}, 200, None),
-        ({"MIN_SPAN": 201}, 0, "no_donor_match"),
-        ({"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": 4}, 0, "configuration"),  # of three layers
-    ],
-)
-def test_bounds_of_what_is_worth_reusing(shifted, settings, reused, reason):
-    _, output = shifted(**settings)
-    assert (output.reused_tokens, output.reuse_reason) == (reused, reason)
 
 
 @pytest.mark.promise(

@@ -5,11 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from tests.conftest import FAMILIES, MIXTURES
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, Bench, close, load, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +49,6 @@ def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
     parts += family_bench.run_steps(first, 33, 34)
     assert close(torch.cat(parts), family_bench.reference(first))
     assert close(torch.cat(decoded), family_bench.reference(second)[37:])
-
-
-def test_the_model_itself_still_runs_plainly(tiny_model_paths, family_bench):
-    """A direct call of the model gets Transformers' own attention, padding mask and cache included."""
-    tokens, model = tokens_of(20), family_bench.model
-    plain = AutoModelForCausalLM.from_pretrained(
-        tiny_model_paths[model.config.model_type], dtype=torch.float32, attn_implementation="eager"
-    ).to(DEVICE)
-    with torch.inference_mode():
-        wanted = plain(torch.tensor([tokens], device=DEVICE)).logits[0]
-        assert close(family_bench.reference(tokens), wanted)
-        padded, mask, positions = (
-            torch.tensor([(*front, *rest)], device=DEVICE)
-            for front, rest in (((0, 0, 0), tokens), ((0, 0, 0), [1] * 20), ((0, 0, 0), range(20)))
-        )
-        # Llama 4 scales a query by its row, padding counted.
-        padded_too = plain(padded, attention_mask=mask, position_ids=positions).logits[0, 3:]
-        assert close(model(padded, attention_mask=mask, position_ids=positions).logits[0, 3:], padded_too)
-        prompt = torch.tensor([tokens], device=DEVICE)
-        generated = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert generated[0, 20] == wanted[-1].argmax()
 
 
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))

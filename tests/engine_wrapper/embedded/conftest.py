@@ -2,8 +2,8 @@
 
 import random
 import threading
+from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -60,104 +60,46 @@ def saves_wait(llm):
         llm.connector_worker.saver.drain()
 
 
-@dataclass
-class Record:
-    """What both halves share; `saves` has requests saved that came to their end, `saves_any` others too."""
-
-    calls: list = field(default_factory=list)
-    outputs: list = field(default_factory=list)
-    polls: list = field(default_factory=list)
-    saves: bool = False
-    saves_any: bool = False
-    polls_a_save_takes: int = 0
+class Calls(list):
+    """The calls of both halves, each by its name and arguments."""
 
     def names(self):
-        return [name for name, *_ in self.calls]
+        return [name for name, *_ in self]
 
-    def count(self, name):
-        return self.names().count(name)
-
-
-_records = {}
+    def of(self, name):
+        return [given for called, *given in self if called == name]
 
 
-def record_of(llm_args):
-    return _records.setdefault(id(llm_args), Record())
+_calls = defaultdict(Calls)
 
 
-class RecordingScheduler(KvCacheConnectorScheduler):
-    """Offers nothing; saves finished requests when told to."""
+def recording(base, **answers):
+    """A half of a connector that records every call and gives these answers."""
 
-    def __init__(self, llm_args):
-        super().__init__(llm_args)
-        self.record = record_of(llm_args)
-        self.asked = []
+    def method(name, answer):
+        def call(self, *given):
+            _calls[id(self._llm_args)].append((name, *given))
+            return answer
 
-    def wait_for_initialization(self):
-        self.record.calls.append(("wait_for_initialization",))
+        return call
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.asked.append(request)
-        self.record.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
-        return 0, False
-
-    def update_state_after_alloc(self, request, block_ids):
-        self.record.calls.append(("update_state_after_alloc", request.request_id, tuple(block_ids)))
-
-    def build_connector_meta(self, scheduler_output):
-        self.record.calls.append(("build_connector_meta",))
-        self.record.outputs.append(scheduler_output)
-
-    def request_finished(self, request, cache_block_ids):
-        self.record.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
-        return self.record.saves and (self.record.saves_any or request.finish_reason in ("length", "stop"))
-
-    def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
-        self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
-        self.update_state_after_alloc(request, block_ids_by_layer_group[0])
-
-    def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
-        self.record.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
-        return self.request_finished(request, cache_block_ids_by_layer_group[0])
+    return type(f"Recording{base.__name__}", (base,), {name: method(name, answer) for name, answer in answers.items()})
 
 
-class RecordingWorker(KvCacheConnectorWorker):
-    """Reports a save as done after some polls."""
-
-    def __init__(self, llm_args):
-        super().__init__(llm_args)
-        self.record = record_of(llm_args)
-        self.waiting_saves = {}
-
-    def register_forward_pass_callable(self):
-        return lambda: self.record.calls.append(("forward_pass_callable",))
-
-    def register_kv_caches(self, kv_cache_tensor):
-        self.record.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
-
-    def register_kv_cache_layout(self, layout):
-        self.register_kv_caches(layout.pool)
-        self.record.calls[-1] = ("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block)
-
-    def start_load_kv(self, stream):
-        self.record.calls.append(("start_load_kv",))
-
-    def wait_for_layer_load(self, layer_idx, stream):
-        self.record.calls.append(("wait_for_layer_load", layer_idx))
-
-    def save_kv_layer(self, layer_idx, stream):
-        self.record.calls.append(("save_kv_layer", layer_idx))
-
-    def wait_for_save(self, stream):
-        self.record.calls.append(("wait_for_save",))
-
-    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
-        self.record.calls.append(("get_finished",))
-        self.record.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
-        self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.record.polls_a_save_takes))
-        saved = [request_id for request_id, polls in self.waiting_saves.items() if polls <= 0]
-        self.waiting_saves = {each: polls - 1 for each, polls in self.waiting_saves.items() if polls > 0}
-        return saved, []
+RecordingScheduler = recording(
+    KvCacheConnectorScheduler,
+    get_num_new_matched_tokens=(0, False),
+    **dict.fromkeys(("wait_for_initialization", "update_state_after_alloc", "build_connector_meta")),
+    **dict.fromkeys(("update_state_after_alloc_by_layer_group",)),
+    **dict.fromkeys(("request_finished", "request_finished_by_layer_group"), False),
+)
+RecordingWorker = recording(
+    KvCacheConnectorWorker,
+    get_finished=([], []),
+    **dict.fromkeys(("register_kv_caches", "register_kv_cache_layout", "start_load_kv", "wait_for_layer_load")),
+    **dict.fromkeys(("save_kv_layer", "wait_for_save")),
+)
+RecordingWorker.register_forward_pass_callable = lambda self: lambda: _calls[id(self._llm_args)].append(("after",))
 
 
 @pytest.fixture(scope="session")
@@ -181,14 +123,14 @@ def make_llm(tiny_qwen2_path, runner):
     yield make
     for engine in engines:
         engine.shutdown()
-    _records.clear()
+    _calls.clear()
 
 
 @pytest.fixture
 def make_recorded_llm(make_llm):
     def make(**fields):
         llm = make_llm("RecordingScheduler", **fields)
-        return llm, record_of(llm.llm_args)
+        return llm, _calls[id(llm.llm_args)]
 
     return make
 

@@ -159,8 +159,8 @@ class Life:
             self._admit()
         elif action < 0.26 and self._live:
             self.counts["aborts"] += self._executor.abort(self._random.choice(self._live))
-        elif action < 0.30 and self._live and self._case.v2:
-            self._executor.pause(self._random.choice(self._live))
+        elif action < 0.30 and self._executor._active and self._case.v2:
+            self._executor._pause(self._random.choice(list(self._executor._active.values())))
         elif action < 0.32:
             self._evict()
         elif action < 0.36:

@@ -4,13 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES
-from engine_wrapper.embedded.llm import SamplingParams
-from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import evict_prefixes, published_nodes
+from tests.builders.engine import published_nodes
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, prompt
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -28,28 +25,29 @@ def make_engine(make_recorded_llm):
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
 def test_calls_and_their_order(make_engine, contract):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     registered = "register_kv_cache_layout" if contract == "1.4" else "register_kv_caches"
     waits = ["wait_for_initialization"] if contract != "1.2" else []
-    assert record.names() == [registered, *waits]
-    record.calls.clear()
+    assert calls.names() == [registered, *waits]
+    calls.clear()
     llm.generate([prompt(5)], TWO)
     layers = ["wait_for_layer_load", "save_kv_layer"] * conftest.LAYERS
-    begin, end = ["build_connector_meta", "start_load_kv"], ["forward_pass_callable", "wait_for_save"]
+    begin, end = ["build_connector_meta", "start_load_kv"], ["after", "wait_for_save"]
     replayed = [] if contract in FIELDS else layers  # no hook of a layer runs in a replayed step
-    grouped = ["by_layer_group"] * (contract == "1.4")
-    assert record.names() == [
-        *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *begin, *layers, *end, "get_finished"],
-        *[*begin, *replayed, *end, *grouped, "request_finished", "get_finished"],
+    form = "_by_layer_group" * (contract == "1.4")
+    asked = ["get_num_new_matched_tokens", f"update_state_after_alloc{form}"]
+    assert calls.names() == [
+        *[*asked, *begin, *layers, *end, "get_finished"],
+        *[*begin, *replayed, *end, f"request_finished{form}", "get_finished"],
     ]
 
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
 def test_fields_of_a_scheduled_request(make_engine, contract):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
-    output = record.outputs[0]
+    output = calls.of("build_connector_meta")[0][0]
     (data,) = output.new_requests
     assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["1.4"])
     assert hasattr(output, "attention_dp_rank") == (contract != "1.2")
@@ -60,42 +58,13 @@ def test_fields_of_a_scheduled_request(make_engine, contract):
 
 
 def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
-    llm, _ = make_engine("1.2")
+    llm, calls = make_engine("1.2")
     llm.generate([prompt(5)], TWO, cache_salt="s")
-    (asked,) = llm.connector_scheduler.asked
+    ((asked, _),) = calls.of("get_num_new_matched_tokens")
     assert asked.is_generation_only_request is False  # a property, not a method
     assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params"))
     assert hasattr(asked, "cache_salt_id")
     assert not hasattr(asked, "cache_salt")
-    assert all(hasattr(asked, name) for name in BOUND_ATTRIBUTES)
-
-
-def test_v2_asks_with_the_request_allocates_by_chunks_and_publishes_prompts_only(make_engine):
-    for contract, cached in (("1.2", 3 * BLOCK), ("1.4", 2 * BLOCK)):
-        llm, record = make_engine(contract, max_num_tokens=16)
-        (output,) = llm.generate([prompt(2 * BLOCK)], SamplingParams(max_tokens=BLOCK + 1, ignore_eos=True))
-        again = prompt(2 * BLOCK) + output.outputs[0].token_ids + [1]
-        assert llm.generate([again], TWO)[0].cached_tokens == cached
-    assert {type(asked) for asked in llm.connector_scheduler.asked} == {LlmRequest}
-    record.outputs.clear()
-    (output,) = llm.generate([prompt(40, 1)], TWO)
-    data = [data for each in record.outputs for data in each.new_requests + each.cached_requests]
-    assert [len(each.new_block_ids) for each in data] == [2, 2, 1, 1]
-    entries = [(each.new_tokens, each.computed_position, each.num_scheduled_tokens) for each in data]
-    first = output.outputs[0].token_ids[:1]
-    assert entries == [(prompt(40, 1), 0, 16), ([], 16, 16), ([], 32, 8), (first, 40, 1)]
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold, overlap):
-    llm, record = make_engine("1.4", disable_overlap_scheduler=not overlap)
-    stream = llm.generate_async(prompt(20), SIX)
-    next(stream)
-    llm.executor.pause(next(iter(llm.executor._active.values())))
-    outputs = list(stream)
-    assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
-    assert (outputs[-1].prompt_token_ids, record.count("get_num_new_matched_tokens")) == (prompt(20), 2)
-    assert sum(len(each.new_requests) for each in record.outputs) == 2
 
 
 def cut_short(llm, tokens, how):
@@ -114,40 +83,30 @@ def cut_short(llm, tokens, how):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "times"), [("1.2", 0), ("1.4", 0), ("embedded", 1)])
 def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
-    llm, record = make_engine(contract)
+    llm, calls = make_engine(contract)
     cut_short(llm, prompt(9), how)
-    assert record.count("request_finished") == times
+    assert len([name for name in calls.names() if "finished" in name and name != "get_finished"]) == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
 @pytest.mark.parametrize(("contract", "where"), [("1.2", "forward"), ("1.4", "forward"), ("1.4", "wait_for_save")])
 def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
-    llm, record = make_engine(contract, max_batch_size=2)
+    llm, calls = make_engine(contract, max_batch_size=2)
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
     published = len(list(published_nodes(llm.block_manager)))
-    record.calls.clear()
+    calls.clear()
     with conftest.fails_once(llm.executor.model_runner if where == "forward" else llm.connector_worker, where):
         assert llm.executor.step()
     ended = [list(stream)[-1] for stream in streams[:2]]
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
-    assert (record.names()[-1], record.count("wait_for_save")) == ("get_finished", 0)
-    assert (record.count("request_finished"), len(list(published_nodes(llm.block_manager)))) == (0, published)
+    assert calls.names()[-1] == "get_finished"
+    assert not {"wait_for_save", "request_finished", "request_finished_by_layer_group"} & set(calls.names())
+    assert len(list(published_nodes(llm.block_manager))) == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
-
-
-def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
-    llm, record = make_engine("embedded")
-    stream = llm.generate_async(prompt(20), SIX)
-    next(stream)
-    record.saves_any, record.saves = True, True
-    llm.abort(stream.request_id)
-    assert record.names()[-2:] == ["request_finished", "get_finished"]
-    assert record.polls[-1] == ([stream.request_id], [])
-    assert llm.executor.pending_transfers == []
 
 
 @pytest.mark.parametrize(
@@ -161,43 +120,3 @@ def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(mak
         llm.generate([prompt(9)], TWO)
     with pytest.raises(SemBlendError, match="this engine has stopped"):
         llm.generate([prompt(9)], TWO)
-
-
-def twins_being_saved(make_engine, contract, **fields):
-    """An engine that ran two requests of one prompt together and saves both, and the blocks of each."""
-    llm, record = make_engine(contract, **fields)
-    record.saves, record.polls_a_save_takes = True, 4
-    llm.generate([prompt(20), prompt(20)], SIX)
-    assert llm.executor.pending_transfers == [1, 2]
-    return llm, [call[2] for call in record.calls if call[0] == "request_finished"]
-
-
-@pytest.mark.parametrize("contract", ALL)
-def test_which_blocks_a_save_holds(make_engine, contract):
-    """That is the cache manager's own: under V1 only our own version holds more than the blocks of the tree."""
-    llm, (first, second) = twins_being_saved(make_engine, contract)
-    blocks = llm.block_manager
-    free, shared = set(blocks._free), {node.block_id for _, node in published_nodes(blocks)}
-    assert shared <= set(first)
-    # What ran together shares nothing, unless the manager has exchanged equal blocks.
-    assert set(first) & set(second) == (shared if contract == "1.4" else set())
-    if contract == "1.2":
-        assert set(second) <= free
-        assert set(first) - shared <= free
-    else:
-        assert not (set(first) | set(second)) & free
-    evict_prefixes(llm)
-    assert {node.block_id for _, node in published_nodes(blocks)} == shared  # no other request gets them meanwhile
-    llm.settle()
-    assert blocks.num_free_blocks == blocks.num_blocks
-
-
-@pytest.mark.parametrize("contract", ALL)
-def test_with_block_reuse_off_no_connector_is_asked(make_engine, cold, contract):
-    llm, record = make_engine(contract, cache={"enable_block_reuse": False})
-    (output,) = llm.generate([prompt(40)], SIX)
-    assert record.count("get_num_new_matched_tokens") == 0
-    assert record.count("update_state_after_alloc") == 1
-    (data,) = record.outputs[0].new_requests
-    assert (data.computed_position, data.num_scheduled_tokens) == (0, 40)
-    assert (output.cached_tokens, output.reused_tokens, answers([output])) == (0, 0, cold([prompt(40)]))

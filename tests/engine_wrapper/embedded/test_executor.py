@@ -1,42 +1,22 @@
 """The loop as a connector sees it, and what must not change an answer."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-
-# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.builders.engine import token_ids, unfinished
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, RecordingScheduler, RecordingWorker, answers, prompt
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
 
 
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
-    llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
-    record.saves, record.polls_a_save_takes = True, 10**9
+    llm, _ = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
+    llm.connector_scheduler.request_finished = lambda *_: True
     llm.generate([prompt(20)], TWO)
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.settle()
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.generate([prompt(20, 1)], TWO)
-
-
-class Raises(RecordingScheduler):
-    def update_state_after_alloc(self, request, block_ids):
-        raise OSError("the disk is gone")
-
-
-def test_an_error_of_the_connector_ends_every_request(make_llm):
-    llm = make_llm("Raises", RecordingWorker.__name__, module=__name__)
-    stream = llm.generate_async(prompt(5), TWO)
-    with pytest.raises(OSError, match="the disk is gone"):
-        llm.generate([prompt(20)], TWO)
-    output = next(stream)
-    assert (output.outputs[0].finish_reason, output.finished) == ("error", True)
-    assert "the engine stopped: OSError: the disk is gone" in output.error
 
 
 @pytest.mark.parametrize(
@@ -55,14 +35,14 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
 
 @pytest.mark.promise("reuse", "Blocks, leases and requests all return,...")
 def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
-    llm, record = make_recorded_llm(max_num_tokens=16)
+    llm, calls = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks
     running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
     next(running)
     waiting = llm.generate_async(prompt(9, 2), SIX)
     assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
     assert llm.block_manager.num_free_blocks == free
-    assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
+    assert [request.request_id for request, _ in calls.of("request_finished")] == [1, 2]
     assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
     assert [llm.abort(request_id) for request_id in (running.request_id, 999)] == [False] * 2
     assert unfinished(llm.executor) == 0
@@ -90,27 +70,13 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     llm.shutdown()
 
 
-def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
-    shared = prompt(29, 9)
-    prompts = [[*shared, *prompt(length, length)] for length in (1, 5, 19, 60)] + [prompt(3), shared]
-    alone = make_llm(cache={"enable_block_reuse": False}, max_batch_size=1)
-    expected = answers(alone.generate(prompts, SIX))
-    for llm in (
-        make_llm(),
-        make_llm(max_num_tokens=16),
-        make_llm(max_batch_size=2),
-        make_llm(cache={"enable_partial_reuse": False}),
-        make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
-    ):
-        free = llm.block_manager.num_free_blocks
-        assert answers(llm.generate(prompts, SIX)) == expected
-        assert (answers(llm.generate(prompts, SIX)), llm.block_manager.num_free_blocks) == (expected, free)
-
-
-def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):
-    llm = type(make_recorded_llm()[0])(model=tiny_qwen2_path, runner=runner)
-    llm.generate([prompt(5)], TWO)
-    pool = weakref.ref(llm.executor.pool)
-    del llm
-    gc.collect()
-    assert pool() is None
+@pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
+def test_a_document_waits_while_a_request_waits_or_runs(make_llm):
+    llm = make_llm(max_batch_size=2)
+    document = llm.generate_async(prompt(9), TWO, priority=1)
+    another = llm.generate_async(prompt(9, 1), TWO, priority=1)
+    requests = [llm.generate_async(prompt(9, seed), SIX, streaming=False) for seed in (2, 3, 4)]
+    llm.run_until(document.has_news)
+    assert all(each.has_news() for each in requests)
+    llm.executor.step()
+    assert another.has_news()

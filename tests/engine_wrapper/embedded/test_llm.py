@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from engine_wrapper.embedded.request import largest_of
+from semblend_trt.errors import CapacityError, ConfigurationError
 from tests.builders.engine import token_ids, unfinished
 from tests.conftest import FAMILIES
 from tests.semblend_trt.samples import unknown_fields
@@ -30,17 +31,6 @@ def test_one_output_for_each_prompt_in_order(make_llm):
         assert [token_ids(output) for output in llm.generate(prompts, FOUR)] == [token_ids(text)]
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(make_llm):
-    llm = make_llm()
-    whole = llm.generate([TEXT], SamplingParams(max_tokens=8, ignore_eos=True))[0].outputs[0]
-    stop = whole.token_ids[3]
-    first = whole.token_ids.index(stop)
-    (output,) = llm.generate([TEXT], SamplingParams(max_tokens=8, stop_token_ids=(stop,), ignore_eos=True))
-    assert output.outputs[0].token_ids == whole.token_ids[: first + 1]
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].text == llm.tokenizer.decode(whole.token_ids[:first])
-
-
 def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
     (plain,) = make_llm().generate([TEXT], FOUR)
     monkeypatch.setattr(ModelRunner, "eos_token_ids", frozenset({token_ids(plain)[2]}))
@@ -48,18 +38,6 @@ def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
     assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", token_ids(plain)[2])
     assert len(token_ids(stopped)) <= 3
     assert token_ids(ignored) == token_ids(plain)
-
-
-def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner):
-    ids = runner.tokenizer.encode(TEXT)
-    forced = (5, 6, 7)
-    params = SamplingParams(max_tokens=3, forced_token_ids=forced, return_generation_logits=True)
-    (output,) = make_llm().generate([ids], params)
-    with torch.no_grad():
-        plain = runner.model(torch.tensor([[*ids, *forced]])).logits[0, len(ids) - 1 : -1]
-    assert token_ids(output) == list(forced)
-    assert output.outputs[0].generation_logits.shape == (3, 257)
-    assert (output.outputs[0].generation_logits - plain).abs().max() <= 1e-4
 
 
 @pytest.mark.promise("engines", "The embedded engine serves all families on a CPU; `generate_async` streams")
@@ -87,27 +65,6 @@ def test_a_stream_gives_one_output_for_every_token(make_llm):
     assert token_ids(final) == token_ids(whole)
 
 
-def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
-    llm = make_llm()
-    free = llm.block_manager.num_free_blocks
-    stream = llm.generate_async(TEXT, FOUR)
-    next(stream)
-    assert llm.block_manager.num_free_blocks < free
-    stream.close()
-    assert (list(stream), llm.block_manager.num_free_blocks) == ([], free)
-    llm.generate_async(TEXT, FOUR)  # dropped at once
-    assert unfinished(llm.executor) == 0
-
-
-def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
-    with LLM(model=tiny_qwen2_path, runner=runner) as llm:
-        stream = llm.generate_async(TEXT, FOUR)
-    assert next(stream).outputs[0].finish_reason == "cancelled"
-    llm.shutdown()
-    with pytest.raises(SemBlendError, match="shut down"):
-        llm.generate([TEXT], FOUR)
-
-
 @pytest.mark.parametrize(
     ("prompts", "arguments", "message"),
     [
@@ -116,6 +73,8 @@ def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
         ([[]], {}, "prompt is empty"),
         ([TEXT, ""], {}, "prompt is empty"),
         ([[1, 2, 257]], {}, r"token id 257; the model's ids are 0\.\.256"),
+        ([[1, -1]], {}, "token id -1"),
+        ([[1, 1 << 70]], {}, f"token id {1 << 70}"),
         ([[1, "a"]], {}, "nothing mixed"),
         ([TEXT, [1] * 1021], {}, "1021 tokens with 4 new ones exceeds max_seq_len 1024"),
         ([TEXT, [1] * 510], {}, "needs 65 blocks of 8 tokens, the KV pool has 64"),
@@ -142,13 +101,11 @@ def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, argum
         ({"max_batch_size": 0}, r"LlmArgs\.max_batch_size: .*\(given: 0\)"),
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
-        ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold 16 is below tokens_per_block 32"),
         ({"tensor_parallel_size": 2}, r"LlmArgs\.tensor_parallel_size"),
         ({"max_seq_len": 2000}, "exceeds the model's context of 1024"),
         ({"model": ""}, r"LlmArgs\.model: .*at least 1 character"),
         ({"kv_cache_config": KvCacheConfig(max_tokens=1 << 50)}, "does not fit into the memory of cpu"),
         ({"kv_cache_config": KvCacheConfig(max_tokens=16)}, "holds no block of 32 tokens"),
-        ({"kv_cache_config": KvCacheConfig(dtype="bfloat16")}, "differs from the model's torch.float32"),
         ({"kv_connector_config": {"connector_module": "x"}}, "connector_scheduler_class: Field required"),
     ],
 )
@@ -163,11 +120,9 @@ def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen
     for other in (tiny_llama_path, copy):
         with pytest.raises(ConfigurationError, match="and the runner holds"):
             LLM(model=other, runner=runner)
-    with pytest.raises(ConfigurationError, match=r"tokenizer is .* make a runner with the tokenizer"):
-        LLM(model=tiny_qwen2_path, tokenizer=copy, runner=runner)
     link = tmp_path / "link"
     link.symlink_to(tiny_qwen2_path)
-    LLM(model=link, tokenizer=link, runner=runner).shutdown()
+    LLM(model=link, runner=runner).shutdown()
 
 
 def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_path):
@@ -194,3 +149,29 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
     assert unknown_fields(namespace_of(adopted)) == ["model_revision"]
     monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")
     assert unknown_fields(namespace_of(adopted)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an integer >= 1"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids holds -1"),
+        ({"forced_token_ids": []}, "forced_token_ids has 0 tokens; it must have 1 to max_tokens"),
+        ({"forced_token_ids": [1, 2, 3], "max_tokens": 2}, "forced_token_ids has 3 tokens"),
+    ],
+)
+def test_a_field_out_of_range_is_refused(fields, message):
+    with pytest.raises(ConfigurationError) as refusal:
+        SamplingParams(**fields)
+    assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_the_first_of_equal_logits_is_taken_in_every_row(device):
+    logits = torch.randn(7, 50_257, generator=torch.Generator().manual_seed(0))
+    for row in range(7):
+        logits[row, [100 * row + 5, 40_000, 50_256]] = 9.5
+    assert largest_of(logits.to(device)) == [(9.5, 100 * row + 5) for row in range(7)]

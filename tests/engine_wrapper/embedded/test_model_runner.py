@@ -57,24 +57,6 @@ def test_a_sample_runs_before_what_it_leaves_and_needs_no_kv_of_higher_layers(ru
     assert not runner.readiness.is_arriving
 
 
-def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner):
-    runner.plan_source = ActivePlans().take
-    runner.before_layer = runner.after_layer = lambda layer: None
-    runner.evidence_sink = lambda evidence: None
-    other = runner.share()
-    assert other.model is runner.model
-    assert other.evidence_sink is None
-    assert (other.plan_source, other.before_layer, other.after_layer) == (None, None, None)
-    with pytest.raises(ConfigurationError, match="no pool"):
-        other.forward([SequenceSlice(1, 0, (1, 2), (0,))])
-    pool = attach_pool(other)
-    tokens = tokens_of(12)
-    logits = runner.forward([SequenceSlice(1, 0, tokens, (2, 3))])
-    assert pool.isnan().all()
-    torch.testing.assert_close(other.forward([SequenceSlice(1, 0, tokens, (5, 1))]), logits, atol=TOLERANCE, rtol=0)
-    assert not pool[5].isnan().any()
-
-
 @pytest.fixture
 def model_folder(tiny_qwen2_path, tmp_path):
     return Path(shutil.copytree(tiny_qwen2_path, tmp_path / "model"))
@@ -141,14 +123,6 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_sentence(model_folder
 def test_unknown_settings_are_refused(tiny_qwen2_path, settings, message):
     with pytest.raises(ConfigurationError, match=message):
         ModelRunner(tiny_qwen2_path, **settings)
-
-
-def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path, runner):
-    adopted = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(tiny_qwen2_path), tiny_qwen2_path)
-    attach_pool(adopted)
-    slice_ = SequenceSlice(1, 0, tokens_of(19), (4, 1, 2))
-    assert torch.equal(adopted.forward([slice_]), runner.forward([slice_]))
-    assert adopted.eos_token_ids == frozenset({256})
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 2, "layer_types": None}, {"rms_norm_eps": 0.05}])

@@ -12,11 +12,6 @@ from tests.builders.engine import unfinished
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR, CHATS = KvCacheConnectorConfig.ours(), "/v1/chat/completions"
-TEMPLATE = (
-    "{% for d in documents or [] %}{{ d.text }};{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
-    "{% endfor %}{{ reasoning_effort or 'none' }};{% if mood %}{{ mood }};{% endif %}"
-    "{% if add_generation_prompt %}go{% endif %}"
-)
 
 
 @pytest.fixture
@@ -80,33 +75,15 @@ def test_completions_that_run_together_are_the_engines(tiny_qwen2_path, make_wor
         assert "semblend" not in answer["usage"]  # there is no connector
 
 
-@pytest.mark.promise(
-    "commands",
-    "The embedded server honours a field of a request or answers with status 400 and the field's name",
-)
-@pytest.mark.parametrize(
-    ("fields", "rendered"),
-    [
-        ({"documents": [{"text": "sun"}], "reasoning_effort": None}, "sun;user:hi;none;go"),
-        ({"chat_template_kwargs": {"mood": "calm"}}, "user:hi;none;calm;go"),
-        ({"add_generation_prompt": False, "continue_final_message": True}, "user:hi"),
-    ],
-)
-def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
-    llm, worker = make_worker()
-    llm.tokenizer.chat_template = TEMPLATE
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "temperature": 0, **fields}
-    status, answer = asked(worker, lambda client: answer_of(client, body, CHATS))
-    assert (status, answer["usage"]["prompt_tokens"]) == (200, len(rendered))
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-
-
 def unsupported(name, path="/v1/completions"):
     field, _, inner = name.partition(".")
     return {field: {inner: 1} if inner else 1}, 400, "unsupported_field", f"{name} is not supported by this", path
 
 
-@pytest.mark.promise("commands", "The embedded server honours a field...")
+@pytest.mark.promise(
+    "commands",
+    "The embedded server honours a field of a request or answers with status 400 and the field's name",
+)
 def test_what_cannot_be_served_is_named(make_worker):
     _, worker = make_worker()
     refused = [

@@ -147,7 +147,7 @@ class Life:
         elif action < 0.22:
             drop_batch(executor)
         elif action < 0.25 and executor._active:
-            executor.pause(self._drawn.choice(list(executor._active.values())))
+            executor._pause(self._drawn.choice(list(executor._active.values())))
         elif action < 0.30:
             evict_prefixes(self._llm)
         else:

@@ -87,10 +87,6 @@ def failing(monkeypatch, owner, name, error, once):
     return lambda: next(calls) > 1
 
 
-def test_there_are_as_many_kinds_as_are_promised():
-    assert len(FAULTS) >= 54
-
-
 @pytest.mark.promise(
     "engines",
     "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour",
