@@ -1,6 +1,6 @@
 """SemBlendConnector: the connector as vLLM loads it, one object for each of its two roles.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32)."""
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.28 to 0.32)."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ class VllmWorker:
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Take vLLM's caches as a pool and hook its model, or have vLLM serve as stock. Never raises."""
+        caches = in_order(caches)
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
@@ -224,12 +225,12 @@ class VllmWorker:
     def _pool_of(self, caches: Mapping[str, torch.Tensor]) -> LayeredPool | None:
         try:
             modules = self._config.compilation_config.static_forward_context
-            names = in_order(caches)
-            if names is None:
+            if not caches:
                 return None
-            self._worker.attention = attention = [modules[name] for name in names]
-            self._layout = self._layout_of(caches[names[0]], attention)
-            return None if self._layout is None else layered_pool(caches, self._layout)
+            self._worker.attention = attention = [modules[name] for name in caches]
+            held = list(caches.values())
+            self._layout = self._layout_of(held[0], attention)
+            return None if self._layout is None else layered_pool(held, self._layout)
         except LayoutError as error:
             logger.warning("vLLM's caches are of a kind that is not taken: %s", error)
             self._runtime.refusal = error.reason
@@ -296,7 +297,7 @@ class VllmWorker:
         compare_windows(attention, facts, longest)
         # Of a model that takes images too, the part that reads text.
         model = getattr(runner.model, "get_language_model", lambda: runner.model)()
-        names = tuple(in_order(caches) or ())
+        names = tuple(caches)
         if len(model.model.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
             raise TypeError(f"the decoder {type(model.model).__name__} is laid out in another way")
         chunks = tuple(getattr(each, "attention_chunk_size", None) for each in attention)
@@ -309,7 +310,7 @@ class VllmWorker:
             names=names,
             attention=attention,
             builder=own_builder(group, self._max_rows),
-            caches=tuple(caches[name] for name in names),
+            caches=tuple(caches.values()),
             layout=layout,
             pool=pool,
             geometry=self._runtime.pool.geometry,
