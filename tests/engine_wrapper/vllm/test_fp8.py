@@ -75,18 +75,6 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
         assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
 
 
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
-@pytest.mark.usefixtures("scaled", "to_nearest")
-def test_with_a_checkpoints_scales_too(engine, compared):
-    served = engine(*WHOLE, **FP8)
-    wanted = served.cold(MOVED)
-    taught(served)
-    assert_compared_alike(compared)
-    assert same(served.ask(MOVED, max_tokens=16), wanted)
-    assert served.offered >= len(DOCUMENT)
-
-
 def held(served, blocks, positions):
     """K and V in the pool of a request, each uint8 [layers, kv_heads, positions, head_dim]."""
     kinds = served.worker._forward._parts.pool.kinds

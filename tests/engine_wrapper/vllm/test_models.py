@@ -223,14 +223,6 @@ def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, t
     assert "check layer 1 has no layer with full attention below it; 2 is the lowest" in caplog.text
 
 
-def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(engine, tiny):
-    donor, prompt = placed(later=LATER)
-    served = engine("position_fix", {"min_span_tokens": CHUNK - LATER + 1}, model=tiny(*LOWER[:2], **LOWER[2]))
-    wanted = served.cold(prompt)
-    answer = taught(served, donor).ask(prompt, max_tokens=16)
-    assert (answer.cached, is_cold(answer, wanted), served.report().reason) == (0, True, "chunk_edge")
-
-
 # As long as the model's positions, which its YaRN stretches.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}

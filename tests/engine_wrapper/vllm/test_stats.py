@@ -69,7 +69,8 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start():
     assert all(metrics.value("requests", engine, outcome=each.value) == 0 for engine in (0, 1) for each in Outcome)
     for _ in range(2):
         metrics.observe(counted(USED, DECLINED).data, 1)
-    metrics.observe({})
+    metrics.observe({"refusals": {f"reason{number}": 1 for number in range(5)}}, 0)
+    assert metrics.value("refusals", 0, reason=OTHER_REASON) == 5
     assert (metrics.value("tokens", 1, kind="reused"), metrics.value("tokens", 0, kind="reused")) == (140, 0)
     assert metrics.value("refusals", 1, reason="deviation") == 2
     assert metrics.value("refusals", 0, reason="deviation") is None
@@ -81,15 +82,6 @@ def test_docs_metrics_md_names_these_counters_with_their_labels():
     metrics.observe(counted(DECLINED).data)
     samples = [each for family in metrics.registry.collect() for each in family.samples if each.name.endswith("_total")]
     assert {each.name: ("counter", set(each.labels)) for each in samples} == series("vllm:")
-
-
-def test_unknown_reasons_are_counted_together():
-    metrics = Metrics()
-    unknown = {f"reason{number}": 1 for number in range(5)}
-    metrics.observe({"refusals": {"low_reuse": 2, "planned_forward": 1, **unknown}})
-    assert metrics.value("refusals", 0, reason="low_reuse") == 2
-    assert metrics.value("refusals", 0, reason="planned_forward") == 1
-    assert metrics.value("refusals", 0, reason=OTHER_REASON) == 5
 
 
 @pytest.mark.promise("engines", "vLLM's own metrics tell of reuse")

@@ -35,16 +35,6 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path):
     assert vllm.startswith("vllm-")
 
 
-def test_quality_serves_its_arms_in_vllm(tmp_path):
-    output = tmp_path / "quality.json"
-    options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]
-    options += ["--arms", "cold,position_fix", "--kv-dtype", "fp8"]
-    assert main(["quality", "--engine", "vllm", *options, "--output", str(output)]) in (0, 1)
-    report = json.loads(output.read_text())
-    offered = {line["arm"]: line["offered"] for line in report["lines"]}
-    assert offered["position_fix"] > 0 == offered["cold"]
-
-
 def test_answers_are_forced_and_logits_are_the_models(tmp_path):
     engines = VllmEngines(str(shipped_model()))
     choices = ArmChoices(engines.facts.num_layers, boundary=1, profile=profile_of(None, None), profile_layers=2)

@@ -1,8 +1,6 @@
 """The policy verified inside vLLM: traps are seen, harmless text is reused, and nothing approximate is left behind."""
 
-import hashlib
 import logging
-import random
 
 import numpy as np
 import pytest
@@ -16,9 +14,7 @@ from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.builders.engine import Engines, cases_of
 from tests.builders.vllm import SHORT
 from tests.engine_wrapper.watching import watched
-from validation.documents import stock_list
 from validation.models import shipped_model
-from validation.prompts import INSTRUCTIONS, render
 
 GROUPS, TOKENS = 6, 700
 
@@ -48,23 +44,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     served = engine("verified", kept=True)
     right, followed, _ = answers(served, cases, donors=True)
     assert (right, followed) == (cold, 0)
-
-
-@pytest.mark.parametrize("profiles", [["another"], "the engine's", 7, None])
-def test_a_profile_whose_promise_is_broken_is_not_used(engine, profile, profiles):
-    served = engine("verified", kept=True)
-    broken = [hashlib.sha256(profile.read_bytes()).hexdigest()] if profiles == "the engine's" else profiles
-    case = cases_of(served.llm.get_tokenizer(), "reordered", groups=1)[0]
-    *donors, prompt = (
-        served.llm.get_tokenizer().encode(text, add_special_tokens=False) for text in (*case.donors, case.prompt)
-    )
-    served.ask(*donors)
-    served.settle()
-    served.ask(prompt, extra_args={"kv_transfer_params": {"semblend.broken_profiles": broken}})
-    report = served.report()
-    is_used = profiles != "the engine's"
-    assert (report.offered_tokens > 0, report.reason == "bound_broken") == (is_used, not is_used)
-    assert not served.runtime.faults
 
 
 @pytest.fixture
@@ -213,19 +192,3 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     assert {each.getMessage().removeprefix("semblend: ") for each in warned} == {
         f"checks compare every token on this engine, without sample: {problem}"
     }
-
-
-@pytest.mark.parametrize("generations", [0, 1])
-def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(engine, profile, tmp_path, generations):
-    path = tmp_path / "profile.json"
-    ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
-    served = engine("boundary", {"policy": "verified", "profile": str(path)})
-    lists = [stock_list(random.Random(seed), rows=14) for seed in range(5)]
-    encode, found = served.llm.get_tokenizer().encode, []
-    for number, shown in enumerate([(0, 1, 2), (2, 1, 3), (1, 3, 4)]):
-        texts, question = [lists[each].text for each in shown], lists[shown[-1]].questions[3]
-        found.append(served.ask(encode(render(INSTRUCTIONS[number], texts, question.text), add_special_tokens=False)))
-        served.settle()
-        assert served.llm.get_tokenizer().decode(found[-1].tokens).startswith(question.answer)
-    assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
-    assert sorted(served.scheduler.donor_index.catalog.generations.values()) == [1] * generations
