@@ -154,13 +154,18 @@ class CacheLayout:
     """Where a cache holds K and V, or latent rows (MLA). `shape`: kv_heads, block_size, head_dim. `dtype`: that of the
     stored numbers; vLLM's own tensor of e4m3 has bytes."""
 
-    view: Callable[..., Views | None]
+    view: Callable[[torch.Tensor], Views]
     shape: tuple[int, int, int]
     dtype: torch.dtype
 
     def views(self, cache: torch.Tensor) -> Views | None:
         """Return K and V, or latent rows, each [blocks, kv_heads, block_size, head_dim]; None for another form."""
-        return self.view(cache.view(self.dtype), *self.shape)
+        cache = cache.unsqueeze(1) if cache.ndim == 3 else cache  # latent rows before vLLM 0.32
+        kv_heads, block_size, channels = self.shape
+        wanted = kv_heads, block_size, channels * (1 if self.view is _latent else 2)
+        if cache.shape[1:] != wanted or (self.view in (_halves, _transposed_keys) and not cache.is_contiguous()):
+            return None
+        return self.view(cache.view(self.dtype))
 
     def stored(
         self,
@@ -245,34 +250,26 @@ def layered_pool(caches: Sequence[torch.Tensor], layout: CacheLayout) -> Layered
     return LayeredPool(*zip(*kinds, strict=True)) if len(kinds) == len(caches) else None
 
 
-def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, 1, block_size, head_dim], one row that is K and V (MLA); before vLLM 0.32 it is without the 1."""
-    rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
-    return (rows,) if rows.shape[1:] == (kv_heads, block_size, head_dim) else None
+def _latent(cache: torch.Tensor) -> Views:
+    """One row that is K and V (MLA)."""
+    return (cache,)
 
 
-def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, kv_heads, block_size, K and V]"""
-    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim):
-        return None
-    return cache[..., :head_dim], cache[..., head_dim:]
+def _channels(cache: torch.Tensor) -> Views:
+    """K and V of a token side by side."""
+    return cache.chunk(2, dim=-1)
 
 
-def _halves(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, kv_heads, K and V of block_size tokens each]"""
-    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim) or not cache.is_contiguous():
-        return None
-    both = cache.view(len(cache), kv_heads, 2 * block_size, head_dim)
-    return both[:, :, :block_size], both[:, :, block_size:]
+def _halves(cache: torch.Tensor) -> Views:
+    """K of all tokens of a block, then V; the cache is contiguous."""
+    blocks, kv_heads, block_size, both = cache.shape
+    return cache.view(blocks, kv_heads, 2 * block_size, both // 2).chunk(2, dim=2)
 
 
-def _transposed_keys(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+def _transposed_keys(cache: torch.Tensor) -> Views:
     """As `_halves`, with the tokens of K side by side."""
-    halves = _halves(cache, kv_heads, block_size, head_dim)
-    if halves is None:
-        return None
-    keys, values = halves
-    return keys.as_strided(keys.shape, (*keys.stride()[:2], 1, block_size)), values
+    keys, values = _halves(cache)
+    return keys.as_strided(keys.shape, (*keys.stride()[:2], 1, keys.shape[2])), values
 
 
 _LAYOUTS = (_channels, _halves, _transposed_keys)

@@ -73,31 +73,25 @@ def told(report):
 FAMILIES = "reordered", "header_trap"
 
 
-_found = []
-
-
-@pytest.fixture
-def expected(sampled, tmp_path):
-    """What the embedded engine finds, once."""
-    if _found:
-        return _found
-    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
-    settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
+def in_the_embedded_engine(profile, tmp_path, families, **own):
+    """What the embedded engine finds of each prompt by a profile."""
+    engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
+    settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"], **own}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
-    llm = engines(cache=cache, PROFILE=sampled["profile"], HOST_BYTES=SHORT["host_bytes"], **settings)
+    llm = engines(cache=cache, PROFILE=profile, HOST_BYTES=SHORT["host_bytes"], **settings)
 
     def ask(texts):
         tokens = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = llm.generate(tokens, [SamplingParams(max_tokens=1)] * len(tokens))
         llm.settle()
-        return [llm.connector_scheduler.reuse_of(output.request_id) for output in outputs]
+        return [told(llm.connector_scheduler.reuse_of(output.request_id)) for output in outputs]
 
-    for family in FAMILIES:
+    for family in families:
         cases = cases_of(llm.tokenizer, family)
         ask([donor for case in cases for donor in case.donors])
-        _found.extend(map(told, ask([case.prompt for case in cases])))
+        found += ask([case.prompt for case in cases])
     engines.shutdown()
-    return _found
+    return found
 
 
 @pytest.mark.promise(
@@ -105,16 +99,10 @@ def expected(sampled, tmp_path):
     "In vLLM a check's sample finds what it does in the embedded engine, in chunks and beside other plans; where "
     "our attention cannot stand for vLLM's, every token is checked",
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"enforce_eager": False},
-        pytest.param({"max_num_batched_tokens": 128, "max_num_seqs": 4}, marks=pytest.mark.every_version),
-    ],
-    ids=str,
-)
-def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expected, options, monkeypatch):
-    served = engine("boundary", sampled, **options)
+@pytest.mark.every_version
+def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_path, monkeypatch):
+    expected = in_the_embedded_engine(sampled["profile"], tmp_path, FAMILIES)
+    served = engine("boundary", sampled, max_num_batched_tokens=128, max_num_seqs=4)
     rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
     monkeypatch.setattr(deviation_check, "ROWS_PER_GAP", 1000)
     found = []
@@ -144,17 +132,10 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     settings, found = bounded(sampled["profile"], tmp_path / "bounded.json", 0.3, compares_all=compares_all), []
     weighed = SequenceWork.weighed
     monkeypatch.setattr(SequenceWork, "weighed", lambda own, mass: found.append(mass.copy()) or weighed(own, mass))
-    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
-    own = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"], "MAX_KL": 1.0}
-    cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
-    llm = engines(cache=cache, PROFILE=settings["profile"], HOST_BYTES=SHORT["host_bytes"], RISK=0.5, **own)
-    cases = cases_of(llm.tokenizer, "reordered")
-    for text in [*(donor for case in cases for donor in case.donors), *(case.prompt for case in cases)]:
-        llm.generate([llm.tokenizer.encode(text, add_special_tokens=False)], SamplingParams(max_tokens=1))
-        llm.settle()
-    engines.shutdown()
+    in_the_embedded_engine(settings["profile"], tmp_path, FAMILIES[:1], MAX_KL=1.0, RISK=0.5)
     wanted, found[:] = list(found), []
     served = engine("boundary", settings, **options)
+    cases = cases_of(served.llm.get_tokenizer(), "reordered")
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
     assert len(found) == len(wanted) >= GROUPS
     sums = sorted(float(each.sum()) for each in wanted)
