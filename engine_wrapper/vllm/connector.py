@@ -69,11 +69,6 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """False: a save that is dropped is a donor less."""
         return False
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - for every setting
-        """False: graphs of decode steps may be full, since no plan runs in such a step. Other full ones are refused."""
-        return False
-
     # The scheduler's role.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -147,8 +142,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Both roles.
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
-        """Return stats, empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
-        return ReuseStats() if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
+        return None if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:

@@ -89,6 +89,7 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree():
         ({"parallel_config.pipeline_parallel_size": 2}, None),
         ({"parallel_config.prefill_context_parallel_size": 2}, None),
         ({"model_config.model_impl": "transformers"}, None),
+        ({"model_config.hf_text_config.attn_temperature_tuning": True}, None),
         ({"load_config.load_format": "dummy"}, "model_revision"),
         ({"load_config.load_format": "a plugin's"}, "model_revision"),
         ({"load_config.model_loader_extra_config": {"a": 1}}, "model_revision"),

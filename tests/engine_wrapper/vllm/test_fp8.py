@@ -154,31 +154,24 @@ def to_nearest(monkeypatch):
         monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
 
 
-def served_by_its_scales(engine, model):
-    """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
-    served = engine("boundary", {"recompute_boundary_layer": 3}, model=model)
-    wanted = served.cold(MOVED)
-    assert taught(served).scheduler.namespace.kv_dtype == "float8_e4m3fn"
-    assert same(served.ask(MOVED, max_tokens=16), wanted)
-    assert served.offered >= len(DOCUMENT)
-    return served
-
-
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
-def test_a_checkpoint_brings_its_scales(engine, tiny, tmp_path):
-    served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "tensor"))
-    assert served.worker._forward._parts.head_scales == ()
-
-
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
 @pytest.mark.usefixtures("to_nearest", "by_head")
-def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, tiny, tmp_path):
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_a_checkpoint_brings_its_scales(engine, compared, tiny, tmp_path, strategy):
+    """Without --kv-cache-dtype."""
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
-        served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "attn_head"))
+        served = engine("boundary", {"recompute_boundary_layer": 3}, model=with_scales(tiny, tmp_path, strategy))
+    wanted = served.cold(MOVED)
+    assert taught(served).scheduler.namespace.kv_dtype == "float8_e4m3fn"
     assert_compared_alike(compared)
-    wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
-    torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
+    assert same(served.ask(MOVED, max_tokens=16), wanted)
+    assert served.offered >= len(DOCUMENT)
+    found = served.worker._forward._parts.head_scales
+    if strategy == "tensor":
+        assert found == ()
+    else:
+        torch.testing.assert_close(found[2].cpu(), torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.promise("engines", "In vLLM a moved key in e4m3 is the donor's bytes turned and rounded once")
