@@ -1,7 +1,5 @@
 """The policy verified inside vLLM: traps are seen, harmless text is reused, and nothing approximate is left behind."""
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -167,9 +165,4 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
     found = [told(served.report(i)) for i in range(GROUPS)]
     assert all(sample == 0 < checked <= offered for offered, sample, checked, _ in found)
-    warned = [
-        each for each in caplog.records if each.name == planned_forward.__name__ and each.levelno >= logging.WARNING
-    ]
-    assert {each.getMessage().removeprefix("semblend: ") for each in warned} == {
-        f"checks compare every token on this engine, without sample: {problem}"
-    }
+    assert f"checks compare every token on this engine, without sample: {problem}" in caplog.text
