@@ -10,10 +10,7 @@ from torch.cuda import is_available
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
-from semblend_trt.reuse_profile import ReuseProfile
-from tests.builders.engine import cases_of
 from tests.builders.vllm import DOCUMENT, DONOR, FP8, MOVED, NEW, WHOLE, cold_answers, on_card, taught
-from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
 from tests.engine_wrapper.watching import watched
 
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
@@ -216,24 +213,6 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blo
     for now, before in zip(again, stored, strict=True):
         # As numbers: a backend may store another sign of 0.
         assert torch.equal(*(each.view(torch.float8_e4m3fn).float() for each in (now, before)))
-
-
-def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile, tmp_path):
-    """By a profile for fp8: that for another KV dtype is refused by name."""
-    served = engine("verified", **FP8)
-    cases = cases_of(served.llm.get_tokenizer(), "reordered")
-    answers(served, cases, donors=True)
-    report, found, namespace = served.report(), ReuseProfile.read(profile), served.scheduler.namespace
-    assert (report.reason, report.reused_tokens) == ("profile_mismatch", 0)
-    own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
-    found.model_copy(update={"namespace": {**found.namespace, **own}}).write(tmp_path / "fp8.json")
-    served = engine("boundary", {"policy": "verified", "profile": str(tmp_path / "fp8.json")}, **FP8)
-    right, _, cached = answers(served, cases, donors=True)
-    assert right >= GROUPS - 1
-    assert cached > 0
-    assert sum(served.report(back).reused_tokens for back in range(GROUPS)) > 0.2 * GROUPS * TOKENS
-    traps = cases_of(served.llm.get_tokenizer(), "header_trap")
-    assert answers(served, traps, donors=True)[1] == 0
 
 
 def not_on_card(*row, why):

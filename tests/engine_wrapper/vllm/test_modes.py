@@ -98,20 +98,6 @@ def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, ste
     assert answer.cached >= 256  # what was computed is a donor, and right
 
 
-def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
-    options = {"prompt_logprobs": 1, "logprobs": 1}
-    [alone] = engine(None, enable_prefix_caching=False).outputs(MOVED, **options)
-    served = taught(engine("position_fix"))
-    [found] = served.outputs(MOVED, **options)
-    assert (found.num_cached_tokens, found.prompt_logprobs) == (0, alone.prompt_logprobs)
-    assert found.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert served.report().reason == "prompt_logprobs"
-    assert served.ask(MOVED, max_tokens=16, skip_reading_prefix_cache=True) == cold(MOVED)
-    assert served.report().reason == "skip_reading_prefix_cache"
-    assert served.ask(MOVED).cached >= len(MOVED) - BLOCK
-    assert served.runtime.refusal is None
-
-
 class Published:
     """What a subscriber to vLLM's KV events is told: the hashes of all blocks that were ever stored."""
 
