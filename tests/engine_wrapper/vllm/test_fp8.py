@@ -122,7 +122,8 @@ def by_head(monkeypatch):
         update(impl, layer, key / factor(layer, "k"), value / factor(layer, "v"), *rest)
 
     def attend(impl, layer, query, *rest, output, **options):
-        keys, values = (factor(layer, kind).repeat_interleave(impl.num_queries_per_kv, 0) for kind in "kv")
+        of_heads = (factor(layer, kind).expand(impl.num_kv_heads, 1) for kind in "kv")
+        keys, values = (each.repeat_interleave(impl.num_queries_per_kv, 0) for each in of_heads)
         forward(impl, layer, query * keys, *rest, output=output, **options)
         return output.mul_(values)
 
