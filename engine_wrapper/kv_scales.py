@@ -5,7 +5,7 @@ prompts are served would not be the stored KV's.
 
 Facts: vLLM, `model_executor/layers/attention/attention.py` (the scales on the device, and beside them on the host),
 `model_executor/layers/quantization/kv_cache.py` (from the checkpoint, or 1) and `compressed_tensors` beside it (one for
-each head, and the largest on the host), 0.25.1 to 0.32."""
+each head, and the largest on the host), 0.28 to 0.32."""
 
 from __future__ import annotations
 

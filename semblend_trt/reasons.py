@@ -144,7 +144,7 @@ TEXTS[Scope.DECODER] = {
 }
 TEXTS[Scope.VLLM] = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",
-    "vllm_version": "Install vLLM 0.25 or newer, a release with its number.",
+    "vllm_version": "Install vLLM 0.28 or newer, a release with its number.",
     "other_connector": "Name this connector alone: without MultiConnector and without vLLM's own KV offloading.",
     "encoder_connector": "Start without --ec-transfer-config.",
     "kv_role": "Set kv_role to kv_both: this engine both keeps donors and reads them.",

@@ -17,4 +17,6 @@ def activate() -> None:
     except ImportError:
         return
     if BACKEND not in registered_radix_cache_backends():
-        register_radix_cache_backend(BACKEND, lambda context: import_module(f"{__name__}.attachment").cache_of(context))
+        register_radix_cache_backend(
+            BACKEND, lambda context: import_module(f"{__name__}.radix_cache").cache_of(context)
+        )

@@ -13,8 +13,7 @@ import torch
 from engine_wrapper.batch import Batch, EngineForward, micro_batches
 from engine_wrapper.layer_schedule import follow, follow_all, schedule_of
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
-from engine_wrapper.sglang.forward_batch import range_batch, stock_rows
-from engine_wrapper.sglang.rows import SglangRows, check_rotation
+from engine_wrapper.sglang.rows import SglangRows, check_rotation, in_forward, rows_batch
 from kernels.layout import PagedKv
 from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
@@ -169,3 +168,35 @@ class PlannedForward:
 
         kv = PagedKv(parts.pool, block_vector(slots), parts.geometry)
         runtime.costs = measured(run, ids.tolist(), kv, parts.rotation, runtime.ranks, longest)
+
+
+def range_batch(batch: Any, row: int, token_ids: torch.Tensor, begin: int, slots: torch.Tensor) -> Any:
+    """Return a batch of one request, SGLang's in `row`: its tokens from position `begin` on.
+
+    `token_ids`, int64 [tokens]; `slots`, where their KV goes, of the same length."""
+    end = begin + len(token_ids)
+    own = rows_batch(batch, token_ids, torch.arange(begin, end, device=token_ids.device))
+
+    def one(value: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([value], dtype=like.dtype, device=like.device)
+
+    own.req_pool_indices = batch.req_pool_indices[row : row + 1]
+    own.seq_lens, own.seq_lens_cpu = one(end, batch.seq_lens), torch.tensor([end], dtype=torch.int64)
+    own.seq_lens_sum = end
+    own.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
+    own.extend_seq_lens, own.extend_seq_lens_cpu = one(end - begin, batch.extend_seq_lens), [end - begin]
+    own.extend_prefix_lens, own.extend_prefix_lens_cpu = one(begin, batch.extend_prefix_lens), [begin]
+    if batch.extend_start_loc is not None:
+        own.extend_start_loc = one(0, batch.extend_start_loc)
+    own.forward_metadata_ready = False
+    return own
+
+
+def stock_rows(runner: Any, batch: Any) -> torch.Tensor:
+    """Have SGLang's own decoder compute `batch`, as `range_batch` makes it; return its rows, [tokens, hidden].
+
+    It needs the attention backend's metadata, which SGLang makes again for its own forward after this one."""
+    with in_forward(runner, batch):
+        runner.attn_backend.init_forward_metadata(batch)
+        hidden: torch.Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+    return hidden

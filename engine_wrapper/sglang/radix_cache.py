@@ -1,4 +1,4 @@
-"""SGLang's prefix cache with SemBlend beside it.
+"""SGLang's prefix cache with SemBlend beside it, which SGLang asks its backend `semblend` for.
 
 SGLang's own exact prefix always wins. What SemBlend promises after it goes into slots of the request alone, and never
 into the tree: `checkpoint` is the one way there, and ends where the request's KV stops to be exact.
@@ -9,21 +9,31 @@ own is freed with its request)."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.registry import create_unified_radix_cache, default_radix_cache_factory
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from engine_wrapper.sglang.requests import Followed, Requests, RequestView
+from engine_wrapper.sglang.engine_spec import from_server_args
+from engine_wrapper.sglang.hooks import SchedulerHooks, find_scheduler
+from engine_wrapper.sglang.refusals import engine_refusal_of, model_refusal_of
+from engine_wrapper.sglang.requests import Followed, Requests, RequestView, SglangScheduler
+from engine_wrapper.sglang.worker import SglangWorker
+from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.errors import ConfigurationError, LayoutError
 from semblend_trt.plan import EngineMode
+from semblend_trt.reasons import Scope, advice
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from engine_wrapper.sglang.requests import SglangScheduler
-    from engine_wrapper.sglang.worker import SglangWorker
     from semblend_trt.runtime import Runtime
+
+logger = logging.getLogger("sglang.semblend")
 
 
 class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -162,3 +172,38 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._scheduler.forget_donors()
         if self._runtime.weights is not None:
             self._runtime.weights.prefix_cache_reset()
+
+
+def cache_of(context: Any) -> Any:
+    """Return a prefix cache for SGLang's TreeCacheBuildContext. What is refused is logged by name and served as stock;
+    raises nothing of its own."""
+    runner = context.tp_worker.model_runner
+    refusal = engine_refusal_of(context.server_args) or model_refusal_of(runner)
+    try:
+        if refusal is None:
+            return _attached(context, runner)
+    except ConfigurationError as error:
+        logger.error("KV reuse is off: %s", error)
+        refusal = "settings_invalid"
+    except Exception as error:
+        logger.warning("KV reuse is off: %s", error, exc_info=not isinstance(error, LayoutError))
+        refusal = error.reason if isinstance(error, LayoutError) else "engine_layout"
+    logger.warning("KV is not reused (%s). %s", refusal, advice(refusal, Scope.SGLANG))
+    return default_radix_cache_factory(context)
+
+
+def _attached(context: Any, runner: Any) -> Any:
+    """The cache with both halves of the connector. Raises LayoutError for a model or caches that are refused."""
+    arguments, settings = context.server_args, load_settings()
+    engine = from_server_args(arguments, context.model_config, lambda: type(runner.attn_backend).__name__)
+    runtime, scheduler, owner = runtime_for(engine), SglangScheduler(engine), find_scheduler()
+    cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
+    worker = SglangWorker(engine, runner, arguments, settings, scheduler, cache.requests)
+    refusal = runtime.refusal or (None if runtime.pool is not None else "pool_layout")
+    if refusal is not None:
+        worker.undo()
+        raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
+    worker.retract = SchedulerHooks(owner, worker.note_requests).retract
+    cache.attach(scheduler, worker, runtime)
+    logger.info("KV reuse: policy %s, host_bytes %d", settings.policy.value, settings.host_bytes)
+    return cache

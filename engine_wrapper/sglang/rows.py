@@ -1,31 +1,34 @@
 """The active rows of a forward through SGLang's own layers, over its pool of slots.
 
 SemBlend's kernel attends in the place of SGLang's backend, so that any set of rows may be active in any layer. What
-goes on beside the hidden rows is in the batch, and is handed over when rows leave.
+goes on beside the hidden rows is in the batch, a copy of SGLang's running one, and is handed over when rows leave.
 
 Facts: SGLang 0.5.23, `srt/models/llama.py`, `qwen2.py`, `qwen3.py`; `srt/layers/radix_attention.py`;
-`srt/layers/layer_boundary/residual/batch.py` (`export_replay_handoff`)."""
+`srt/layers/layer_boundary/residual/batch.py` (`export_replay_handoff`); `srt/model_executor/forward_batch_info.py`, and
+`forward_context.py` beside it."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from engine_wrapper.patches import replaced_method
 from engine_wrapper.self_check import difference
-from engine_wrapper.sglang.forward_batch import in_forward, rows_batch
 from kernels.layout import PoolLayer
 from kernels.rope import rotate_keys
 from kernels.sparse_prefill import sparse_prefill, write_rows
 from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
 
@@ -71,6 +74,26 @@ class Decoder:
             raise LayoutError("attention_call", f"an attention is called without K, V or with {sorted(options)}")
         shape = -1, self.geometry.kv_heads, self.geometry.head_dim
         return keys.reshape(shape), values.reshape(shape)
+
+
+@contextmanager
+def in_forward(runner: Any, batch: Any) -> Iterator[None]:
+    """Run what is inside as SGLang runs a forward of `batch`."""
+    with forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=batch), torch.no_grad():
+        yield
+
+
+def rows_batch(batch: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Return a batch of these rows, int64 [rows], for layers whose attention is ours: it names no slots."""
+    own, rows = copy(batch), len(token_ids)
+    own.forward_mode, own.batch_size = ForwardMode.EXTEND, 1
+    own.input_ids, own.positions = token_ids.to(batch.input_ids.dtype), positions.to(batch.positions.dtype)
+    own.extend_num_tokens = own.seq_lens_sum = own.global_num_token_non_padded_cpu = rows
+    own.rids = own.residual_stream = own.orig_seq_lens = own.kv_loc_plan = own.kv_loc_cols = own.spec_info = None
+    for name in ("global_num_token_non_padded", "num_token_non_padded"):
+        if (held := getattr(batch, name, None)) is not None:
+            setattr(own, name, torch.full_like(held, rows))
+    return own
 
 
 class SglangRows:

@@ -3,7 +3,7 @@
 An id says little: vLLM loads another adapter in the place of one, and reads an adapter's files again after it has
 dropped it. So KV belongs to an adapter's name and to a digest of what vLLM has loaded.
 
-Facts: vLLM (0.25.1 to 0.32), `lora/model_manager.py` (`list_adapters`, `set_adapter_mapping`), `lora/lora_model.py`,
+Facts: vLLM (0.28 to 0.32), `lora/model_manager.py` (`list_adapters`, `set_adapter_mapping`), `lora/lora_model.py`,
 and `v1/worker/lora_model_runner_mixin.py`: both runners set the step's mapping before they bind a step's metadata."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ If most rows are single ones, as a sample's are, each would read all keys before
 backend's place and reads vLLM's cache once for a tile of rows.
 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata); `forward_context.py` (which rows are padding, that no
-expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart);
+expert gets; with `VLLM_USE_LAYERNAME=0` also how many layers with experts have run, which tells them apart);
 `model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward`, and
 `sliding_window` counts the token itself); `model_executor/models/transformers/__init__.py` (an attention's `forward` is
 called past its module's hooks)."""
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 # Keys that a run reads in the time of one more row: measured (H200, FlashAttention 3, Qwen2.5-7B, 8k and 24k keys).
 KEYS_PER_ROW = 4096
-# Before 0.28 vLLM's count of a latent attention's rows with tokens before them; those rows come first.
-_WITH_CONTEXT = "prefill_tokens_with_context"
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
@@ -56,8 +54,11 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
-    if name in LATENT_BACKENDS and (problem := _problem_of_prompts(theirs)) is not None:
-        raise LayoutError("attention_backend", f"{name} computes its prompts by {problem}")
+    if name in LATENT_BACKENDS:
+        prefill = getattr(theirs, "_prefill_backend", None)
+        if (found := None if prefill is None else prefill.get_name()) not in PREFILL_BACKENDS:
+            told = f"{name} computes its prompts by {found}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
+            raise LayoutError("attention_backend", told)
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
@@ -68,23 +69,10 @@ def own_builder(group: Any, max_rows: int) -> Any:
 
 
 def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
-    """Return the builder's metadata. If it has room for fewer decodes than there are runs, all runs count as prompts.
-
-    Runs are in the order of their tokens. With latent attention vLLM 0.25 has prompts with tokens before them come
-    first, and takes all after these for prompts without. The first share a workspace, at least a block for each. Facts:
-    `build` and `forward_mha` of its `model_executor/layers/attention/mla_attention.py`."""
-    if hasattr(builder, "chunked_prefill_workspace"):
-        rows, room = common.num_reqs * builder.page_size, builder.chunked_prefill_workspace
-        if rows > builder.chunked_prefill_workspace_size:
-            builder.chunked_prefill_workspace = room.new_empty((rows, room.shape[1]))
-            builder.chunked_prefill_workspace_size = rows
+    """Return the builder's metadata. With more runs than it has room for as decodes, all count as prompts."""
     are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
     with as_prompts(builder) if are_too_many else nullcontext():
-        metadata = builder.build(0, common)
-    context: Any = getattr(getattr(metadata, "prefill", None), "chunked_context", None)
-    if hasattr(context, _WITH_CONTEXT):
-        setattr(context, _WITH_CONTEXT, None)
-    return metadata
+        return builder.build(0, common)
 
 
 @contextmanager
@@ -95,24 +83,6 @@ def as_prompts(builder: Any) -> Iterator[None]:
         yield
     finally:
         builder.reorder_batch_threshold = rows_of_a_decode
-
-
-def _problem_of_prompts(builder: Any) -> str | None:
-    """Return why a latent attention's longer runs are not taken; None if they are.
-
-    Without FlashAttention 3 and 4 vLLM 0.25 pads V. From the second part on it joins the tokens before a run wrong,
-    since it takes one stride for both. Many runs make many parts. Facts: `_compute_prefill_context` and `forward_mha`
-    of its `model_executor/layers/attention/mla_attention.py`."""
-    prefill = getattr(builder, "_prefill_backend", None)
-    name = None if prefill is None else str(prefill.get_name())
-    if name not in PREFILL_BACKENDS:
-        return f"{name}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
-    if getattr(prefill, "requires_v_padding", False):
-        from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
-
-        if hasattr(MLACommonPrefillMetadata.ChunkedContextMetadata, _WITH_CONTEXT):
-            return f"{name} with padded values on this card, which this vLLM joins wrong; install vLLM 0.28 or newer"
-    return None
 
 
 class VllmRows:

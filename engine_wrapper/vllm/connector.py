@@ -1,6 +1,6 @@
 """SemBlendConnector: the connector as vLLM loads it, one object for each of its two roles.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32)."""
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.28 to 0.32)."""
 
 from __future__ import annotations
 
@@ -67,11 +67,6 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a save that is dropped is a donor less."""
-        return False
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - for every setting
-        """False: graphs of decode steps may be full, since no plan runs in such a step. Other full ones are refused."""
         return False
 
     # The scheduler's role.
@@ -147,8 +142,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Both roles.
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
-        """Return stats, empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
-        return ReuseStats() if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
+        return None if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:

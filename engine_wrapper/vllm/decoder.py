@@ -10,7 +10,7 @@ cache, and the layout's views must read them.
 vLLM may rotate keys by another file than the one read here, or read it in its own way. A prompt that keeps its place
 shows no wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other one moved.
 
-Facts: vLLM, the decoders under `model_executor/models/` (0.25.1 to 0.32), and `transformers_utils/config.py`: it
+Facts: vLLM, the decoders under `model_executor/models/` (0.28 to 0.32), and `transformers_utils/config.py`: it
 prefers `params.json` with `consolidated*.safetensors` to `config.json`."""
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def layer_calls_of(model: Any) -> LayerCalls:
 # -- caches ------------------------------------------------------------------------------------------------------------
 
 
-def in_order(names: Mapping[str, Any]) -> list[str] | None:
-    """Return the caches' names, lowest layer first; None if they do not count layers from 0 without a gap."""
-    found = {int(match[1] or match[2]): name for name in names if (match := _INDEX.search(name))}
-    return [found[index] for index in range(len(names))] if sorted(found) == list(range(len(names))) else None
+def in_order(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the caches, lowest layer first; none if they do not count layers from 0 without a gap."""
+    found = {int(match[1] or match[2]): name for name in caches if (match := _INDEX.search(name))}
+    return {found[at]: caches[found[at]] for at in sorted(found)} if {*found} == {*range(len(caches))} else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,13 +154,18 @@ class CacheLayout:
     """Where a cache holds K and V, or latent rows (MLA). `shape`: kv_heads, block_size, head_dim. `dtype`: that of the
     stored numbers; vLLM's own tensor of e4m3 has bytes."""
 
-    view: Callable[..., Views | None]
+    view: Callable[[torch.Tensor], Views]
     shape: tuple[int, int, int]
     dtype: torch.dtype
 
     def views(self, cache: torch.Tensor) -> Views | None:
         """Return K and V, or latent rows, each [blocks, kv_heads, block_size, head_dim]; None for another form."""
-        return self.view(cache.view(self.dtype), *self.shape)
+        cache = cache.unsqueeze(1) if cache.ndim == 3 else cache  # latent rows before vLLM 0.32
+        kv_heads, block_size, channels = self.shape
+        wanted = kv_heads, block_size, channels * (1 if self.view is _latent else 2)
+        if cache.shape[1:] != wanted or (self.view in (_halves, _transposed_keys) and not cache.is_contiguous()):
+            return None
+        return self.view(cache.view(self.dtype))
 
     def stored(
         self,
@@ -173,9 +178,8 @@ class CacheLayout:
         """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them into a small
         cache of their own, at `slots`, int64 [rows], or one after the other."""
         slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
-        # The blocks are the first dimension, or come after K and V.
-        dim, blocks = int(self.view is _kinds_outside), -(-len(keys) // self.shape[1])
-        small = torch.zeros_like(cache.narrow(dim, 0, blocks), memory_format=torch.preserve_format)
+        blocks = -(-len(keys) // self.shape[1])
+        small = torch.zeros_like(cache[:blocks], memory_format=torch.preserve_format)
         write(attention, small, keys, values, slots)
         read = self.views(small)
         assert read is not None
@@ -240,59 +244,35 @@ def layout_of(
     return None
 
 
-def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> LayeredPool | None:
-    """Return the caches, by name, as a pool; None if one has another form, or a layer is missing."""
-    pairs = [layout.views(caches[name]) for name in in_order(caches) or ()]
-    if not pairs or None in pairs:
-        return None
-    return LayeredPool(*zip(*(pair for pair in pairs if pair is not None), strict=True))
+def layered_pool(caches: Sequence[torch.Tensor], layout: CacheLayout) -> LayeredPool | None:
+    """Return the caches, lowest layer first, as a pool; None if one has another form."""
+    kinds = [views for cache in caches if (views := layout.views(cache)) is not None]
+    return LayeredPool(*zip(*kinds, strict=True)) if len(kinds) == len(caches) else None
 
 
-def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, 1, block_size, head_dim], one row that is K and V (MLA); before vLLM 0.32 it is without the 1."""
-    rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
-    return (rows,) if rows.shape[1:] == (kv_heads, block_size, head_dim) else None
+def _latent(cache: torch.Tensor) -> Views:
+    """One row that is K and V (MLA)."""
+    return (cache,)
 
 
-def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, kv_heads, block_size, K and V]"""
-    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim):
-        return None
-    return cache[..., :head_dim], cache[..., head_dim:]
+def _channels(cache: torch.Tensor) -> Views:
+    """K and V of a token side by side."""
+    return cache.chunk(2, dim=-1)
 
 
-def _halves(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, kv_heads, K and V of block_size tokens each]"""
-    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim) or not cache.is_contiguous():
-        return None
-    both = cache.view(len(cache), kv_heads, 2 * block_size, head_dim)
-    return both[:, :, :block_size], both[:, :, block_size:]
+def _halves(cache: torch.Tensor) -> Views:
+    """K of all tokens of a block, then V; the cache is contiguous."""
+    blocks, kv_heads, block_size, both = cache.shape
+    return cache.view(blocks, kv_heads, 2 * block_size, both // 2).chunk(2, dim=2)
 
 
-def _transposed_keys(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+def _transposed_keys(cache: torch.Tensor) -> Views:
     """As `_halves`, with the tokens of K side by side."""
-    halves = _halves(cache, kv_heads, block_size, head_dim)
-    if halves is None:
-        return None
-    keys, values = halves
-    return keys.as_strided(keys.shape, (*keys.stride()[:2], 1, block_size)), values
+    keys, values = _halves(cache)
+    return keys.as_strided(keys.shape, (*keys.stride()[:2], 1, keys.shape[2])), values
 
 
-def _kinds_inside(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[blocks, 2, block_size, kv_heads, head_dim], in any order of memory"""
-    if cache.shape[1:] != (2, block_size, kv_heads, head_dim):
-        return None
-    return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
-
-
-def _kinds_outside(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
-    """[2, blocks, block_size, kv_heads, head_dim], in any order of memory"""
-    if cache.ndim != 5 or (cache.shape[0], *cache.shape[2:]) != (2, block_size, kv_heads, head_dim):
-        return None
-    return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
-
-
-_LAYOUTS = (_channels, _halves, _transposed_keys, _kinds_inside, _kinds_outside)
+_LAYOUTS = (_channels, _halves, _transposed_keys)
 
 
 # -- the decoder -------------------------------------------------------------------------------------------------------

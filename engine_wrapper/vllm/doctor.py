@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
-_TESTED = {(0, 25), (0, 28), (0, 32)}
+_TESTED = {(0, 28), (0, 32), (0, 33)}
 _DEFAULT = {
     "kv_connector": OUR_CONNECTOR[0],
     "kv_connector_module_path": OUR_CONNECTOR[1],

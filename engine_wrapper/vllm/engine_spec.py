@@ -144,7 +144,6 @@ def _backend_of(layers: Mapping[str, Any]) -> str | None:
         if not hasattr(layer, "kv_cache"):
             continue
         cache, backend = layer.kv_cache, getattr(layer, "attn_backend", None)
-        cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
         if backend is None or not getattr(cache, "ndim", 0) or not cache.numel():
             return None
         order = sorted(range(cache.ndim), key=cache.stride, reverse=True)
@@ -158,29 +157,13 @@ def _backend_of(layers: Mapping[str, Any]) -> str | None:
 _RENAMED = {"min_semantic_span": "min_span_tokens", "kv_storage_path": "disk_path"}
 # Its modes that are settings here.
 _MODES = {"discovery_only": ("discovery_only", "1"), "exact_prefix": ("policy", "exact")}
-# What replaces its other keys.
-_REPLACED = {
-    "mode allow_non_identical_request_only": "policy decides what is reused, and verified checks every span",
-    "register_donors capture_policy capture_sample_rate capture_hint_key capture_served_requests": "every request that "
-    "ends with min_donor_tokens becomes a donor",
-    "kv_storage_backend kv_memory_max_donors": "host_bytes and disk_bytes size the tiers, and 0 leaves one out",
-    "min_prompt_tokens min_boundary_tokens min_mid_prefill_segment": "min_span_tokens",
-    "embedder_type enable_prompt_text": "embedder",
-    "capture_async_copy capture_write_queue_depth": "staging_bytes",
-    "lookup_precheck lookup_top_k max_materialized_tokens": "lookup_deadline_ms",
-    "log_decisions": "audit_path and metrics",
-    "provider provider_module provider_class model_id chunk_size multi_donor_spans stage_hint_key min_query_text_chars "
-    "evict_filled_blocks_from_prefix_cache skip_when_exact_prefix_ratio_at_least boundary_sliced_query_text "
-    "capture_write_close_timeout_s donor_registration_retry_steps": "nothing is needed any more",
-}
-_REPLACEMENT_OF = {key: by for keys, by in _REPLACED.items() for key in keys.split()}
 
 
 def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that `extra` gives, by their fields; they win over the environment.
 
     A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count as
-    unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
+    unset. One warning names removed keys, another one unknown keys. Raises ConfigurationError if two keys give one
     setting two values."""
     named = dict[str, str]()
     for field in Settings.model_fields:
@@ -205,8 +188,6 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "mode" and text in _MODES:
             setting, text = _MODES[text]
             old[setting] = text
-        elif key in _REPLACEMENT_OF:
-            replaced[key] = _REPLACEMENT_OF[key]
         elif (why := why_ignored(key)) is not None:
             replaced[key] = why
         else:

@@ -3,7 +3,7 @@
 `docs/vllm.md` lists the changes. Each change has a function here. To undo it, call what the function returns, or leave
 its context. If a method is changed already, it is refused (`engine_wrapper.patches`). A step's change is logged once.
 
-Facts: vLLM (0.25.1 to 0.33), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
+Facts: vLLM (0.28 to 0.33), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
 `reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (`collective_rpc` runs all that
 runs in the worker, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
 `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`,
@@ -23,6 +23,7 @@ from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context
+from vllm.ir.op import IrOp
 
 from engine_wrapper.patches import replace_method, replaced_method, watch_method
 from semblend_trt.errors import LayoutError
@@ -149,8 +150,7 @@ def guard_publication(pool: Any, full: Callable[..., Any], partly: Callable[...,
     AttributeError for a pool that publishes in another way."""
     with ExitStack() as undo:
         undo.callback(replace_method(pool, "cache_full_blocks", partial(full, pool.cache_full_blocks)))
-        if hasattr(pool, "cache_partial_block"):
-            undo.callback(replace_method(pool, "cache_partial_block", partial(partly, pool.cache_partial_block)))
+        undo.callback(replace_method(pool, "cache_partial_block", partial(partly, pool.cache_partial_block)))
         logger.info("hook: the block pool publishes exact blocks only")
         return undo.pop_all().close
 
@@ -274,11 +274,7 @@ def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., to
 
 @cache
 def _ir_ops() -> tuple[Any, ...]:
-    """vLLM's operators that have a kernel of its own. Cached, since each import would fail again in older versions."""
-    try:
-        from vllm.ir.op import IrOp
-    except ImportError:
-        return ()
+    """vLLM's operators that have a kernel of its own."""
     return tuple(each for each in IrOp.registry.values() if "vllm_c" in each.impls)
 
 

@@ -1,6 +1,6 @@
 """Executes plans in vLLM's own decoder, once its first prompt has come out the same.
 
-Facts: vLLM, `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2; 0.25.1 and 0.28). Both call
+Facts: vLLM, `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2; 0.28). Both call
 the model with the same keywords and keep the layers' attention metadata in the forward context."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from engine_wrapper.kv_scales import E4M3
 from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
 
-OLDEST = (0, 25)
+OLDEST = (0, 28)
 # Backends whose metadata takes any number of sequences and outlives the next stage's. FLASHINFER copies from pinned
 # memory that it writes again. FLASHINFER and FLEX_ATTENTION size tables by sequences times blocks.
 LATENT_BACKENDS = ("FLASH_ATTN_MLA", "TRITON_MLA", "CPU_MLA")
@@ -148,13 +148,7 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     if not isinstance(groups, (list, tuple)) or len(groups) != 1:
         return "cache_groups"
     spec = _value(groups[0], "kv_cache_spec")
-    # vLLM 0.25.1's form, on a card, of layers with and without a window that keep all tokens in one group.
-    own = _value(spec, "kv_cache_specs") if type(spec).__name__ == "UniformTypeKVCacheSpecs" else {"": spec}
-    for each in own.values() if isinstance(own, dict) else [None]:
-        kind = type(each).__name__
-        if kind == "SlidingWindowSpec":
-            return "sliding_window"
-        refusal = _first(each, _CACHE) or (None if kind in ("FullAttentionSpec", "MLAAttentionSpec") else "cache_spec")
-        if refusal is not None:
-            return refusal
-    return None
+    kind = type(spec).__name__
+    if kind == "SlidingWindowSpec":
+        return "sliding_window"
+    return _first(spec, _CACHE) or (None if kind in ("FullAttentionSpec", "MLAAttentionSpec") else "cache_spec")

@@ -3,7 +3,7 @@
 Elsewhere both halves of the connector share a runtime. The scheduler's process has one of its own then, which takes
 over what the workers' ranks say: once at the start, and with the output of every step in which something is new.
 
-Facts: vLLM (0.25.1 to 0.32), `distributed/kv_transfer/kv_connector/v1/base.py` (handshake and worker metadata) and
+Facts: vLLM (0.28 to 0.32), `distributed/kv_transfer/kv_connector/v1/base.py` (handshake and worker metadata) and
 `utils.py` beside it (`KVOutputAggregator` goes through the ranks in their order)."""
 
 from __future__ import annotations

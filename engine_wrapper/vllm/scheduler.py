@@ -4,7 +4,7 @@ vLLM's own recovery from failed loads is not enough. With async scheduling vLLM 
 (vllm#45138), and the V2 runner computes on from a stale position (#49250). Preemption is right everywhere: vLLM drops
 what is in flight and begins again, as at a reset of its prefix cache.
 
-Facts: vLLM (0.25.1 to 0.32), `v1/core/sched/output.py`, and `Scheduler.reset_prefix_cache` of
+Facts: vLLM (0.28 to 0.32), `v1/core/sched/output.py`, and `Scheduler.reset_prefix_cache` of
 `v1/core/sched/scheduler.py`."""
 
 from __future__ import annotations

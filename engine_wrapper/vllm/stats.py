@@ -1,6 +1,6 @@
 """How requests ended, as vLLM shows it of its connectors: in its log at every interval and at its /metrics.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32), and `PrefillStats` and
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.28 to 0.32), and `PrefillStats` and
 `PrefixCacheStats` of `v1/metrics/stats.py` (0.28 to 0.32)."""
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class VllmWorker:
         self._undo = ExitStack()
         self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
+        self._caches: Mapping[str, torch.Tensor] = {}  # by layer
         self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
         self._arguments, self._suspicions = arguments, 0
@@ -101,7 +102,7 @@ class VllmWorker:
             logger.error("KV reuse is off: %s", error)
             self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None and self._runtime.refusal is None:
-            self._hook(pool, caches)
+            self._hook(pool)
             # What any rank refuses, all refuse: one that went on alone would wait for the others.
             refusals = self._runtime.ranks.gather(self._runtime.refusal)
             if (refusal := next((each for each in refusals if each is not None), None)) is not None:
@@ -224,12 +225,13 @@ class VllmWorker:
     def _pool_of(self, caches: Mapping[str, torch.Tensor]) -> LayeredPool | None:
         try:
             modules = self._config.compilation_config.static_forward_context
-            names = in_order(caches)
-            if names is None:
+            self._caches = caches = in_order(caches)
+            if not caches:
                 return None
-            self._worker.attention = attention = [modules[name] for name in names]
-            self._layout = self._layout_of(caches[names[0]], attention)
-            return None if self._layout is None else layered_pool(caches, self._layout)
+            self._worker.attention = attention = [modules[name] for name in caches]
+            held = list(caches.values())
+            self._layout = self._layout_of(held[0], attention)
+            return None if self._layout is None else layered_pool(held, self._layout)
         except LayoutError as error:
             logger.warning("vLLM's caches are of a kind that is not taken: %s", error)
             self._runtime.refusal = error.reason
@@ -257,7 +259,7 @@ class VllmWorker:
             )
         return layouts[0]
 
-    def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
+    def _hook(self, pool: LayeredPool) -> None:
         """Have the model execute plans once its first prompt comes out the same, else reuse nothing. Never raises."""
         with ExitStack() as undo:
             try:
@@ -273,7 +275,7 @@ class VllmWorker:
                     from engine_wrapper.vllm.adapters import LoadedAdapters
 
                     self._adapters = LoadedAdapters(runner.adapters, self._runtime.adapters)
-                decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
+                decoder, max_rows = self._decoder(runner, pool), self._max_rows
                 is_timed = self._settings.min_saving > 0
                 self._replayed = runner.replayed
                 self._runtime.tokens_left = 1 + runner.replayed
@@ -286,7 +288,7 @@ class VllmWorker:
                 reason = error.reason if isinstance(error, LayoutError) else "model_runner"
                 self._runtime.refusal = self._runtime.refusal or reason
 
-    def _decoder(self, runner: ModelRunner, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> Decoder:
+    def _decoder(self, runner: ModelRunner, pool: LayeredPool) -> Decoder:
         """The runner's decoder. Raises LayoutError or TypeError if planned rows cannot run it."""
         attention, facts, layout = tuple(self._worker.attention), self._worker.facts, self._layout
         assert self._runtime.pool is not None
@@ -296,7 +298,7 @@ class VllmWorker:
         compare_windows(attention, facts, longest)
         # Of a model that takes images too, the part that reads text.
         model = getattr(runner.model, "get_language_model", lambda: runner.model)()
-        names = tuple(in_order(caches) or ())
+        names = tuple(self._caches)
         if len(model.model.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
             raise TypeError(f"the decoder {type(model.model).__name__} is laid out in another way")
         chunks = tuple(getattr(each, "attention_chunk_size", None) for each in attention)
@@ -309,7 +311,7 @@ class VllmWorker:
             names=names,
             attention=attention,
             builder=own_builder(group, self._max_rows),
-            caches=tuple(caches[name] for name in names),
+            caches=tuple(self._caches.values()),
             layout=layout,
             pool=pool,
             geometry=self._runtime.pool.geometry,

@@ -322,7 +322,7 @@ MUTANTS = (
         environment="sglang"),
     *of("semblend_trt/connector/lookup.py", "engine_wrapper/vllm/test_weights.py",
        ("vllm-stale-prefix", "vLLM's own stale prefix becomes no donor", "self._runtime.weights.prefix_is_stale",
-        "False", "test_nor_does_it_once_the_change_is_known"),
+        "False", "test_kv_of_vllms_own_stale_prefix_becomes_no_donor"),
         environment="vllm"),
     *of("engine_wrapper/vllm/scheduler.py", "engine_wrapper/vllm/test_scheduler.py",
        ("vllm-publication", "vLLM publishes whole exact blocks alone", "exact // block_size)",

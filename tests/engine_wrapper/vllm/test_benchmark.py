@@ -40,21 +40,10 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path):
     reused = [parts[name]["served"] for name in ("ttft", "decode", "rag", "arrivals", "contaminated")]
     assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
     assert all(0 < each["largest_kept"] < 0.01 for each in reused)
-    few = parts["ttft"]["served"]["sampled"]
-    assert 0 == few["checked_tokens"] < few["sampled_tokens"] < few["offered_tokens"] / 8
-    assert "check in layer 2, one token in 16" in rows["vllm_verified_ttft_3k_over_exact_hit"].baseline
-    assert not any(parts[name]["served"]["sampled"]["requests"] for name in ("decode", "rag", "arrivals"))
     assert told["engine"]["engine_key"].startswith("vllm-")
     # Reuse within bounds, and where it may not pay.
     bounded = ("volatile_3k_over_exact_hit", "15_3k_over_cold", "15_3k_over_cold_by_sample")
     assert {*(f"vllm_bounded_{name}" for name in bounded), "reuse_over_cold_ttft_small_1k"} <= rows.keys()
-    offered, sampled = 10 * (3_072 - 128), {}
-    for name, computed in (("volatile_ms", 8), ("chosen_ms", 0.15 * offered), ("chosen_by_sample_ms", 0.15 * offered)):
-        served = parts["bounded"]["served_of"][name]
-        assert served["offered_tokens"] == offered
-        assert 0 < offered - served["reused_tokens"] <= 2 * computed + 80
-        sampled[name] = served["checked_tokens"]
-    assert [name for name, checked in sampled.items() if checked] == ["chosen_ms"]
     assert [served["requests"] for served in parts["never_slower"]["served"]["1024"].values()] == [12] * 4
 
 

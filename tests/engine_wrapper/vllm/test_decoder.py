@@ -25,26 +25,13 @@ def transposed(cache):
     return keys.as_strided(keys.shape, (keys.stride(0), keys.stride(1), 1, SIZE)), values
 
 
-def kinds_inside(cache):
-    return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
-
-
-def kinds_outside(cache):
-    return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
-
-
 def scrambled(cache):
     keys, values = channels(cache)
     return keys.flip(-1), values
 
 
-LAYOUTS = [
-    (channels, (BLOCKS, HEADS, SIZE, 2 * DIM)),
-    (halves, (BLOCKS, HEADS, SIZE, 2 * DIM)),
-    (transposed, (BLOCKS, HEADS, SIZE, 2 * DIM)),
-    (kinds_inside, (BLOCKS, 2, SIZE, HEADS, DIM)),
-    (kinds_outside, (2, BLOCKS, SIZE, HEADS, DIM)),
-]
+SHAPE = BLOCKS, HEADS, SIZE, 2 * DIM
+LAYOUTS = [channels, halves, transposed]
 
 
 def in_fp8(rows, scale):
@@ -69,7 +56,7 @@ def backend(seen, scales=None):
 
 
 def pool_of(caches, attention):
-    layout = layout_of(caches[name_of(0)], attention, (HEADS, SIZE, DIM))
+    layout = layout_of(caches[0], attention, (HEADS, SIZE, DIM))
     return None if layout is None else layered_pool(caches, layout)
 
 
@@ -77,43 +64,40 @@ def name_of(layer):
     return f"model.layers.{layer}.self_attn.attn"
 
 
-@pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_layout_is_known_by_what_its_backend_writes(seen, shape):
-    caches = {name_of(layer): torch.full(shape, float("nan")) for layer in (2, 0, 1)}
+@pytest.mark.parametrize("seen", LAYOUTS)
+def test_a_layout_is_known_by_what_its_backend_writes(seen):
+    caches = [torch.full(SHAPE, float("nan")) for _ in range(3)]
     pool = pool_of(caches, backend(seen))
     assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
-    assert all(cache.isnan().all() for cache in caches.values())
+    assert all(cache.isnan().all() for cache in caches)
     pool.keys[1][3, 1, 2], pool.values[2][4, 0, 3] = torch.arange(DIM), torch.arange(DIM) + 50.0
-    assert torch.equal(seen(caches[name_of(1)])[0][3, 1, 2], torch.arange(DIM).float())
-    assert torch.equal(seen(caches[name_of(2)])[1][4, 0, 3], torch.arange(DIM) + 50.0)
+    assert torch.equal(seen(caches[1])[0][3, 1, 2], torch.arange(DIM).float())
+    assert torch.equal(seen(caches[2])[1][4, 0, 3], torch.arange(DIM) + 50.0)
 
 
 def test_memory_in_another_order_is_no_other_layout():
-    """HND: the heads stand in front of the tokens in memory, and behind them in the shape."""
-    caches = {name_of(0): torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)}
-    pool = pool_of(caches, backend(kinds_inside))
-    assert pool.keys[0].stride() == (2 * HEADS * SIZE * DIM, SIZE * DIM, DIM, 1)
+    """NHD: the tokens come before the heads in memory, and after them in the shape."""
+    pool = pool_of([torch.zeros(BLOCKS, SIZE, HEADS, 2 * DIM).transpose(1, 2)], backend(channels))
+    assert pool.keys[0].stride() == (SIZE * HEADS * 2 * DIM, 2 * DIM, HEADS * 2 * DIM, 1)
 
 
 @pytest.mark.parametrize(
     ("seen", "shape"),
-    [(scrambled, (BLOCKS, HEADS, SIZE, 2 * DIM)), (channels, (BLOCKS, HEADS, SIZE, 3 * DIM))],
+    [(scrambled, SHAPE), (channels, (BLOCKS, HEADS, SIZE, 3 * DIM))],
     ids=["another order of channels", "another shape"],
 )
 def test_what_is_not_known_is_refused(seen, shape):
-    caches = {name_of(0): torch.zeros(shape)}
-    assert pool_of(caches, backend(seen)) is None
+    assert pool_of([torch.zeros(shape)], backend(seen)) is None
 
 
 @pytest.mark.parametrize("scales", [(0.013, 3.7), ((0.013, 0.5), (3.7, 0.1))], ids=["one", "of heads"])
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, shape, rows, scales):
-    cache = torch.full(shape, 0x7F, dtype=torch.uint8)
+@pytest.mark.parametrize("seen", LAYOUTS)
+def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, rows, scales):
+    cache = torch.full(SHAPE, 0x7F, dtype=torch.uint8)
     attention = backend(seen, scales)
     layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
-    pool = layered_pool({name_of(0): cache}, layout)
-    assert pool.dtype == FP8
+    assert layered_pool([cache], layout).dtype == FP8
     keys, values = (torch.randn(11, HEADS, DIM, dtype=rows) for _ in range(2))
     stored = layout.stored(attention, cache, keys, values)
     for found, own, scale in zip(stored, (keys, values), scales, strict=True):
@@ -125,12 +109,10 @@ def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, shape, rows,
 
 def test_layers_come_in_order_and_without_a_gap():
     names = [name_of(layer) for layer in (10, 2, 0, 1, *range(3, 10))]
-    assert in_order(dict.fromkeys(names)) == [name_of(layer) for layer in range(11)]
-    assert in_order(dict.fromkeys(names[:-1])) is None
-    assert in_order({"model.layers.0.attn": None, "model.layers.0.cross_attn": None}) is None
-    assert in_order({"1.attn": None, "0.attn": None}) == ["0.attn", "1.attn"]
-    caches = {name_of(layer): torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM) for layer in (0, 2)}
-    assert pool_of(caches, backend(kinds_inside)) is None
+    assert list(in_order(dict.fromkeys(names))) == [name_of(layer) for layer in range(11)]
+    assert in_order(dict.fromkeys(names[:-1])) == {}
+    assert in_order({"model.layers.0.attn": None, "model.layers.0.cross_attn": None}) == {}
+    assert list(in_order({"1.attn": None, "0.attn": None}).items()) == [("0.attn", None), ("1.attn", None)]
 
 
 LATENT, TURNING = 12, 4
@@ -170,13 +152,13 @@ def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(heads, r
 
 @pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
 def test_a_latent_row_is_known_by_what_its_backend_writes(heads):
-    caches = {name_of(layer): torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for layer in (1, 0)}
-    layout = layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16))
+    caches = [torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for _ in range(2)]
+    layout = layout_of(caches[0], latent_backend(), (1, SIZE, 16))
     pool = layered_pool(caches, layout)
     assert (pool.shape, pool.values) == ((BLOCKS, 2, 1, SIZE * 16), ())
-    assert all(cache.isnan().all() for cache in caches.values())
+    assert all(cache.isnan().all() for cache in caches)
     pool.keys[1][3, 0, 2] = torch.arange(16)
-    assert torch.equal(caches[name_of(1)][3].view(SIZE, 16)[2], torch.arange(16).float())
+    assert torch.equal(caches[1][3].view(SIZE, 16)[2], torch.arange(16).float())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +172,7 @@ def test_a_latent_row_is_known_by_what_its_backend_writes(heads):
     ids=["another order of channels", "no way to write", "another row in a layer", "two heads"],
 )
 def test_latent_rows_that_are_not_known_are_refused(attention, shapes):
-    caches = {name_of(layer): torch.zeros(shape) for layer, shape in enumerate(shapes)}
-    layout = layout_of(caches[name_of(0)], attention, (1, SIZE, 16))
+    caches = [torch.zeros(shape) for shape in shapes]
+    layout = layout_of(caches[0], attention, (1, SIZE, 16))
     assert layout is None or layered_pool(caches, layout) is None
-    assert layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16), torch.float32, (1.0, 1.0)) is None
+    assert layout_of(caches[0], latent_backend(), (1, SIZE, 16), torch.float32, (1.0, 1.0)) is None

@@ -121,9 +121,9 @@ def test_notes_on_tensorrt_llm_are_left_out(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "status", "reason", "sentence"),
     [
-        ("0.24.1", "refused", "vllm_version", "vLLM 0.24 is installed. Install vLLM 0.25 or newer"),
+        ("0.27.1", "refused", "vllm_version", "vLLM 0.27 is installed. Install vLLM 0.28 or newer"),
         ("0.99.0", "note", None, "vLLM 0.99 is installed, which was not tested"),
-        ("dev", "refused", "vllm_version", "vLLM without a number is installed. Install vLLM 0.25 or newer"),
+        ("dev", "refused", "vllm_version", "vLLM without a number is installed. Install vLLM 0.28 or newer"),
     ],
 )
 def test_a_version_is_told_by_what_is_known_of_it(version, status, reason, sentence, tmp_path, capsys, monkeypatch):

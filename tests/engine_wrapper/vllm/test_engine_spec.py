@@ -89,6 +89,7 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree():
         ({"parallel_config.pipeline_parallel_size": 2}, None),
         ({"parallel_config.prefill_context_parallel_size": 2}, None),
         ({"model_config.model_impl": "transformers"}, None),
+        ({"model_config.hf_text_config.attn_temperature_tuning": True}, None),
         ({"load_config.load_format": "dummy"}, "model_revision"),
         ({"load_config.load_format": "a plugin's"}, "model_revision"),
         ({"load_config.model_loader_extra_config": {"a": 1}}, "model_revision"),
@@ -110,8 +111,6 @@ def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unk
     assert namespace_of(cache=turned).backend_cache_layout.endswith("/0.2.1.3")
     assert is_unknown(namespace_of(cache=torch.empty(0)).backend_cache_layout)
     assert from_vllm_config(engine_config()).read_caches().layout is None
-    # 0.25 keeps a list of caches.
-    assert namespace_of(cache=[torch.empty(4, HEADS, BLOCK, 2 * DIM)]).backend_cache_layout.endswith("/0.1.2.3")
     layers = (config := with_layers(engine_config())).compilation_config.static_forward_context
     backend = layers["model.layers.0"].attn_backend
     layers["model.layers.1"].attn_backend = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
@@ -119,7 +118,7 @@ def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unk
 
 
 @pytest.mark.parametrize(
-    ("text", "version"), [("0.25.1", (0, 25)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)]
+    ("text", "version"), [("0.28.1", (0, 28)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)]
 )
 def test_versions(monkeypatch, text, version):
     monkeypatch.setattr(vllm, "__version__", text)
@@ -189,13 +188,13 @@ def own_records(caplog):
     return [each for each in caplog.records if not each.getMessage().startswith("semblend: ")]
 
 
-def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog):
-    old = {"mode": "semantic_span_experimental", "capture_policy": "all", "kv_storage_path": "/kv", "donor_dtype": 1}
-    assert settings_of({**old, "host_byte": 1, "\x1b[31m" + "n" * 99: 1}) == {"disk_path": "/kv"}
-    replaced, unknown = (record.getMessage() for record in own_records(caplog))
-    assert all(f"{key}: " in replaced for key in old)
-    assert "verified" in replaced
-    assert "disk_bytes" in replaced
+def test_removed_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog):
+    old = {"kv_storage_path": "/kv", "donor_dtype": 1}
+    assert settings_of({**old, "mode": "x", "host_byte": 1, "\x1b[31m" + "n" * 99: 1}) == {"disk_path": "/kv"}
+    removed, unknown = (record.getMessage() for record in own_records(caplog))
+    assert all(f"{key}: " in removed for key in old)
+    assert "disk_bytes" in removed
+    assert "'mode'" in unknown
     assert "'host_byte' (did you mean host_bytes?)" in unknown
     assert "\x1b" not in unknown
     assert "n" * 65 not in unknown

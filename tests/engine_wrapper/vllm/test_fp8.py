@@ -10,10 +10,7 @@ from torch.cuda import is_available
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
-from semblend_trt.reuse_profile import ReuseProfile
-from tests.builders.engine import cases_of
 from tests.builders.vllm import DOCUMENT, DONOR, FP8, MOVED, NEW, WHOLE, cold_answers, on_card, taught
-from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers
 from tests.engine_wrapper.watching import watched
 
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
@@ -75,18 +72,6 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
         assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
 
 
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
-@pytest.mark.usefixtures("scaled", "to_nearest")
-def test_with_a_checkpoints_scales_too(engine, compared):
-    served = engine(*WHOLE, **FP8)
-    wanted = served.cold(MOVED)
-    taught(served)
-    assert_compared_alike(compared)
-    assert same(served.ask(MOVED, max_tokens=16), wanted)
-    assert served.offered >= len(DOCUMENT)
-
-
 def held(served, blocks, positions):
     """K and V in the pool of a request, each uint8 [layers, kv_heads, positions, head_dim]."""
     kinds = served.worker._forward._parts.pool.kinds
@@ -137,7 +122,8 @@ def by_head(monkeypatch):
         update(impl, layer, key / factor(layer, "k"), value / factor(layer, "v"), *rest)
 
     def attend(impl, layer, query, *rest, output, **options):
-        keys, values = (factor(layer, kind).repeat_interleave(impl.num_queries_per_kv, 0) for kind in "kv")
+        of_heads = (factor(layer, kind).expand(impl.num_kv_heads, 1) for kind in "kv")
+        keys, values = (each.repeat_interleave(impl.num_queries_per_kv, 0) for each in of_heads)
         forward(impl, layer, query * keys, *rest, output=output, **options)
         return output.mul_(values)
 
@@ -166,31 +152,24 @@ def to_nearest(monkeypatch):
         monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
 
 
-def served_by_its_scales(engine, model):
-    """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
-    served = engine("boundary", {"recompute_boundary_layer": 3}, model=model)
-    wanted = served.cold(MOVED)
-    assert taught(served).scheduler.namespace.kv_dtype == "float8_e4m3fn"
-    assert same(served.ask(MOVED, max_tokens=16), wanted)
-    assert served.offered >= len(DOCUMENT)
-    return served
-
-
-@pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
-def test_a_checkpoint_brings_its_scales(engine, tiny, tmp_path):
-    served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "tensor"))
-    assert served.worker._forward._parts.head_scales == ()
-
-
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
 @pytest.mark.usefixtures("to_nearest", "by_head")
-def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, tiny, tmp_path):
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_a_checkpoint_brings_its_scales(engine, compared, tiny, tmp_path, strategy):
+    """Without --kv-cache-dtype."""
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
-        served = served_by_its_scales(engine, with_scales(tiny, tmp_path, "attn_head"))
+        served = engine("boundary", {"recompute_boundary_layer": 3}, model=with_scales(tiny, tmp_path, strategy))
+    wanted = served.cold(MOVED)
+    assert taught(served).scheduler.namespace.kv_dtype == "float8_e4m3fn"
     assert_compared_alike(compared)
-    wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
-    torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
+    assert same(served.ask(MOVED, max_tokens=16), wanted)
+    assert served.offered >= len(DOCUMENT)
+    found = served.worker._forward._parts.head_scales
+    if strategy == "tensor":
+        assert found == ()
+    else:
+        torch.testing.assert_close(found[2].cpu(), torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.promise("engines", "In vLLM a moved key in e4m3 is the donor's bytes turned and rounded once")
@@ -235,31 +214,6 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blo
     for now, before in zip(again, stored, strict=True):
         # As numbers: a backend may store another sign of 0.
         assert torch.equal(*(each.view(torch.float8_e4m3fn).float() for each in (now, before)))
-
-
-def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile, tmp_path):
-    """By a profile for fp8: that for another KV dtype is refused by name."""
-    served = engine("verified", **FP8)
-    cases = cases_of(served.llm.get_tokenizer(), "reordered")
-    answers(served, cases, donors=True)
-    settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
-    assert "profile_mismatch" in {each.reason for each in settled}
-    assert all(not each.reused_tokens for each in settled)
-    found, namespace = ReuseProfile.read(profile), served.scheduler.namespace
-    differences = found.differences(namespace, served.runtime.pool.geometry)
-    assert len(differences) == 2
-    assert "KV dtype" in differences[0]
-    assert "float8_e4m3fn" in differences[0]
-    own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
-    found.model_copy(update={"namespace": {**found.namespace, **own}}).write(tmp_path / "fp8.json")
-    served = engine("boundary", {"policy": "verified", "profile": str(tmp_path / "fp8.json")}, **FP8)
-    right, _, cached = answers(served, cases, donors=True)
-    assert right >= GROUPS - 1
-    assert cached > 0
-    evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
-    assert sum(each.reused_tokens for each in evidence) > 0.2 * GROUPS * TOKENS
-    traps = cases_of(served.llm.get_tokenizer(), "header_trap")
-    assert answers(served, traps, donors=True)[1] == 0
 
 
 def not_on_card(*row, why):

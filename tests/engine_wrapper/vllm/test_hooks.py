@@ -8,7 +8,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from engine_wrapper.patches import AlreadyPatchedError
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.hooks import find_runner, find_scheduler, watch_worker_calls
 
@@ -105,12 +104,3 @@ def test_prefills_that_are_replayed_whole_are_refused(kind, mode, is_breakable, 
 def test_objects_of_another_kind_are_not_taken(find, problem):
     with pytest.raises(LookupError, match=problem):
         find()
-
-
-def test_an_engine_has_one_connector_alone():
-    runner = SecondRunner(CUDAGraphMode.NONE)
-    found = runner.register()
-    with pytest.raises(AlreadyPatchedError, match=r"SecondRunner\.prepare_inputs is replaced already"):
-        runner.register()
-    found.remove()
-    runner.register().remove()

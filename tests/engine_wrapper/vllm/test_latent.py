@@ -255,20 +255,6 @@ def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, monke
     assert not answer.cached
 
 
-@in_own_dtype
-@pytest.mark.skipif(ON_CARD, reason="a card's vLLM says itself whether it pads")
-def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong(engine, models, monkeypatch):
-    """Before 0.28, on a card without FlashAttention 3 and 4."""
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
-    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-
-    monkeypatch.setattr(MLAPrefillBackend, "requires_v_padding", True, raising=False)
-    assert engine("position_fix", model=models()).runtime.refusal is None
-    context = MLACommonPrefillMetadata.ChunkedContextMetadata
-    monkeypatch.setattr(context, "prefill_tokens_with_context", None, raising=False)
-    assert engine("position_fix", model=models()).refusal == "attention_backend"
-
-
 @pytest.mark.promise("engines", "In vLLM latent rows in e4m3...")
 @in_fp8
 @pytest.mark.parametrize(

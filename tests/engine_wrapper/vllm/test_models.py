@@ -40,7 +40,6 @@ COMPILED = {"enforce_eager": False}
 ROUNDING = 5e-2 if is_available() else 0.0
 # Which layers of Llama 4 have chunks and RoPE (1), from the lowest on.
 MIXED, LOWER = ("llama4_text", 3, {"no_rope_layers": [1, 0, 1]}), ("llama4_text", 3, {"no_rope_layers": [1, 1, 0]})
-SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
 # The document where the donor has it, after other tokens: its K and V are not turned, and so not rounded again.
 IN_PLACE = [*some(20), *DOCUMENT, *some(40)]
 IN_DONOR, IN_PROMPT, NEW = some(CHUNK), some(3 * CHUNK), some(60)
@@ -93,6 +92,8 @@ CASES = [
     *(Case(*each) for each in OTHER_CALLS),
     *(Case(family, COMPILED) for family in ("glm4_moe", "llama4_text")),
     Case("qwen3_moe", {"max_num_batched_tokens": 64}),
+    # Where it takes long prompts vLLM scales queries by their position.
+    Case("llama4_text", {"override_generation_config": {"attn_temperature_tuning": True}}),
     Case("gpt_oss", {"max_num_batched_tokens": 128}),
     Case("llama4_text", {"max_num_batched_tokens": 64}),
     *(Case(family, FP8) for family in ("mixtral", "gpt_oss", "gemma3_text", "llama4_text")),
@@ -184,18 +185,6 @@ def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
     assert (row, in_decode.tolist() if in_decode is not None else None) == (1, [False])
 
 
-def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(engine, tiny):
-    """vLLM does so where it takes long prompts; the KV is that of another engine then."""
-    model = tiny(MIXED[0], MIXED[1], **MIXED[2])
-    served = engine(*AGAIN, model=model, **SCALED)
-    wanted = served.cold(MOVED)
-    taught(served)
-    assert is_cold(served.ask(MOVED, max_tokens=16), wanted)
-    assert served.offered >= len(DOCUMENT) - CHUNK
-    assert served.scheduler.namespace.backend_cache_layout.endswith("/scaled")
-    assert not is_cold(wanted, engine("exact", model=model).cold(MOVED))
-
-
 @pytest.mark.parametrize(
     ("which", "check"),
     [(("gpt_oss", 4, {}), {"sample_every": 4, "sample_threshold": 0.0}), (MIXED, {})],
@@ -221,14 +210,6 @@ def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, t
     assert (answer.cached, is_cold(answer, wanted, ROUNDING)) == (0, True)
     assert served.report().reason == "profile_check_layer"
     assert "check layer 1 has no layer with full attention below it; 2 is the lowest" in caplog.text
-
-
-def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(engine, tiny):
-    donor, prompt = placed(later=LATER)
-    served = engine("position_fix", {"min_span_tokens": CHUNK - LATER + 1}, model=tiny(*LOWER[:2], **LOWER[2]))
-    wanted = served.cold(prompt)
-    answer = taught(served, donor).ask(prompt, max_tokens=16)
-    assert (answer.cached, is_cold(answer, wanted), served.report().reason) == (0, True, "chunk_edge")
 
 
 # As long as the model's positions, which its YaRN stretches.

@@ -2,12 +2,12 @@
 counts of a prompt are what was used, whatever was promised."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from engine_wrapper.vllm.scheduler import Recovery
 from semblend_trt.outcome import VLLM_RECEIPT
 from tests.builders.vllm import DONOR, LONG, MOVED, NEW, WHOLE, assert_cold, both_modes, fail_planned, taught
 from tests.engine_wrapper.watching import watched
@@ -248,22 +248,11 @@ def test_a_scheduler_of_another_kind_is_refused(engine, cold, monkeypatch):
     assert [each.cached for each in assert_cold(served, cold, MOVED, NEW)] == [0, 0]
 
 
-def test_blocks_are_told_where_vllm_cannot_begin_again():
-    class Broken:
-        class scheduler_config:  # noqa: N801 - vLLM's name
-            async_scheduling = True
-
-        def update_from_output(self):
-            """Marks vLLM's scheduler."""
-
-        def reset_prefix_cache(self, reset_running_requests=False):
-            raise AssertionError("injected")
-
-        def bound(self):
-            recovery = Recovery()
-            recovery.bind()
-            return recovery
-
-    recovery = Broken().bound()
-    recovery.compute_again([3, 4])
+def test_blocks_are_told_where_vllm_cannot_begin_again(engine, monkeypatch):
+    served = engine("position_fix", kept=True)
+    recovery = served.worker.recovery
+    monkeypatch.setattr(recovery, "_is_async", True)
+    with monkeypatch.context() as change:
+        change.setattr(served.core.scheduler, "reset_prefix_cache", Mock(side_effect=AssertionError("injected")))
+        recovery.compute_again([3, 4])
     assert (recovery.take_failed_blocks(), recovery.take_failed_blocks()) == ({3, 4}, set())

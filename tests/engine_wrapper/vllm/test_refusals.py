@@ -34,15 +34,6 @@ def caches(*specs):
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def by_layer(*specs):
-    """One group of layers that vLLM could not join, though all of them keep all tokens."""
-    joined = kv_cache_interface.UniformTypeKVCacheSpecs(
-        block_size=16, kv_cache_specs={"layers.0": FullAttentionSpec(**SHAPE)}
-    )
-    object.__setattr__(joined, "kv_cache_specs", dict(zip("abc", specs, strict=False)))
-    return caches(joined)
-
-
 def text_alone(value):
     return SimpleNamespace(language_model_only=value)
 
@@ -50,7 +41,6 @@ def text_alone(value):
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
 # Of a model with a window, or chunks, in some layers, whose cache holds all tokens all the same.
 WINDOWED = caches(FullAttentionSpec(**SHAPE, sliding_window=64))
-WINDOWED_BY_LAYER = by_layer(FullAttentionSpec(**SHAPE, sliding_window=64), FullAttentionSpec(**SHAPE))
 CHUNKED = caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))
 REFUSED = [
     ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
@@ -100,7 +90,7 @@ REFUSED = [
 
 LATENT = caches(kv_cache_interface.MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576}))
 TAKEN = [
-    *(({}, cache) for cache in (ONE_GROUP, WINDOWED, WINDOWED_BY_LAYER, CHUNKED, LATENT, None)),
+    *(({}, cache) for cache in (ONE_GROUP, WINDOWED, CHUNKED, LATENT, None)),
     *(({"compilation_config.cudagraph_mode": each}, ONE_GROUP) for each in CUDAGraphMode if each.name != "FULL"),
     *(({"attention_config.backend": e}, LATENT) for e in AttentionBackendEnum if e.name in LATENT_BACKENDS),
     ({"parallel_config.tensor_parallel_size": 2, "parallel_config.distributed_executor_backend": "mp"}, ONE_GROUP),
@@ -179,10 +169,10 @@ def test_no_configuration_at_all_is_a_refusal(config):
     assert engine_refusal_of(config, config) in REASONS
 
 
-@pytest.mark.parametrize("version", ["0.24.9", "0.9.2", "dev", None, "0.25.0", "0.32.1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.27.9", "0.9.2", "dev", None, "0.28.0", "0.32.1", "1.0.0"])
 def test_older_and_unnumbered_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
-    is_known = version in ("0.25.0", "0.32.1", "1.0.0")
+    is_known = version in ("0.28.0", "0.32.1", "1.0.0")
     assert engine_refusal_of(engine_config(), ONE_GROUP) == (None if is_known else "vllm_version")
 
 
@@ -196,9 +186,6 @@ def test_older_and_unnumbered_versions_are_refused(monkeypatch, version):
         ("cache_spec", caches(kv_cache_interface.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64))),
         ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
         ("cache_spec", caches(None)),
-        ("cache_spec", by_layer(FullAttentionSpec(**SHAPE), None)),
-        ("cache_spec", by_layer(None)),
-        ("sliding_window", by_layer(SlidingWindowSpec(**SHAPE, sliding_window=64))),
         ("non_causal", caches(FullAttentionSpec(**SHAPE, non_causal=True))),
     ],
 )

@@ -72,42 +72,20 @@ def cold():
     return cold_answers(*MOVED, *LEFT)
 
 
-def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
+def test_what_was_running_when_the_process_was_killed_is_no_donor(engine, cold, tmp_path):
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
-    served = engine(policy, settings)
-    served.ask(DONOR, max_tokens=1)
-    written(served)
-    assert len(donor_files(tmp_path)) == 1
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(str(tmp_path),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 7
     served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
+    assert len(donor_files(tmp_path)) == 1
     stats = served.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)
-    first = served.ask(MOVED[0], max_tokens=16)
-    assert (first.cached, first.tokens) == (0, cold(MOVED[0]).tokens)
-    assert served.report().reason == "donor_on_disk"
-    ready(served)
-    second = served.ask(MOVED[1], max_tokens=16)
-    assert served.offered > 400
-    assert second.tokens == cold(MOVED[1]).tokens
-
-
-@pytest.mark.parametrize("end", ["shutdown", "killed"])
-def test_what_was_running_at_the_end_is_no_donor(engine, cold, tmp_path, end):
-    policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
-    if end == "killed":
-        process = multiprocessing.get_context("spawn").Process(target=killed, args=(str(tmp_path),))
-        process.start()
-        process.join(120)
-        assert process.exitcode == 7
-    else:
-        served = engine(policy, settings, max_num_batched_tokens=128)
-        served.ask(DONOR, max_tokens=1)
-        written(served)
-        leave_running(served)
-    served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
-    assert len(donor_files(tmp_path)) == 1
     for prompt in (*LEFT[1:], MOVED[0]):  # each but the last one is a cold run of what was left
         answer = served.ask(prompt, max_tokens=16)
         assert (answer.cached, answer.tokens) == (0, cold(prompt).tokens)
+    assert served.report().reason == "donor_on_disk"
     ready(served)
     answer = served.ask(MOVED[1], max_tokens=16)
     assert served.offered > 400

@@ -14,7 +14,6 @@ from vllm.model_executor.custom_op import CustomOp
 from engine_wrapper import deviation_check
 from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.attention import VllmRows, own_builder
 from engine_wrapper.vllm.decoder import unfused_of
 from engine_wrapper.vllm.hooks import StepGraphs
@@ -59,19 +58,6 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monke
     assert (again.tokens, again.cached) == (answer.tokens, answer.cached)
     assert near(again.logprobs, answer.logprobs)
     assert served.report().figures == found | {"largest_kept": served.report().figures["largest_kept"]}
-
-
-def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatch, runs):
-    served = engine("verified", kept=True, max_num_seqs=2)
-    cold = served.cold(MOVED).tokens
-    taught(served, DONOR)
-    monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
-    deviate(monkeypatch, 17)
-    runs.clear()
-    answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.tokens, served.offered > 400, set(runs)) == (cold, True, {1})
-    found = served.report().figures
-    assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])
 
 
 def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):

@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
 from engine_wrapper.vllm.hooks import guard_publication
-from engine_wrapper.vllm.scheduler import PublicationGuard, Steps
+from engine_wrapper.vllm.scheduler import PublicationGuard, RequestView, Steps
+from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 
 SIZE = 16
 
@@ -68,7 +69,6 @@ def test_a_mask_of_blocks_is_cut_with_them():
 
 
 @pytest.mark.every_version
-@pytest.mark.skipif(not hasattr(BlockPool, "cache_partial_block"), reason="this version publishes whole blocks alone")
 def test_no_part_of_a_block_is_published():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
@@ -99,6 +99,22 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     assert served.ask(donor).cached > 400
     answer = served.ask(moved)
     assert (answer.cached, answer.tokens) == (0, cold)
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [
+        (None, (False, False, [])),
+        (7, (False, False, [])),
+        ({EXACT_ONLY: 1, COLD: "yes", BROKEN_PROFILES: "one"}, (False, False, [])),
+        ({EXACT_ONLY: True, COLD: True, BROKEN_PROFILES: ["one"]}, (True, True, ["one"])),
+    ],
+)
+def test_a_request_asks_by_values_of_the_right_kind_alone(asked, read):
+    given = request("a")
+    given.kv_transfer_params = asked
+    view = RequestView(7, given)
+    assert (view.exact_only, view.cold, view.broken_profiles) == read
 
 
 NUMBERS = {"a": 7, "b": 8}

@@ -128,18 +128,6 @@ def test_vllms_answer_carries_the_receipt_through_the_proxy(fleet):
     assert 400 < receipt["reused_tokens"] <= routed.usage.prompt_tokens_details.cached_tokens
 
 
-def test_a_stream_has_every_token_and_the_usage(fleet):
-    prompt, expected = prompts(0)[1]
-    holder = fleet.holder(prompt)
-    usage = {"include_usage": True}
-    asked = fleet.client().completions.with_raw_response
-    raw = asked.create(model="shipped", prompt=prompt, **GREEDY, stream=True, stream_options=usage)
-    events = list(raw.parse())
-    assert raw.headers["x-litellm-model-id"] == holder
-    assert "".join(each.choices[0].text or "" for each in events if each.choices).strip() == expected
-    assert next(each.usage for each in events if each.usage).prompt_tokens_details.cached_tokens > 400
-
-
 @pytest.mark.promise("commands", "`semblend-trt spot-check` says of a sample...")
 def test_answers_of_vllm_are_compared_with_cold_runs(fleet, tmp_path, capsys):
     """Through the proxy, under the salt of the tenant, and straight."""
@@ -168,17 +156,6 @@ def test_a_tenants_salt_reaches_vllm(fleet):
             model=NAME, prompt=prompt, **GREEDY, extra_body={"cache_salt": salt}
         )
         assert told(answer)[1] < 400, salt
-
-
-def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet, tmp_path):
-    (first, _), (second, expected), *_ = prompts(7)
-    path, worker = tmp_path / "document.txt", fleet.workers["one"]
-    path.write_text(first)
-    held = worker.donors()
-    assert main(["warm", "--url", worker.url, str(path)]) == 0
-    wait_for(lambda: worker.donors() > held)
-    text, cached = told(worker.client.completions.create(model=NAME, prompt=second, **GREEDY))
-    assert (text, cached > 400) == (expected, True)
 
 
 @pytest.mark.promise("fleet", "A dead or frozen worker is...")

@@ -3,15 +3,10 @@
 import json
 
 import pytest
-import torch
 
-from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
 from validation.cli import main
-from validation.engines import EngineSettings
-from validation.models import profile_of, shipped_model
-from validation.vllm_engine import VllmEngines
+from validation.models import profile_of
 
 SHORT = ["--groups", "8", "--tokens", "512", "--max-tokens", "8"]
 FIRST = "Stock list of Depot Oslo.\n" + "\n".join(f"item number {i}: {i * 37 % 91}" for i in range(20))
@@ -33,40 +28,6 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path):
     ours, vllm = ReuseProfile.read(path).engines
     assert ours == profile.engines[0]
     assert vllm.startswith("vllm-")
-
-
-def test_quality_serves_its_arms_in_vllm(tmp_path):
-    output = tmp_path / "quality.json"
-    options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]
-    options += ["--arms", "cold,position_fix", "--kv-dtype", "fp8"]
-    assert main(["quality", "--engine", "vllm", *options, "--output", str(output)]) in (0, 1)
-    report = json.loads(output.read_text())
-    offered = {line["arm"]: line["offered"] for line in report["lines"]}
-    assert offered["position_fix"] > 0 == offered["cold"]
-
-
-def test_answers_are_forced_and_logits_are_the_models(tmp_path):
-    engines = VllmEngines(str(shipped_model()))
-    choices = ArmChoices(engines.facts.num_layers, boundary=1, profile=profile_of(None, None), profile_layers=2)
-    settings = EngineSettings(str(shipped_model()), 4096, 1 << 24, 64, 4)
-    found = {}
-    for arm in arms_of([COLD, VERIFIED], choices):
-        engine = engines.open(arm, settings, tmp_path / f"{arm.name}.jsonl")
-        try:
-            free = SamplingParams(max_tokens=4, return_generation_logits=True)
-            forced = SamplingParams(max_tokens=3, forced_token_ids=(5, 6, 7), ignore_eos=True)
-            found[arm.name] = engine.generate([[*range(10, 300)], [*range(10, 200)]], [free, forced])
-            engine.settle()
-        finally:
-            engine.shutdown()
-    for answers in found.values():
-        own, made = (each.outputs[0] for each in answers)
-        assert own.generation_logits.argmax(-1).tolist() == own.token_ids
-        assert (made.token_ids, [each.request_id for each in answers]) == ([5, 6, 7], [1, 2])
-        assert made.generation_logits.shape == (3, 2048)
-        assert bool(made.generation_logits.isfinite().all())
-    cold, verified = (found[name][1].outputs[0].generation_logits for name in (COLD, VERIFIED))
-    assert torch.allclose(cold, verified, atol=1e-4)
 
 
 def test_a_run_measures_every_case_in_every_arm(tmp_path):

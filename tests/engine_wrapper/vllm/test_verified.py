@@ -1,9 +1,5 @@
 """The policy verified inside vLLM: traps are seen, harmless text is reused, and nothing approximate is left behind."""
 
-import hashlib
-import logging
-import random
-
 import numpy as np
 import pytest
 
@@ -16,9 +12,7 @@ from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.builders.engine import Engines, cases_of
 from tests.builders.vllm import SHORT
 from tests.engine_wrapper.watching import watched
-from validation.documents import stock_list
 from validation.models import shipped_model
-from validation.prompts import INSTRUCTIONS, render
 
 GROUPS, TOKENS = 6, 700
 
@@ -50,23 +44,6 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     assert (right, followed) == (cold, 0)
 
 
-@pytest.mark.parametrize("profiles", [["another"], "the engine's", 7, None])
-def test_a_profile_whose_promise_is_broken_is_not_used(engine, profile, profiles):
-    served = engine("verified", kept=True)
-    broken = [hashlib.sha256(profile.read_bytes()).hexdigest()] if profiles == "the engine's" else profiles
-    case = cases_of(served.llm.get_tokenizer(), "reordered", groups=1)[0]
-    *donors, prompt = (
-        served.llm.get_tokenizer().encode(text, add_special_tokens=False) for text in (*case.donors, case.prompt)
-    )
-    served.ask(*donors)
-    served.settle()
-    served.ask(prompt, extra_args={"kv_transfer_params": {"semblend.broken_profiles": broken}})
-    report = served.report()
-    is_used = profiles != "the engine's"
-    assert (report.offered_tokens > 0, report.reason == "bound_broken") == (is_used, not is_used)
-    assert not served.runtime.faults
-
-
 @pytest.fixture
 def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
@@ -94,31 +71,25 @@ def told(report):
 FAMILIES = "reordered", "header_trap"
 
 
-_found = []
-
-
-@pytest.fixture
-def expected(sampled, tmp_path):
-    """What the embedded engine finds, once."""
-    if _found:
-        return _found
-    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
-    settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
+def in_the_embedded_engine(profile, tmp_path, families, **own):
+    """What the embedded engine finds of each prompt by a profile."""
+    engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
+    settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"], **own}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
-    llm = engines(cache=cache, PROFILE=sampled["profile"], HOST_BYTES=SHORT["host_bytes"], **settings)
+    llm = engines(cache=cache, PROFILE=profile, HOST_BYTES=SHORT["host_bytes"], **settings)
 
     def ask(texts):
         tokens = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = llm.generate(tokens, [SamplingParams(max_tokens=1)] * len(tokens))
         llm.settle()
-        return [llm.connector_scheduler.reuse_of(output.request_id) for output in outputs]
+        return [told(llm.connector_scheduler.reuse_of(output.request_id)) for output in outputs]
 
-    for family in FAMILIES:
+    for family in families:
         cases = cases_of(llm.tokenizer, family)
         ask([donor for case in cases for donor in case.donors])
-        _found.extend(map(told, ask([case.prompt for case in cases])))
+        found += ask([case.prompt for case in cases])
     engines.shutdown()
-    return _found
+    return found
 
 
 @pytest.mark.promise(
@@ -126,16 +97,10 @@ def expected(sampled, tmp_path):
     "In vLLM a check's sample finds what it does in the embedded engine, in chunks and beside other plans; where "
     "our attention cannot stand for vLLM's, every token is checked",
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"enforce_eager": False},
-        pytest.param({"max_num_batched_tokens": 128, "max_num_seqs": 4}, marks=pytest.mark.every_version),
-    ],
-    ids=str,
-)
-def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expected, options, monkeypatch):
-    served = engine("boundary", sampled, **options)
+@pytest.mark.every_version
+def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_path, monkeypatch):
+    expected = in_the_embedded_engine(sampled["profile"], tmp_path, FAMILIES)
+    served = engine("boundary", sampled, max_num_batched_tokens=128, max_num_seqs=4)
     rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
     monkeypatch.setattr(deviation_check, "ROWS_PER_GAP", 1000)
     found = []
@@ -165,17 +130,10 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     settings, found = bounded(sampled["profile"], tmp_path / "bounded.json", 0.3, compares_all=compares_all), []
     weighed = SequenceWork.weighed
     monkeypatch.setattr(SequenceWork, "weighed", lambda own, mass: found.append(mass.copy()) or weighed(own, mass))
-    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
-    own = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"], "MAX_KL": 1.0}
-    cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
-    llm = engines(cache=cache, PROFILE=settings["profile"], HOST_BYTES=SHORT["host_bytes"], RISK=0.5, **own)
-    cases = cases_of(llm.tokenizer, "reordered")
-    for text in [*(donor for case in cases for donor in case.donors), *(case.prompt for case in cases)]:
-        llm.generate([llm.tokenizer.encode(text, add_special_tokens=False)], SamplingParams(max_tokens=1))
-        llm.settle()
-    engines.shutdown()
+    in_the_embedded_engine(settings["profile"], tmp_path, FAMILIES[:1], MAX_KL=1.0, RISK=0.5)
     wanted, found[:] = list(found), []
     served = engine("boundary", settings, **options)
+    cases = cases_of(served.llm.get_tokenizer(), "reordered")
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
     assert len(found) == len(wanted) >= GROUPS
     sums = sorted(float(each.sum()) for each in wanted)
@@ -207,25 +165,4 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
     found = [told(served.report(i)) for i in range(GROUPS)]
     assert all(sample == 0 < checked <= offered for offered, sample, checked, _ in found)
-    warned = [
-        each for each in caplog.records if each.name == planned_forward.__name__ and each.levelno >= logging.WARNING
-    ]
-    assert {each.getMessage().removeprefix("semblend: ") for each in warned} == {
-        f"checks compare every token on this engine, without sample: {problem}"
-    }
-
-
-@pytest.mark.parametrize("generations", [0, 1])
-def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(engine, profile, tmp_path, generations):
-    path = tmp_path / "profile.json"
-    ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
-    served = engine("boundary", {"policy": "verified", "profile": str(path)})
-    lists = [stock_list(random.Random(seed), rows=14) for seed in range(5)]
-    encode, found = served.llm.get_tokenizer().encode, []
-    for number, shown in enumerate([(0, 1, 2), (2, 1, 3), (1, 3, 4)]):
-        texts, question = [lists[each].text for each in shown], lists[shown[-1]].questions[3]
-        found.append(served.ask(encode(render(INSTRUCTIONS[number], texts, question.text), add_special_tokens=False)))
-        served.settle()
-        assert served.llm.get_tokenizer().decode(found[-1].tokens).startswith(question.answer)
-    assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
-    assert sorted(served.scheduler.donor_index.catalog.generations.values()) == [1] * generations
+    assert f"checks compare every token on this engine, without sample: {problem}" in caplog.text
