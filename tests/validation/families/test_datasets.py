@@ -33,25 +33,6 @@ def folder(tmp_path):
     ]
     squad = {"version": "1.1", "data": [{"title": "Clocks", "paragraphs": paragraphs}]}
     (tmp_path / "squad-dev-v1.1.json").write_text(json.dumps(squad), "utf-8")
-    queries = [
-        {"query": f"What of {n}?", "answer": f"It {n}.", "relevant_text_span": [[str(n), str(n)]]} for n in (0, 90)
-    ]
-    meeting = {
-        "meeting_transcripts": [{"speaker": f"S{turn % 3}", "content": f"{turn} {WORDS}"} for turn in range(120)],
-        "specific_query_list": queries,
-        "general_query_list": [{"query": "Summarize the meeting", "answer": "Clocks."}],
-    }
-    (tmp_path / "qmsum").mkdir()
-    (tmp_path / "qmsum" / "M1.json").write_text(json.dumps(meeting), "utf-8")
-    story = {
-        "metadata": {},
-        "document": "\n \n".join(f"Sentence {number}: {WORDS}." for number in range(120)),
-        "questions": [
-            {"question_text": f"Why {n}?", "responses": [{"response_text": f"Because {n}."}, {"response_text": "No."}]}
-            for n in range(3)
-        ],
-    }
-    (tmp_path / "squality-dev.jsonl").write_text(json.dumps(story) + "\n", "utf-8")
     for name, text, summary in (("dialogsum", "dialogue", "summary1"), ("xsum", "document", "summary")):
         texts = [
             {text: "\n".join([f"Clock {n}", *[WORDS] * 9, *["late " * 90] * 2]), summary: f"It is {n}."}
@@ -77,50 +58,27 @@ def test_the_donor_holds_the_pieces_in_another_order(folder, name):
         assert max(words(case.prompt), words(donor)) <= 700
 
 
-def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder):
-    [meeting] = datasets.qmsum_texts(folder)
-    [late] = [index for index, asked in enumerate(meeting.questions) if "What of 90?" in {each.text for each in asked}]
-    assert f": 90 {WORDS}" in meeting.passages[late]
-    assert [each.text for each in meeting.questions[0]] == ["What of 0?"]
-    assert "\n".join(meeting.passages).count(WORDS) == 120
-
-
-def test_a_story_keeps_its_text_and_its_first_responses(folder):
-    [story] = datasets.squality_texts(folder)
-    assert " ".join(story.passages).count(WORDS) == 120
-    assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
-
-
 @pytest.mark.parametrize(("name", "noun"), [("dialogsum", "Dialogue"), ("xsum", "Article")])
 def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summary(folder, name, noun):
     first, second = datasets.summarised_texts(name, noun, folder)
-    assert len(first.passages) + len(second.passages) == 50
-    assert first.passages[7] == "\n".join([f"{noun} 8", "Clock 7", *[WORDS] * 9])
-    assert [(each.text, each.answer) for each in first.questions[7]] == [
-        (f"Summarise {noun.lower()} 8 in one sentence.", "It is 7.")
-    ]
-    assert not first.general
+    assert (len(first), len(second)) == (40, 10)
+    assert first[7].text == "\n".join([f"{noun} 8", "Clock 7", *[WORDS] * 9])
+    [question] = first[7].questions
+    assert (question.text, question.answer) == (f"Summarise {noun.lower()} 8 in one sentence.", "It is 7.")
     for case in write_family(name, SHIPPED, words, asked(folder, 3)):
         number = case.prompt.partition("<|q|>")[2].split()[2]
         assert f"<|doc|>{noun} {number}\n" in case.prompt
 
 
-SQUAD, QMSUM, SQUALITY = (
-    ("squad", "squad-dev-v1.1.json"),
-    ("qmsum", "qmsum/M1.json"),
-    ("squality", "squality-dev.jsonl"),
-)
-DIALOGSUM, XSUM = (("dialogsum", "dialogsum.test.jsonl"), ("xsum", "xsum.test.jsonl"))
+SQUAD, DIALOGSUM = ("squad", "squad-dev-v1.1.json"), ("dialogsum", "dialogsum.test.jsonl")
+XSUM = ("xsum", "xsum.test.jsonl")
 
 
 @pytest.mark.parametrize(
     ("name", "path", "content", "message"),
     [
         (*SQUAD, '{"data": [{"paragraphs": [{"context": ""}]}]}', r"data\.0\.paragraphs\.0"),
-        (*SQUALITY, '{"document": "x", "questions": [{}]}', r"questions\.0\.question_text: Field required"),
-        (*QMSUM, "[]", "M1.json is not of the expected form"),
         (*SQUAD, None, "cannot be read: No such file"),
-        (*QMSUM, None, "holds no meeting"),
         (*DIALOGSUM, None, r"holds no dialogsum\*.jsonl; put the published file there"),
         (*XSUM, '{"summary": "x"}', "xsum.test.jsonl is not of the expected form: document"),
         (*XSUM, "", "No text of xsum answers 2 questions"),
