@@ -70,6 +70,8 @@ FAMILIES = (
     Family("unrelated", Kind.NONE, built_in.unrelated),
     Family("repeat", Kind.EXACT, built_in.repeat),
     _published("squad", write=partial(datasets.passages, datasets.squad_texts, known=True)),
+    _published("qmsum", write=partial(datasets.passages, datasets.qmsum_texts), is_text=True),
+    _published("squality", write=partial(datasets.passages, datasets.squality_texts), is_text=True),
     *(
         _published(name, write=partial(datasets.passages, partial(datasets.summarised_texts, name, noun)), is_text=True)
         for name, noun in (("dialogsum", "Dialogue"), ("xsum", "Article"))

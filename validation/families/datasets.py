@@ -2,8 +2,9 @@
 
 import functools
 import itertools
+import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +14,13 @@ from pydantic import AliasChoices, AliasPath, BaseModel, Field
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation, content_of, parsed
 from validation.documents import Document, Question
-from validation.families.group import Group, ask
+from validation.families.group import Group
 
 _Text = Annotated[str, Field(min_length=1)]
 _WRONG = "{} is not of the expected form"
 _PASSAGE_CHARACTERS = 900
 _TEXTS_TOGETHER = 40
+_SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
 # A text: its passages, each with the questions on it.
 Text = tuple[Document, ...]
@@ -42,6 +44,32 @@ class _Squad(BaseModel):
     data: list[_SquadArticle]
 
 
+class _Turn(BaseModel):
+    speaker: str
+    content: str
+
+
+class _Query(BaseModel):
+    query: _Text
+    answer: _Text
+
+
+class _Meeting(BaseModel):
+    meeting_transcripts: Annotated[list[_Turn], Field(min_length=1)]
+    specific_query_list: list[_Query]
+    general_query_list: list[_Query] = []
+
+
+class _StoryQuestion(BaseModel):
+    question_text: _Text
+    response: Annotated[_Text, Field(validation_alias=AliasPath("responses", 0, "response_text"))]
+
+
+class _Story(BaseModel):
+    document: _Text
+    questions: list[_StoryQuestion]
+
+
 class _Summarised(BaseModel):
     text: Annotated[_Text, Field(validation_alias=AliasChoices("document", "dialogue"))]
     # DialogSum's test set has three summaries of a dialogue, the other sets have one.
@@ -61,6 +89,42 @@ def squad_texts(folder: Path) -> tuple[Text, ...]:
         )
         for article in found.data
     )
+
+
+@functools.cache
+def qmsum_texts(folder: Path) -> tuple[Text, ...]:
+    """Return QMSum (`qmsum/*.json`), a text a meeting; every query may be asked on every part of it."""
+    paths = sorted((folder / "qmsum").glob("*.json"))
+    if not paths:
+        raise ConfigurationError(
+            f"{folder / 'qmsum'} holds no meeting; put QMSum's test meetings there, one JSON each."
+        )
+    texts = []
+    for path in paths:
+        meeting = parsed(_Meeting, content_of(path), _WRONG.format(path))
+        turns = [f"{turn.speaker}: {' '.join(turn.content.split())}" for turn in meeting.meeting_transcripts]
+        asked = (*meeting.specific_query_list, *meeting.general_query_list)
+        texts.append(_of_parts(turns, "\n", [Question(each.query.strip(), each.answer.strip()) for each in asked]))
+    return tuple(texts)
+
+
+@functools.cache
+def squality_texts(folder: Path) -> tuple[Text, ...]:
+    """Return SQuALITY (`squality-dev.jsonl`), a text a story; every question may be asked on every part of it, and its
+    first response is its reference."""
+    path, texts = folder / "squality-dev.jsonl", []
+    for line in filter(bytes.strip, content_of(path).splitlines()):
+        story = parsed(_Story, line, _WRONG.format(path))
+        sentences = _SENTENCE.split(" ".join(story.document.split()))
+        texts.append(_of_parts(sentences, " ", [Question(q.question_text, q.response) for q in story.questions]))
+    return tuple(texts)
+
+
+def _of_parts(parts: Sequence[str], joint: str, questions: Iterable[Question]) -> Text:
+    """Return passages of neighbouring parts, about _PASSAGE_CHARACTERS long, each with all the questions."""
+    ends, asked = list(itertools.accumulate(map(len, parts))), tuple(questions)
+    runs = itertools.groupby(range(len(parts)), lambda index: ends[index] // _PASSAGE_CHARACTERS)
+    return tuple(Document(joint.join(parts[index] for index in run), asked) for _, run in runs)
 
 
 @functools.cache
@@ -92,11 +156,11 @@ def passages(read: Callable[[Path], tuple[Text, ...]], group: Group, *, known: b
         start = rng.randrange(len(text))
         used = list(itertools.accumulate(group.length(each.text) for each in text[start:]))
         shown = text[start : start + bisect_right(used, room)]
-        if len(shown) > 1 and sum(len(each.questions) for each in shown) >= group.questions:
+        questions = list(dict.fromkeys(asked for each in shown for asked in each.questions))
+        if len(shown) > 1 and len(questions) >= group.questions:
             pages = [each.text for each in shown]
-            asked = [
-                replace(each, text=form.render(opening, pages, each.text)) for each in ask(rng, shown, group.questions)
-            ]
+            chosen = rng.sample(questions, group.questions)
+            asked = [replace(each, text=form.render(opening, pages, each.text)) for each in chosen]
             mixed = rng.sample(pages, len(pages))
             before = mixed if mixed != pages else [*mixed[1:], mixed[0]]
             return group.cases([form.render_pages(earlier, before)], asked, Expectation.REUSE, known)

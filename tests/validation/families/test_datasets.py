@@ -33,6 +33,21 @@ def folder(tmp_path):
     ]
     squad = {"version": "1.1", "data": [{"title": "Clocks", "paragraphs": paragraphs}]}
     (tmp_path / "squad-dev-v1.1.json").write_text(json.dumps(squad), "utf-8")
+    meeting = {
+        "meeting_transcripts": [{"speaker": f"S{turn % 3}", "content": f"{turn} {WORDS}"} for turn in range(120)],
+        "specific_query_list": [{"query": f"What of {n}?", "answer": f"It {n}."} for n in (0, 90)],
+        "general_query_list": [{"query": "Summarize the meeting", "answer": "Clocks."}],
+    }
+    (tmp_path / "qmsum").mkdir()
+    (tmp_path / "qmsum" / "M1.json").write_text(json.dumps(meeting), "utf-8")
+    story = {
+        "document": "\n \n".join(f"Sentence {number}: {WORDS}." for number in range(120)),
+        "questions": [
+            {"question_text": f"Why {n}?", "responses": [{"response_text": f"Because {n}."}, {"response_text": "No."}]}
+            for n in range(3)
+        ],
+    }
+    (tmp_path / "squality-dev.jsonl").write_text(json.dumps(story) + "\n", "utf-8")
     for name, text, summary in (("dialogsum", "dialogue", "summary1"), ("xsum", "document", "summary")):
         texts = [
             {text: "\n".join([f"Clock {n}", *[WORDS] * 9, *["late " * 90] * 2]), summary: f"It is {n}."}
@@ -58,6 +73,20 @@ def test_the_donor_holds_the_pieces_in_another_order(folder, name):
         assert max(words(case.prompt), words(donor)) <= 700
 
 
+@pytest.mark.parametrize(
+    ("read", "answers"),
+    [
+        (datasets.qmsum_texts, ["It 0.", "It 90.", "Clocks."]),
+        (datasets.squality_texts, ["Because 0.", "Because 1.", "Because 2."]),
+    ],
+)
+def test_every_part_of_a_text_has_the_questions_on_all_of_it(folder, read, answers):
+    [text] = read(folder)
+    assert " ".join(part.text for part in text).count(WORDS) == 120
+    assert all([each.answer for each in part.questions] == answers for part in text)
+    assert max(len(part.text) for part in text) < 1_100
+
+
 @pytest.mark.parametrize(("name", "noun"), [("dialogsum", "Dialogue"), ("xsum", "Article")])
 def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summary(folder, name, noun):
     first, second = datasets.summarised_texts(name, noun, folder)
@@ -71,7 +100,8 @@ def test_a_text_shows_its_number_and_first_whole_lines_and_is_asked_for_its_summ
 
 
 SQUAD, DIALOGSUM = ("squad", "squad-dev-v1.1.json"), ("dialogsum", "dialogsum.test.jsonl")
-XSUM = ("xsum", "xsum.test.jsonl")
+XSUM, QMSUM = ("xsum", "xsum.test.jsonl"), ("qmsum", "qmsum/M1.json")
+SQUALITY = ("squality", "squality-dev.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +111,9 @@ XSUM = ("xsum", "xsum.test.jsonl")
         (*SQUAD, None, "cannot be read: No such file"),
         (*DIALOGSUM, None, r"holds no dialogsum\*.jsonl; put the published file there"),
         (*XSUM, '{"summary": "x"}', "xsum.test.jsonl is not of the expected form: document"),
+        (*SQUALITY, '{"document": "x", "questions": [{}]}', r"questions\.0\.question_text: Field required"),
+        (*QMSUM, "[]", "M1.json is not of the expected form"),
+        (*QMSUM, None, "holds no meeting"),
         (*XSUM, "", "No text of xsum answers 2 questions"),
     ],
 )
