@@ -4,6 +4,7 @@
 one, the others' markers may have its first words alone, and end in three dots."""
 
 import ast
+from collections import Counter
 
 from tests.pages import ROOT, named_tests
 
@@ -19,9 +20,8 @@ SECTIONS = {
 HEAD = """# Promises
 
 Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the
-README and these pages make, with the files of its tests. `make imports` holds one more: imports between the floors go
-downward only. What each known defect of public connectors is, and which tests fail on it, is in
-[failure-modes.md](failure-modes.md#known-defects-of-public-connectors).
+README and these pages make, by the file of its tests. Other files that hold it too follow in brackets. `make imports` holds
+one more: imports between the floors go downward only.
 """
 
 
@@ -48,11 +48,26 @@ def promises():
 
 
 def page():
-    """The page, a line a promise; unknown sections raise KeyError."""
-    lines = {title: [] for title in SECTIONS.values()}
+    """The page, a row for each file of tests; unknown sections raise KeyError."""
+    held = {title: {} for title in SECTIONS.values()}
     for (section, text), files in promises().items():
-        lines[SECTIONS[section]].append(f"- {text} ({', '.join(f'`{file}`' for file in sorted(files))})")
-    return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(each) + "\n" for title, each in lines.items())
+        held[SECTIONS[section]][text] = files
+    return HEAD + "".join(f"\n## {title}\n" + "".join(rows(each)) for title, each in held.items())
+
+
+def rows(held):
+    """The table of one section: the file that holds most of the promises that are left comes next."""
+    yield "| tests | promises |\n|---|---|\n"
+    while held:
+        counts = Counter(file for files in held.values() for file in sorted(files))
+        first, _ = max(sorted(counts.items()), key=lambda each: each[1])
+        here = [text for text, files in held.items() if first in files]
+        yield f"| `{first}` | {'<br>'.join(text + also(held[text] - {first}) for text in here)} |\n"
+        held = {text: files for text, files in held.items() if text not in here}
+
+
+def also(files):
+    return f" ({', '.join(f'`{file}`' for file in sorted(files))})" if files else ""
 
 
 if __name__ == "__main__":
