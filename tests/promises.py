@@ -20,8 +20,8 @@ SECTIONS = {
 HEAD = """# Promises
 
 Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the
-README and these pages make, by the file of its tests. Other files that hold it too follow in brackets. `make imports` holds
-one more: imports between the floors go downward only.
+README and these pages make, by the file of its tests. Other files that hold it too follow in brackets. `make imports`
+holds one more: imports between the floors go downward only.
 """
 
 
