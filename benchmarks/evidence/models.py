@@ -62,7 +62,7 @@ def table() -> str:
         shown = "served for text" if answer.facts.takes_images else "served"
         shown += "" if is_embedded else ", but not by the embedded engine"
         shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
-        size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
+        size = "-" if answer.dtype is None else f"{answer.facts.sizes(1).bytes_per_token(answer.dtype) / 1024:g} KiB"
         rows.append((f"`{model.name}`", size, shown))
     return table_of("model | KV a token | answer", rows) + "\n"
 

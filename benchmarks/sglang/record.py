@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -66,26 +66,37 @@ def main(folder: Path) -> None:
 
 
 def distances(folder: Path, report: Path, other: Path) -> None:
-    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified, beside
-    that of `other`, the same run in vLLM. Exits with a message if plans offered nothing: that compares cold runs."""
+    """Replace the rows of a quality run by those of `report`: each family's mean KL under policy verified, beside that
+    of `other`, the same run in vLLM. Exits with a message if plans offered nothing: that compares cold runs.
+
+    A sample is drawn for each request, and may fall on the other side of a level. So the rows are of prompts of which
+    both engines reused as many tokens."""
     said, rows = json.loads(report.read_text()), Results([str(folder), report.name, other.name])
-    floor, lines = said["rounding_floor"], json.loads(other.read_text())["lines"]
-    beside = {line["family"]: line["answer_kl"] for line in lines if line["arm"] == "verified"}
-    for line in said["lines"]:
-        if line["arm"] == "verified":
-            theirs = beside[line["family"]]
-            if not line["offered"]:
-                raise SystemExit(f"no figure: no plan offered tokens in {line['family']}; set a SEMBLEND_MAX_KL it has")
-            share = line["recomputed"] / line["offered"]
-            found = (
-                f"mean KL over cold's own answer, {line['samples']} prompts in {line['groups']} groups, {share:.2f} of "
-                f"the offered tokens computed; goal: {theirs:.2g} of the same run in vLLM and twice the rounding floor "
-                f"of {floor:.2g}; {said['model']}; {said['command']}; {WHERE}"
-            )
-            rows.add(f"{DISTANCE}{line['family']}", line["answer_kl"], "nats", found, theirs + 2 * floor)
+    floor, beside = said["rounding_floor"], {each["case_id"]: each for each in _verified(json.loads(other.read_text()))}
+    families = defaultdict[str, list[tuple[Any, Any]]](list)
+    for own in _verified(said):
+        families[own["workload"]].append((own, beside[own["case_id"]]))
+    for family, pairs in families.items():
+        alike = [pair for pair in pairs if pair[0]["reused_tokens"] == pair[1]["reused_tokens"]]
+        if not alike or not sum(own["offered_tokens"] for own, _ in pairs):
+            raise SystemExit(f"no figure: no plan offered tokens in {family}; set a SEMBLEND_MAX_KL it has")
+        ours, theirs = (fmean(pair[side]["answer_kl"] for pair in alike) for side in (0, 1))
+        of_all = " and ".join(f"{fmean(pair[side]['answer_kl'] for pair in pairs):.2g}" for side in (0, 1))
+        computed, offered = (sum(own[f"{name}_tokens"] for own, _ in pairs) for name in ("recomputed", "offered"))
+        found = (
+            f"mean KL over cold's own answer, {len(alike)} of {len(pairs)} prompts, of which vLLM reused as many "
+            f"tokens; of all {of_all} in vLLM; {computed / offered:.2f} of the offered tokens computed; goal: "
+            f"{theirs:.2g} of the same prompts in vLLM and twice the rounding floor of {floor:.2g}; {said['model']}; "
+            f"{said['command']}; {WHERE}"
+        )
+        rows.add(f"{DISTANCE}{family}", ours, "nats", found, theirs + 2 * floor)
     path = folder / rows.measured.machine["name"] / "sglang.json"
     kept = [Row(**each) for each in json.loads(path.read_text()) if not each["name"].startswith(DISTANCE)]
     write_rows(path, kept + rows.rows)
+
+
+def _verified(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in report["samples"] if each["arm"] == "verified"]
 
 
 def moved_and_cold(folder: Path) -> tuple[list[float], list[float]]:
