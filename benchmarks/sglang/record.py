@@ -70,7 +70,7 @@ def distances(folder: Path, report: Path, other: Path) -> None:
     of `other`, the same run in vLLM. Exits with a message if plans offered nothing: that compares cold runs.
 
     A sample is drawn for each request, and may fall on the other side of a level. So the rows are of prompts of which
-    both engines reused as many tokens."""
+    both engines reused equally many tokens."""
     said, rows = json.loads(report.read_text()), Results([str(folder), report.name, other.name])
     floor, beside = said["rounding_floor"], {each["case_id"]: each for each in _verified(json.loads(other.read_text()))}
     families = defaultdict[str, list[tuple[Any, Any]]](list)
@@ -84,9 +84,10 @@ def distances(folder: Path, report: Path, other: Path) -> None:
         of_all = " and ".join(f"{fmean(pair[side]['answer_kl'] for pair in pairs):.2g}" for side in (0, 1))
         computed, offered = (sum(own[f"{name}_tokens"] for own, _ in pairs) for name in ("recomputed", "offered"))
         found = (
-            f"mean KL over cold's own answer, {len(alike)} of {len(pairs)} prompts, of which vLLM reused as many "
-            f"tokens; of all {of_all} in vLLM; {computed / offered:.2f} of the offered tokens computed; goal: "
-            f"{theirs:.2g} of the same prompts in vLLM and twice the rounding floor of {floor:.2g}; {said['model']}; "
+            f"mean KL over cold's own answer, {len(alike)} of {len(pairs)} prompts, of which vLLM reused the same "
+            f"number of tokens; of all {of_all} in vLLM; {computed / offered:.2f} of the offered tokens computed; "
+            f"goal: {theirs:.2g} of the same prompts in vLLM and twice the rounding floor of {floor:.2g}; "
+            f"{said['model']}; "
             f"{said['command']}; {WHERE}"
         )
         rows.add(f"{DISTANCE}{family}", ours, "nats", found, theirs + 2 * floor)
