@@ -216,11 +216,18 @@ class KvCacheConnectorManager:
 # -- building it ------------------------------------------------------------------------------------------------------
 
 
+# What TensorRT-LLM's own classes declare as abstract.
+_SCHEDULER_CALLS = "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"
+_WORKER_CALLS = (
+    *("register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished"),
+)
+
+
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
     Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Raises ConfigurationError when the module or a
-    class is missing or an abstract method is not implemented. What a constructor itself raises is passed on."""
+    class is missing or lacks a method of the contract. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None
@@ -230,16 +237,16 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         raise ConfigurationError(
             f"connector_module {config.connector_module} cannot be imported: {error}; check the name and the path"
         ) from error
-    worker_class = _class(module, config.connector_worker_class)
-    scheduler_class = _class(module, config.connector_scheduler_class)
+    scheduler_class = _class(module, config.connector_scheduler_class, _SCHEDULER_CALLS)
+    worker_class = _class(module, config.connector_worker_class, _WORKER_CALLS)
     return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), CONTRACTS[llm_args.contract])
 
 
-def _class(module: Any, name: str) -> Any:
+def _class(module: Any, name: str, calls: Sequence[str]) -> Any:
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = [each for each in calls if not callable(getattr(found, each, None))]
     if missing:
         raise ConfigurationError(
             f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
