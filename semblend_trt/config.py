@@ -77,6 +77,15 @@ class EventFormat(str, Enum):
     MSGPACK = "msgpack"
 
 
+def _parse_eviction(value: object) -> object:
+    if value in ("fifo", "static_semantic", "adaptive_semantic"):
+        names = ", ".join(each.value for each in Eviction)
+        raise ConfigurationError(
+            f"policy {value!r} evicts no donors; use one of {names}; `python -m validation replay` plays the others"
+        )
+    return value
+
+
 def _checked_servers(url: SecretStr | None) -> SecretStr | None:
     if url is not None:
         found = [_SERVER.fullmatch(each.strip()) for each in url.get_secret_value().split(",") if each.strip()]
@@ -213,7 +222,7 @@ class DonorSettings(SettingsGroup):
     """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made if it
     is missing. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
     are not read."""
-    eviction: Eviction = Eviction.LRU
+    eviction: Annotated[Eviction, BeforeValidator(_parse_eviction)] = Eviction.LRU
     """Which donors go first when a tier is full: the least recently used; the least often used; large ones before
     small."""
     max_donors: int = Field(10_000, ge=1, le=10_000_000)

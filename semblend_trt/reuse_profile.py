@@ -10,6 +10,7 @@ import datetime
 import grp
 import hashlib
 import json
+import logging
 import os
 import pwd
 import stat
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.policy import MaxKl
 
+logger = logging.getLogger(__name__)
+
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
@@ -49,6 +52,8 @@ _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
+# Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
+_OF_WITNESSES = ("witness_every", "witness_bounds")
 # Of an earlier version's profile, which is refused if it was found safe with another value.
 _Retired = Annotated[Literal[0], Field(exclude=True)]
 MAKE_AGAIN = "make it again with `python -m validation calibrate`"
@@ -97,8 +102,17 @@ class ProfileCheck(_Part):
     sample_every: Annotated[int, Field(ge=0, le=_MAX_WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
     compares_all: bool = True
-    witness_every: _Retired = 0
-    witness_bounds: Annotated[JsonValue, Field(exclude=True)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_witnesses(cls, value: Any) -> Any:
+        """Drop the fields of witnesses. A check that asks for some is refused: it was found safe with them alone."""
+        if not isinstance(value, dict):
+            return value
+        every = value.get("witness_every", 0)
+        if type(every) is not int or every != 0:
+            raise ValueError(f"witness_every is {every!r:.80}, and only 0 is allowed: this version has no witnesses")
+        return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
 
 
 class ProfileLevel(_Part):
@@ -212,6 +226,13 @@ class ReuseProfile(_Part):
         except NamespaceError as error:
             raise ValueError(str(error)) from None
 
+    @field_validator("engines")
+    @classmethod
+    def _check_engines(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{value} names an engine twice; name each once")
+        return value
+
     @model_validator(mode="after")
     def _check_layers(self) -> ReuseProfile:
         layers, check = self.geometry.num_layers, self.check
@@ -280,12 +301,15 @@ class ReuseProfile(_Part):
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
             profile = cls.model_validate_json(content)
-            found = _digest_of(json.loads(content))
+            values = json.loads(content)
+            found = _digest_of(values)
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
             raise ProfileError(f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
             raise ProfileError(f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}", "profile_evidence")
+        if profile.check is not None and "witness_bounds" in values["check"]:
+            logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()
 
     def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import ProfileMatch, ProfileMatcher
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, ProfileError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.plan import BudgetLevel, EngineMode, ReuseTerms
 from semblend_trt.reuse_profile import (
@@ -230,12 +230,43 @@ RECORDED = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 @pytest.mark.parametrize(
     "path", [each for each in RECORDED if b"witness" in each.read_bytes()], ids=lambda path: path.stem
 )
-def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path):
-    read = ReuseProfile.read(path)
-    assert read.digest == json.loads(path.read_text(encoding="utf-8"))["digest"]
+def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path, caplog):
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert (values["check"]["witness_every"], values["check"]["witness_bounds"]) == (0, [])
+    with caplog.at_level(logging.WARNING):
+        read = ReuseProfile.read(path)
+    [warning] = caplog.messages
+    assert "witness_bounds is ignored" in warning
+    assert read.digest == values["digest"]
     read.write(tmp_path / "profile.json")
-    again = ReuseProfile.read(tmp_path / "profile.json")
-    assert (again.terms, again.bounds) == (read.terms, read.bounds)
+    assert ReuseProfile.read(tmp_path / "profile.json").check == read.check
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.promise("reuse", "A profile of an earlier version...")
+@pytest.mark.parametrize("every", [1, 128, -1, None, False, 0.0])
+def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
+    values = profile().model_dump(mode="json")
+    values["check"] |= {"witness_every": every, "witness_bounds": [0.4, 1.5]}
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    told = f"witness_every is {every}, and only 0 is allowed.*; make it again with `python -m validation calibrate`"
+    with pytest.raises(ProfileError, match=told):
+        ReuseProfile.read(tmp_path / "profile.json")
+
+
+def test_oversized_missing_and_special_files_are_refused(tmp_path):
+    large = tmp_path / "large.json"
+    large.write_bytes(b" " * (MAX_BYTES + 1))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, told in (
+        (large, "cannot be read: it has more than 1048576 bytes"),
+        (tmp_path / "none.json", "cannot be read: No such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (pipe, "cannot be read: it is not a regular file$"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            ReuseProfile.read(path)
 
 
 @pytest.mark.promise("reuse", "A profile of an earlier version...")
@@ -263,7 +294,7 @@ def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, 
         ({"template": "0f"}, "template is '0f'"),
         ({"check": None}, "verified, and only it, has one"),
         ({"boundary": 1}, "boundary is 1: Input should be 0"),
-        *(({"check__witness_every": each}, f"witness_every is {each}: Input should be 0") for each in (1, None)),
+        ({"engines": ["a", "b", "a"]}, "names an engine twice"),
         ({"check__window_tokens": 16, "check__sample_every": 17}, "sample_every is 17; it may be at most window_token"),
         ({"check__compares_all": False}, "sample_every is 0; a check has to compare"),
         ({"check__layer": 12}, r"check layer 12 is outside 1\.\.11"),

@@ -9,10 +9,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from semblend_trt.config import Eviction
+from semblend_trt.config import Eviction, load_settings
 from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
 from semblend_trt.donors.eviction import DonorHistory, policy_of
-from semblend_trt.errors import CapacityError, DonorUnavailableError
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 
@@ -124,6 +124,15 @@ def test_order_is_that_of_the_definition(name, order):
     for tick, (donor_id, uses) in enumerate([("short", 0), ("long", 2)], 4):
         policy.used(donor_id, DonorHistory(held[donor_id], tick, uses))
     assert list(policy.candidates()) == order.split()
+
+
+@pytest.mark.promise("donors", "`SEMBLEND_EVICTION` chooses which donors go...")
+@pytest.mark.parametrize("name", ["fifo", "static_semantic", "adaptive_semantic"])
+def test_a_policy_that_only_a_replay_plays_is_refused_with_those_that_serve(monkeypatch, name):
+    monkeypatch.setenv("SEMBLEND_EVICTION", name)
+    used = "use one of lru, lfu, size_aware; `python -m validation replay` plays the others"
+    with pytest.raises(ConfigurationError, match=f"SEMBLEND_EVICTION: policy '{name}' evicts no donors; {used}"):
+        load_settings()
 
 
 @pytest.mark.known_defect(20)
