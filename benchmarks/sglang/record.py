@@ -87,8 +87,7 @@ def distances(folder: Path, report: Path, other: Path) -> None:
             f"mean KL over cold's own answer, {len(alike)} of {len(pairs)} prompts, of which vLLM reused the same "
             f"number of tokens; of all {of_all} in vLLM; {computed / offered:.2f} of the offered tokens computed; "
             f"goal: {theirs:.2g} of the same prompts in vLLM and twice the rounding floor of {floor:.2g}; "
-            f"{said['model']}; "
-            f"{said['command']}; {WHERE}"
+            f"{said['model']}; {said['command']}; {WHERE}"
         )
         rows.add(f"{DISTANCE}{family}", ours, "nats", found, theirs + 2 * floor)
     path = folder / rows.measured.machine["name"] / "sglang.json"

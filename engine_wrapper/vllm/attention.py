@@ -57,8 +57,8 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name in LATENT_BACKENDS:
         prefill = getattr(theirs, "_prefill_backend", None)
         if (found := None if prefill is None else prefill.get_name()) not in PREFILL_BACKENDS:
-            told = f"{name} computes its prompts by {found}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
-            raise LayoutError("attention_backend", told)
+            problem = f"{name} computes its prompts by {found}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
+            raise LayoutError("attention_backend", problem)
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
