@@ -89,26 +89,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beside = [*ARMS][1:] if options.arms is None else options.arms.split(",")
     if unknown := {*beside} - {*ARMS}:
         parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
+    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 3, is_shown=False)
     try:
         tokenizer = load_tokenizer(options.tokenizer)
         histories = read_histories(options.histories, options.sessions, options.tokens)
         variants = sessions_of(tokenizer, histories, options.tokens, options.turns)
-        played = {}
-        for name in dict.fromkeys((STOCK, *beside)):
-            # vLLM holds one engine a process.
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                played[name] = process.submit(_served, name, ARMS[name], variants, options).result()
+        stock = _apart(STOCK, variants, options)
+        for name in dict.fromkeys(each for each in beside if each != STOCK):
+            turns = _apart(name, variants, options)
+            for variant in variants:
+                add_rows(rows, variant, name, turns[variant], stock[variant], options)
+            # What is measured stays if a later arm fails.
+            shape = "smollm2" if options.model else "7b"
+            rows.write(options.json, f"agents_{shape}", FOLDER / str(rows.measured.machine["name"]))
     except SemBlendError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    rows = Results(arguments, "cuda" if options.device == "cuda" else "cpu", dry=options.sessions < 3, is_shown=False)
-    for variant in variants:
-        stock, *others = ((name, each[variant]) for name, each in played.items())
-        for name, turns in others:
-            add_rows(rows, variant, name, turns, stock[1], options)
-    shape = "smollm2" if options.model else "7b"
-    rows.write(options.json, f"agents_{shape}", FOLDER / str(rows.measured.machine["name"]))
     return 0
+
+
+def _apart(name: str, variants: Mapping[str, list[Session]], options: Any) -> dict[str, list[Turn]]:
+    """Return an arm's turns by variant, served in a process of its own: vLLM holds one engine a process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(_served, name, ARMS[name], variants, options).result()
 
 
 def _served(name: str, policy: str, variants: Mapping[str, list[Session]], options: Any) -> dict[str, list[Turn]]:

@@ -1,12 +1,7 @@
 """Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plan execution in its decoder if possible.
 
-Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
-`_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
-`_torch/modules/attention.py` (main: `_torch/attention/attention.py`); `TrtllmAttention` of
-`_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): each layer has
-one scale for K and V in e4m3, `kv_scale_quant_orig`, 1 unless something sets it, and its inverse `kv_scale_orig_quant`;
-`cpp/tensorrt_llm/kernels/unfusedAttentionKernels/unfusedAttentionKernels_2_template.h`: K and V are multiplied by the
-latter before they are stored."""
+Facts: NVIDIA/TensorRT-LLM, `cpp/tensorrt_llm/kernels/unfusedAttentionKernels/unfusedAttentionKernels_2_template.h`: K
+and V are multiplied by `kv_scale_orig_quant` before they are stored."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
-from engine_wrapper.trtllm.hooks import can_fail_requests, find_executor, held_by, watch_weights
+from engine_wrapper.trtllm.hooks import attention_of, can_fail_requests, find_executor, layers_of, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward, table_for
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.patches import Undo
-    from engine_wrapper.trtllm.hooks import ExecutorParts
+    from engine_wrapper.trtllm.hooks import AttentionParts, ExecutorParts
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
@@ -77,7 +72,7 @@ def attach_to_executor(
             return runtime.refusal or "caches_refused"
         if parts is None:
             return "executor_unknown"
-        if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
+        if parts.is_disaggregated:
             return "disaggregated"  # the engine that receives a request's KV would publish it
         return guard_refusal(parts.manager) or guard_for(parts.manager, runtime.active_plans)
 
@@ -113,7 +108,7 @@ def attach_to_executor(
             refused,
             advice(refused, Scope.DECODER),
         )
-    return Attachment(guarded, forward, None, refused, unwatch, getattr(parts, "executor", None))
+    return Attachment(guarded, forward, None, refused, unwatch, parts and parts.executor)
 
 
 def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
@@ -166,101 +161,85 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
 
 def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
     """Return what the executor shows of the engine's options, so that a first run on a new version shows them."""
-    holders, executor = _graph_holders(parts), parts.executor
-    layers = list(getattr(parts.decoder, "layers", None) or ())
-    attention = getattr(getattr(layers[0], "self_attn", None), "attn", None) if layers else None
+    layers = layers_of(parts.decoder)
     return {
         "manager": type(parts.manager).__name__,
-        "attention": type(attention).__name__,
-        "graph_holders": [type(each).__name__ for each in holders],
-        "decode_graphs": [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders],
-        "overlap": not getattr(executor, "disable_overlap_scheduler", False),
-        "fails_requests": can_fail_requests(executor),
+        "attention": type(attention_of(layers[0]).backend if layers else None).__name__,
+        "graph_holders": [type(each).__name__ for each in parts.graph_holders],
+        "decode_graphs": parts.decode_graphs,
+        "overlap": parts.overlaps,
+        "fails_requests": can_fail_requests(parts.executor),
     }
-
-
-def _graph_holders(parts: ExecutorParts) -> list[Any]:
-    # Up to 1.3 the engine holds the graph runner; on main the engine's runner holds it.
-    engine, held = parts.model_engine, held_by(parts.model_engine)
-    if "cuda_graph_runner" in held:
-        return [engine]
-    return [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
 
 
 def _refused_engine(parts: ExecutorParts) -> str | None:
     if table_for(parts.manager) is None:
         return "cache_manager_unknown"
-    if getattr(parts.executor, "drafter", None) is not None:
+    if parts.has_drafter:
         return "speculative_decoding"
-    if getattr(parts.executor.kv_connector_manager, "prefix_reservations_enabled", False):
+    if parts.reserves_prefixes:
         return "prefix_reservations"
-    engine, holders = parts.model_engine, _graph_holders(parts)
-    if len(holders) != 1:
+    if len(parts.graph_holders) != 1:
         return "engine_layout"
-    holder = holders[0]
     # Graphs of decode steps are captured before we attach, and replay no batch with a plan.
-    if getattr(holder, "breakable_cuda_graph_runner", None) is not None:
+    if parts.has_prefill_graphs:
         return "prefill_graphs"
-    compiled = getattr(engine, "_torch_compile_enabled", False) or getattr(holder, "_torch_compile_backend", None)
-    return "compiled_prefill" if compiled else None
+    return "compiled_prefill" if parts.is_compiled else None
 
 
 def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str | None:
-    decoder = parts.decoder
-    layers = getattr(decoder, "layers", None)
-    if layers is None or not callable(getattr(decoder, "forward", None)) or len(layers) != facts.num_layers:
+    layers = layers_of(parts.decoder)
+    if layers is None or not parts.has_forward or len(layers) != facts.num_layers:
         return "model_layout"
-    if "forward" in vars(decoder):
+    if "forward" in vars(parts.decoder):
         return "model_patched"
-    if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
+    if parts.layer_offsets != {index: index for index in range(facts.num_layers)}:
         return "layer_offsets"
     for index, layer in enumerate(layers):
         # TensorRT-LLM has no Granite nor OLMo-2, whose layers would take hidden rows alone.
         if "residual" not in inspect.signature(layer.forward).parameters:
             return "model_layout"
-        refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts, ranks)
+        refusal = _refused_attention(attention_of(layer), index, facts, ranks)
         if refusal is not None:
             return refusal
     return None
 
 
-def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int) -> str | None:
-    if type(attention).__name__ == "MLA" or hasattr(attention, "kv_lora_rank"):
+def _refused_attention(attention: AttentionParts, index: int, facts: ModelFacts, ranks: int) -> str | None:
+    if attention.is_latent:
         return "mla"
-    backend = getattr(attention, "attn", None)
-    if not callable(getattr(backend, "forward", None)) or getattr(attention, "layer_idx", None) != index:
+    if not attention.has_forward or attention.layer != index:
         return "model_layout"
-    if "forward" in held_by(backend):
+    if attention.is_patched:
         return "model_patched"
-    sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
     wanted = (facts.head_dim, facts.num_heads // ranks * facts.head_dim, facts.sizes(ranks).kv_heads * facts.head_dim)
-    if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
+    if attention.sizes != wanted or attention.fuses_rope is None:
         return "model_layout"
-    if getattr(attention, "has_quant_scale", False):
+    if attention.is_quantised:
         return "quantized_attention"
-    if getattr(attention, "attention_chunk_size", None) is not None:
+    if attention.chunk is not None:
         return "attention_chunks"
-    scaling = getattr(attention, "q_scaling", None)
+    scaling = attention.scaling
     can_scale = scaling is None or (isinstance(scaling, (int, float)) and 0 < scaling < math.inf)
-    if getattr(attention, "attn_output_gate", None) or not can_scale:
+    if attention.gates_output or not can_scale:
         return "attention_scaling"
     # Other types also scale cos and sin, which the kernel here does not know.
     rope = facts.rope_parameters.get("rope_type", "default")
-    return "rope_fused" if attention.rope_fusion and rope not in ("default", "linear", "llama3") else None
+    return "rope_fused" if attention.fuses_rope and rope not in ("default", "linear", "llama3") else None
 
 
 def scales_of(decoder: Any) -> tuple[float, ...]:
     """Return the scale of each layer of TensorRT-LLM's decoder, by which stored KV is multiplied when it is read.
     Raises LayoutError `kv_scales` for None, a decoder that was not found, and for a scale that is not known."""
-    layers, scales = getattr(decoder, "layers", None), []
+    layers, scales = layers_of(decoder), []
     if not layers:
         raise LayoutError(
             "kv_scales", f"the engine's decoder, {type(decoder).__name__}, has no layers to read scales of"
         )
     for index, layer in enumerate(layers):
-        backend, owner = getattr(getattr(layer, "self_attn", None), "attn", None), f"layer {index}"
+        attention, owner = attention_of(layer), f"layer {index}"
         names = ("kv_scale_quant_orig", "kv_scale_orig_quant")
-        read, written = (scales_in(getattr(backend, name, None), owner, name, heads=1)[0] for name in names)
+        read, written = (scales_in(attention.scale(name), owner, name, heads=1)[0] for name in names)
         if not math.isclose(read * written, 1.0, rel_tol=1e-3):
             raise LayoutError(
                 "kv_scales",

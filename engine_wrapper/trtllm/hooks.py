@@ -1,12 +1,18 @@
-"""Changes TensorRT-LLM's objects, and is the one place that looks for its executor.
+"""Changes and reads TensorRT-LLM's objects, and is the one place that looks for its executor.
 
 `docs/attach.md` lists the changes. Each change has a function here. To undo it, call what the function returns. If a
-method is changed already, it is refused (`engine_wrapper.patches`).
+method is changed already, it is refused (`engine_wrapper.patches`). What versions hold otherwise is read here alone.
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to
-main); `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`); `resource_manager.py` and
+main); `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
+`_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
+`llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`); `resource_manager.py` and
 `kv_cache_manager_v2.py` (`reset_reuse_state`); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
-`modeling_llama.py`: a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)`."""
+`modeling_llama.py`: a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)`;
+`_torch/modules/attention.py` (main: `_torch/attention/attention.py`); `TrtllmAttention` of
+`_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): each layer has
+one scale for K and V in e4m3, `kv_scale_quant_orig`, 1 unless something sets it, and its inverse `kv_scale_orig_quant`;
+pull request 19722 (lending: the V2 manager's `_sharing`)."""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.patches import replace_method, watch_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import Weights
@@ -31,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
-    """The parts of a running PyExecutor that can be attached to. `manager` is its KV cache manager."""
+    """The parts of a running PyExecutor that can be attached to, and what they show of the engine's options. `manager`
+    is its KV cache manager."""
 
     executor: Any
     manager: Any
@@ -41,6 +48,184 @@ class ExecutorParts:
     def decoder(self) -> Any:
         """The model without its head; None if the engine or its model is laid out in another way."""
         return getattr(getattr(self.model_engine, "model", None), "model", None)
+
+    @property
+    def has_forward(self) -> bool:
+        return callable(getattr(self.decoder, "forward", None))
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return getattr(self.executor, "kv_cache_transceiver", None) is not None
+
+    @property
+    def has_drafter(self) -> bool:
+        return getattr(self.executor, "drafter", None) is not None
+
+    @property
+    def reserves_prefixes(self) -> bool:
+        return bool(getattr(self.executor.kv_connector_manager, "prefix_reservations_enabled", False))
+
+    @property
+    def overlaps(self) -> bool:
+        return not getattr(self.executor, "disable_overlap_scheduler", False)
+
+    @property
+    def graph_holders(self) -> list[Any]:
+        """The objects that hold a runner of CUDA graphs: the engine up to 1.3, the engine's runner on main."""
+        engine, held = self.model_engine, held_by(self.model_engine)
+        if "cuda_graph_runner" in held:
+            return [engine]
+        return [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+
+    @property
+    def decode_graphs(self) -> list[bool]:
+        """Whether each holder runs decode steps as graphs."""
+        return [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in self.graph_holders]
+
+    @property
+    def has_prefill_graphs(self) -> bool:
+        return any(getattr(each, "breakable_cuda_graph_runner", None) is not None for each in self.graph_holders)
+
+    @property
+    def is_compiled(self) -> bool:
+        compiled = [getattr(self.model_engine, "_torch_compile_enabled", False)]
+        return any(compiled + [getattr(each, "_torch_compile_backend", None) for each in self.graph_holders])
+
+    @property
+    def layer_offsets(self) -> dict[int, int]:
+        """The pool's layer of each of the model's layers."""
+        return dict(getattr(self.manager, "layer_offsets", {}))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """The attention module of one layer, None if the layer has none, and what it shows."""
+
+    module: Any
+
+    @property
+    def backend(self) -> Any:
+        return getattr(self.module, "attn", None)
+
+    @property
+    def has_forward(self) -> bool:
+        return callable(getattr(self.backend, "forward", None))
+
+    @property
+    def is_patched(self) -> bool:
+        return "forward" in held_by(self.backend)
+
+    @property
+    def is_latent(self) -> bool:
+        return type(self.module).__name__ == "MLA" or hasattr(self.module, "kv_lora_rank")
+
+    @property
+    def layer(self) -> Any:
+        """Its own index among the layers."""
+        return getattr(self.module, "layer_idx", None)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Channels of a head, of all queries and of all keys; None for what is missing."""
+        return tuple(getattr(self.module, name, None) for name in ("head_dim", "q_size", "kv_size"))
+
+    @property
+    def fuses_rope(self) -> bool | None:
+        """Whether its kernel rotates; None if it does not say."""
+        fused = getattr(self.module, "rope_fusion", None)
+        return fused if isinstance(fused, bool) else None
+
+    @property
+    def is_quantised(self) -> bool:
+        return bool(getattr(self.module, "has_quant_scale", False))
+
+    @property
+    def chunk(self) -> Any:
+        return getattr(self.module, "attention_chunk_size", None)
+
+    @property
+    def scaling(self) -> Any:
+        """By what 1 / sqrt(head_dim) is divided; None for 1."""
+        return getattr(self.module, "q_scaling", None)
+
+    @property
+    def gates_output(self) -> bool:
+        return bool(getattr(self.module, "attn_output_gate", None))
+
+    def scale(self, name: str) -> Any:
+        """The scale of stored KV of this name; None if it is missing."""
+        return getattr(self.backend, name, None)
+
+
+def layers_of(decoder: Any) -> list[Any] | None:
+    """Return the decoder's layers; None if it has none."""
+    layers = getattr(decoder, "layers", None)
+    return None if layers is None else list(layers)
+
+
+def attention_of(layer: Any) -> AttentionParts:
+    """Return the attention of a layer."""
+    return AttentionParts(getattr(layer, "self_attn", None))
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerParts:
+    """A KV cache manager, and what it shows."""
+
+    manager: Any
+
+    @property
+    def kind(self) -> str:
+        return type(self.manager).__name__
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether windows differ by layer."""
+        return bool(getattr(self.manager, "is_vswa", False))
+
+    @property
+    def lends_blocks(self) -> bool:
+        return getattr(self.manager, "_sharing", None) is not None
+
+    @property
+    def keeps_conversations(self) -> bool:
+        return getattr(self.manager, "conversation_manager", None) is not None
+
+    @property
+    def marks_dummies(self) -> bool:
+        """Whether the request class that the manager's module imports can mark a request as a dummy."""
+        module = inspect.unwrap(type(self.manager).free_resources).__globals__
+        return getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None) is not None
+
+    def has(self, method: str) -> bool:
+        return callable(getattr(self.manager, method, None))
+
+    def names_in(self, method: str) -> frozenset[str]:
+        """Return attributes and globals that `method` of its class uses; none if Python has no such method."""
+        function = inspect.unwrap(getattr(type(self.manager), method, None))  # type: ignore[arg-type]
+        code = getattr(function, "__code__", None)
+        return frozenset() if code is None else frozenset(code.co_names)
+
+    def stock(self, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+        """Return its methods of these names, as they are now."""
+        return {name: getattr(self.manager, name) for name in names}
+
+
+class BatchView:
+    """A scheduled batch with some of its context requests left out."""
+
+    def __init__(self, batch: Any, context_requests: list[Any]) -> None:
+        self._batch = batch
+        self.context_requests = context_requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+
+def option_of(options: Mapping[str, Any], name: str) -> Any:
+    """Return an option of an attention's call: by its name, or one of `forward_args` (main); None without it."""
+    alone = options.get(name)
+    return getattr(options.get("forward_args"), name, None) if alone is None else alone
 
 
 def find_executor(worker: object) -> ExecutorParts | None:

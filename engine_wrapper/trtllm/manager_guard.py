@@ -10,16 +10,13 @@ takes no None as the request."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.hooks import guard_publication
+from engine_wrapper.trtllm.hooks import BatchView, ManagerParts, guard_publication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
 
@@ -41,13 +38,6 @@ _V2_CALLS = {
 _V2_SILENT = ("update_context_resources", "update_resources", "free_resources")
 
 
-def _names_in(owner: Any, method: str) -> frozenset[str]:
-    """Return attributes and globals that `method` of the owner's class uses; none if Python has no such method."""
-    function = inspect.unwrap(getattr(type(owner), method, None))  # type: ignore[arg-type]
-    code = getattr(function, "__code__", None)
-    return frozenset() if code is None else frozenset(code.co_names)
-
-
 def guard_refusal(manager: Any) -> str | None:
     """Return why `manager` cannot be guarded. Changes nothing.
 
@@ -55,26 +45,23 @@ def guard_refusal(manager: Any) -> str | None:
     publication_unknown: it publishes in another way than is known, as if V2 committed decode tokens; kv_lending: V2
     lends blocks to others; conversation_manager: V2 keeps conversations.
 
-    Facts: pull requests 18711 (commits of decode tokens) and 19722 (lending: the manager's `_sharing`)."""
-    kind = type(manager).__name__
-    if kind not in _GUARDS:
+    Facts: pull request 18711 (commits of decode tokens)."""
+    parts = ManagerParts(manager)
+    if parts.kind not in _GUARDS:
         return "cache_manager_unknown"
-    if getattr(manager, "is_vswa", False):
+    if parts.has_windows:
         return "sliding_window"
-    calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
-    if any(method in vars(manager) or not wanted <= _names_in(manager, method) for method, wanted in calls.items()):
+    calls = _V1_CALLS if parts.kind == "KVCacheManager" else _V2_CALLS
+    if any(method in vars(manager) or not wanted <= parts.names_in(method) for method, wanted in calls.items()):
         return "publication_unknown"
-    if kind == "KVCacheManager":
-        # The request class that the manager's module imports must be able to mark a request as a dummy.
-        module = inspect.unwrap(type(manager).free_resources).__globals__
-        mark = getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None)
-        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and mark is not None
+    if parts.kind == "KVCacheManager":
+        is_known = parts.names_in("free_resources") <= _V1_RELEASE and parts.marks_dummies
         return None if is_known else "publication_unknown"
-    if any("commit" in _names_in(manager, method) for method in _V2_SILENT):
+    if any("commit" in parts.names_in(method) for method in _V2_SILENT):
         return "publication_unknown"
-    if getattr(manager, "_sharing", None) is not None:
+    if parts.lends_blocks:
         return "kv_lending"
-    return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
+    return "conversation_manager" if parts.keeps_conversations else None
 
 
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
@@ -89,7 +76,7 @@ class ManagerGuard:
 
     def __init__(self, manager: Any, plans: ActivePlans) -> None:
         self._manager, self._plans = manager, plans
-        self._stock: dict[str, Callable[..., Any]] = {name: getattr(manager, name) for name in self.names}
+        self._stock = ManagerParts(manager).stock(self.names)
         self._undo: Undo = lambda: None
 
     def install(self) -> None:
@@ -109,7 +96,7 @@ class V1Guard(ManagerGuard):
     def update_resources(self, scheduled_batch: Any, *arguments: Any, **options: Any) -> Any:
         requests = scheduled_batch.context_requests
         exact = [each for each in requests if not self._plans.withholds(each.py_request_id)]
-        batch = scheduled_batch if len(exact) == len(requests) else _BatchView(scheduled_batch, exact)
+        batch = scheduled_batch if len(exact) == len(requests) else BatchView(scheduled_batch, exact)
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
@@ -154,17 +141,6 @@ class V2Guard(ManagerGuard):
         freed = self._stock["free_resources"](request, pin_on_release)
         self._plans.released(request.py_request_id)
         return freed
-
-
-class _BatchView:
-    """A scheduled batch with some of its context requests left out."""
-
-    def __init__(self, batch: Any, context_requests: list[Any]) -> None:
-        self._batch = batch
-        self.context_requests = context_requests
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batch, name)
 
 
 _GUARDS: dict[str, type[ManagerGuard]] = {"KVCacheManager": V1Guard, "KVCacheManagerV2": V2Guard}

@@ -12,9 +12,11 @@ name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, 
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.trtllm.hooks import AttentionParts, option_of
 from kernels.layout import PoolLayer
 from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
@@ -117,22 +119,19 @@ class PlannedRows:
         write_rows(keys, values.contiguous(), kv, sequences)
         if self._lowest and self.found is not None:
             raise CheckReached
-        scale = self._geometry.head_dim**-0.5 / (getattr(attention, "q_scaling", None) or 1.0)
+        scale = self._geometry.head_dim**-0.5 / (AttentionParts(attention).scaling or 1.0)
         mass = self._schedule.mass
         attend = sparse_prefill if mass is None else partial(mass.attend, layer)
         attended = attend(queries.contiguous(), kv, sequences, scale, self._windows[layer])
         return attended.flatten(1)
 
     def _check_options(self, layer: int, options: dict[str, Any]) -> None:
-        def asked(name: str) -> Any:
-            alone = options.get(name)
-            return getattr(options.get("forward_args"), name, None) if alone is None else alone
-
+        asked = partial(option_of, options)
         window, mask, found = self._windows[layer], asked("attention_mask"), asked("attention_window_size")
         problem = next(
             (f"{name}, which is not supported here" for name in _UNKNOWN_OPTIONS if asked(name) is not None), ""
         )
-        if not problem and mask is not None and str(getattr(mask, "value", mask)) != "causal":
+        if not problem and mask is not None and (mask.value if isinstance(mask, Enum) else mask) != "causal":
             problem = f"mask {mask!r}; only causal is supported"
         if problem:
             raise LayoutError("attention_call", f"the attention was called with {problem}")
