@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from vllm.lora.layers import LoRAMapping
 
+from engine_wrapper.vllm.hooks import adapters_of
 from semblend_trt.errors import LayoutError
 from semblend_trt.runtime import AdapterWeights
 
@@ -32,8 +33,8 @@ class LoadedAdapters:
 
     def __init__(self, manager: Any, known: dict[int, AdapterWeights]) -> None:
         """Raises LayoutError `lora` for a manager of another kind."""
-        self._manager: Any = getattr(manager, "_adapter_manager", None)
-        if not all(hasattr(self._manager, name) for name in ("list_adapters", "set_adapter_mapping", "_last_mapping")):
+        self._manager = adapters_of(manager)
+        if self._manager is None:
             raise LayoutError("lora", f"adapters are held by a {type(manager).__name__}, which is not known here")
         self._known = known
         self._seen: dict[int, weakref.ref[Any]] = {}
@@ -84,8 +85,7 @@ def _digest(model: Any) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, layer in sorted(model.loras.items()):
         found.update(f"{name} {layer.rank} {layer.scaling}\n".encode())
-        for kind in ("lora_a", "lora_b"):
-            held = getattr(layer, kind)
+        for kind, held in (("lora_a", layer.lora_a), ("lora_b", layer.lora_b)):
             for each in held if isinstance(held, (list, tuple)) else (held,):
                 if isinstance(each, torch.Tensor):
                     found.update(f"{kind} {each.dtype} {tuple(each.shape)}\n".encode())

@@ -26,7 +26,14 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.deviation_check import stand_apart
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
-from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
+from engine_wrapper.vllm.hooks import (
+    forward_context,
+    own_kernels,
+    prefill_backend_of,
+    replaced_backend,
+    sinks_of,
+    window_of,
+)
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import to_device
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
@@ -54,11 +61,9 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
-    if name in LATENT_BACKENDS:
-        prefill = getattr(theirs, "_prefill_backend", None)
-        if (found := None if prefill is None else prefill.get_name()) not in PREFILL_BACKENDS:
-            problem = f"{name} computes its prompts by {found}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
-            raise LayoutError("attention_backend", problem)
+    if name in LATENT_BACKENDS and (found := prefill_backend_of(theirs)) not in PREFILL_BACKENDS:
+        problem = f"{name} computes its prompts by {found}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
+        raise LayoutError("attention_backend", problem)
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
@@ -219,7 +224,7 @@ class VllmRows:
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding comes after them
         cache, impl = self._parts.cache(layer), attention.impl
-        window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
+        window, sinks = window_of(attention), sinks_of(attention)
         mass = None if self._parts.chunks[layer] else self._schedule.mass
         attend = sparse_prefill if mass is None else partial(mass.attend, layer)
         output[:rows] = attend(queries[:rows], cache, kv[-1], impl.scale, window, sinks)

@@ -27,7 +27,15 @@ from vllm.model_executor.custom_op import CustomOp
 
 from engine_wrapper.kv_scales import head_scales
 from engine_wrapper.self_check import difference
-from engine_wrapper.vllm.hooks import own_kernels, replaced_attention
+from engine_wrapper.vllm.hooks import (
+    chunk_of,
+    embedding_factor,
+    is_latent,
+    own_kernels,
+    replaced_attention,
+    window_of,
+    writes_rows,
+)
 from kernels.layout import LayeredPool, PoolLayer, indexable
 from kernels.rope import rotate_keys
 from kernels.sparse_prefill import write_rows
@@ -78,7 +86,7 @@ class LayerCalls:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows that enter the lowest layer, [rows, hidden]; Granite's decoder multiplies its embeddings."""
         rows: torch.Tensor = self._model.embed_input_ids(token_ids)
-        factor = getattr(getattr(self._decoder, "config", None), "embedding_multiplier", None)
+        factor = embedding_factor(self._decoder)
         return rows if factor is None else rows * factor
 
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
@@ -222,14 +230,14 @@ def layout_of(
 
     The backend writes into a small cache of the same kind. With `scales` of K and V it stores rows of dtype `rows` in
     e4m3, latent ones by that of K."""
-    if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+    if not writes_rows(attention):
         return None
     kv_heads, block_size, head_dim = shape
     dtype, tokens = cache.dtype if scales is None else torch.float8_e4m3fn, _PROBE_BLOCKS * block_size
     # In e4m3 a little more than what is stored without rounding: vLLM's CPU backend (0.28) rounds towards 0.
     more = 1.0 if dtype != torch.float8_e4m3fn else 1 + 2**-6
     factors = head_scales(scales or (1.0, 1.0), kv_heads)[..., None] * more
-    for view in (_latent,) if hasattr(attention, "kv_lora_rank") else _LAYOUTS:
+    for view in (_latent,) if is_latent(attention) else _LAYOUTS:
         layout = CacheLayout(view, shape, dtype)
         if (views := layout.views(cache)) is None:
             continue
@@ -392,9 +400,9 @@ def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -
     """Raise LayoutError for layers that, of `longest` tokens, see others than the configuration says. A window over the
     whole sequence hides nothing."""
     longest = max(longest, facts.max_positions)
-    compared = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
-    for what, (name, wanted) in compared.items():
-        found = [getattr(each, name, None) for each in attention]
+    compared = {"windows": (window_of, facts.windows), "chunks": (chunk_of, facts.chunks)}
+    for what, (read, wanted) in compared.items():
+        found = list(map(read, attention))
         shown = [None if each is None or each >= longest else each for each in found]
         if shown != list(wanted):
             raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")

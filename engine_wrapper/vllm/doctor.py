@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.vllm.engine_spec import from_vllm_config, vllm_version
+from engine_wrapper.vllm.engine_spec import ABSENT, from_vllm_config, value_at, vllm_version
 from engine_wrapper.vllm.refusals import OLDEST, engine_refusal_of
 from semblend_trt.doctor import Area
 from semblend_trt.reasons import Scope, advice
@@ -86,7 +86,7 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
         yield _options.note(
             f"donors and reuse profiles belong to {read.ranks} ranks; sizes of tiers are those of one rank"
         )
-    if getattr(configuration, "lora_config", None) is not None:
+    if value_at(configuration, "lora_config") not in (ABSENT, None):
         yield _options.note("a reuse profile holds for one adapter, or for the base model, that it was calibrated with")
     return read
 

@@ -11,9 +11,10 @@ import re
 import threading
 import weakref
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
-from engine_wrapper.kv_scales import E4M3, described_dtype
+from engine_wrapper.kv_scales import E4M3, Scale, digest_of, scales_in
 from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.engine_spec import (
@@ -24,7 +25,8 @@ from semblend_trt.connector.engine_spec import (
     text_of,
     tokenizer_source,
 )
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, LayoutError
+from semblend_trt.namespace import unknown_value
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _OWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 # Options that override a model's files, and the values that change nothing.
 OVERRIDES = ("hf_overrides", "model_class_overrides", "hf_config_path", "config_format")
 HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
+ABSENT, UNREADABLE = object(), object()
 
 _lock = threading.Lock()
 _known: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
@@ -61,6 +64,19 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
 def learn_caches(engine: EngineSpec, caches: Caches) -> None:
     """Have the engine's spec name the caches that a worker in another process has."""
     _parts[engine][1][:] = [caches]
+
+
+def value_at(holder: Any, path: str) -> Any:
+    """Return the value of a dotted path, an enum's by its name; ABSENT or UNREADABLE where it has none."""
+    for name in path.split("."):
+        try:
+            holder = getattr(holder, name)
+        except AttributeError:
+            # A property that fails is there.
+            return UNREADABLE if hasattr(type(holder), name) else ABSENT
+        except Exception:
+            return UNREADABLE
+    return holder.name if isinstance(holder, Enum) else holder
 
 
 def vllm_version() -> tuple[int, int] | None:
@@ -149,6 +165,37 @@ def _backend_of(layers: Mapping[str, Any]) -> str | None:
         order = sorted(range(cache.ndim), key=cache.stride, reverse=True)
         found.add(f"{backend.get_name()}/{'.'.join(map(str, order))}")
     return found.pop() if len(found) == 1 else None
+
+
+# -- scales of an fp8 cache --------------------------------------------------------------------------------------------
+
+
+def scales_of(attention: Any) -> tuple[Scale, Scale]:
+    """Return the scales of K and V of one of vLLM's Attention modules; wait for the device. Raises as `scales_in`."""
+    name = getattr(attention, "layer_name", "a layer")
+    return _scale(attention, "k", name), _scale(attention, "v", name)
+
+
+def _scale(attention: Any, kind: str, name: str) -> Scale:
+    held, value = (getattr(attention, f"_{kind}_scale{each}", None) for each in ("", "_float"))
+    found = scales_in(held, name, f"{kind}_scale", getattr(attention, "num_kv_heads", 1))
+    if not isinstance(value, float) or not math.isclose(max(found), value, rel_tol=1e-6):
+        shown = ", ".join(map(repr, found))
+        raise LayoutError("kv_scales", f"{name} has a {kind}_scale of {shown}, and {value!r} on the host")
+    return value if len(found) == 1 else found
+
+
+def described_dtype(cache_dtype: str | None, layers: Mapping[str, Any]) -> str | None:
+    """Return the cache's dtype, with its scales' digest once the model is loaded. `layers`: vLLM's, by name."""
+    if cache_dtype not in E4M3:
+        return cache_dtype
+    held = [layers[name] for name in sorted(layers) if hasattr(layers[name], "kv_cache")]
+    if not held:
+        return E4M3[-1]
+    try:
+        return f"{E4M3[-1]}+{digest_of([scales_of(each) for each in held])}"
+    except LayoutError:
+        return f"{E4M3[-1]}+{unknown_value()}"
 
 
 # -- settings, from `kv_connector_extra_config` ------------------------------------------------------------------------

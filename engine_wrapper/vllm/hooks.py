@@ -61,6 +61,9 @@ _HARMLESS = frozenset(
     }
 )
 
+# What an object that holds LoRA adapters has.
+_OF_ADAPTERS = ("list_adapters", "set_adapter_mapping", "_last_mapping")
+
 
 # -- objects of vLLM ---------------------------------------------------------------------------------------------------
 
@@ -104,6 +107,15 @@ class ModelRunner:
     remove: Undo
     adapters: Any
 
+    @property
+    def text_model(self) -> Any:
+        """The model, or of one that takes images too the part that reads text."""
+        return getattr(self.model, "get_language_model", lambda: self.model)()
+
+    @property
+    def embeds_tokens(self) -> bool:
+        return callable(getattr(self.text_model, "embed_input_ids", None))
+
 
 def find_runner() -> ModelRunner:
     """Return the runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
@@ -140,6 +152,47 @@ def _replayed(mode: CUDAGraphMode, decode_tokens: int) -> int:
     ):
         raise LayoutError("full_cuda_graphs", f"prefills are replayed whole, as cudagraph_mode {mode.name} has it")
     return decode_tokens if mode.decode_mode().name == "FULL" else 0
+
+
+def is_latent(attention: Any) -> bool:
+    return hasattr(attention, "kv_lora_rank")
+
+
+def window_of(attention: Any) -> int | None:
+    """Return the tokens that a layer sees, None for all."""
+    return getattr(attention, "sliding_window", None)
+
+
+def chunk_of(attention: Any) -> int | None:
+    """Return the tokens of a layer's chunks, None without any."""
+    return getattr(attention, "attention_chunk_size", None)
+
+
+def sinks_of(attention: Any) -> torch.Tensor | None:
+    """Return the sinks of a layer's heads, if it has some."""
+    return getattr(attention.impl, "sinks", None)
+
+
+def writes_rows(attention: Any) -> bool:
+    """Return whether the backend writes K and V by a method of its own."""
+    return callable(getattr(attention.impl, "do_kv_cache_update", None))
+
+
+def prefill_backend_of(builder: Any) -> str | None:
+    """Return what computes the prompts of a latent attention, None if it does not say."""
+    backend = getattr(builder, "_prefill_backend", None)
+    return None if backend is None else str(backend.get_name())
+
+
+def embedding_factor(decoder: Any) -> float | None:
+    """Return by what the decoder multiplies its embeddings, as Granite's does."""
+    return getattr(getattr(decoder, "config", None), "embedding_multiplier", None)
+
+
+def adapters_of(manager: Any) -> Any:
+    """Return what holds the loaded adapters of a LoRA manager; None if it is of another kind."""
+    held = getattr(manager, "_adapter_manager", None)
+    return held if all(hasattr(held, name) for name in _OF_ADAPTERS) else None
 
 
 # -- changes until the engine ends -------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class PlannedForward:
             _check_order(batch, HostCopy(options["positions"][: sum(batch.lengths)]))
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
-            padding = getattr(get_forward_context(), "is_padding", None)
+            padding = get_forward_context().is_padding
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
                 # A graph's output, which the next replayed graph writes over.

@@ -4,11 +4,11 @@ A field that a version does not have is off there; a value of no known kind is r
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sized
 from typing import Any
 
 from engine_wrapper.kv_scales import E4M3
-from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
+from engine_wrapper.vllm.engine_spec import ABSENT, HARMLESS, OVERRIDES, value_at, vllm_version
 
 OLDEST = (0, 28)
 # Backends whose metadata takes any number of sequences and outlives the next stage's. FLASHINFER copies from pinned
@@ -21,8 +21,7 @@ RESERVING_BACKENDS = ("TRITON_MLA",)
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 # Methods of speculation that draft from the text alone.
 TEXT_DRAFTS = ("ngram", "suffix")
-_ABSENT, _UNREADABLE = object(), object()
-_OFF = (_ABSENT, None, False)
+_OFF = (ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
 # In the last two, full graphs replay steps that decode alone.
 _GRAPHS = "NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"
@@ -36,7 +35,7 @@ _ENGINE: _Rules = {
     "pipeline_parallel": ((1,), "parallel_config.pipeline_parallel_size"),
     "data_parallel": ((1,), "parallel_config.data_parallel_size"),
     "context_parallel": (
-        (_ABSENT, 1),
+        (ABSENT, 1),
         "parallel_config.prefill_context_parallel_size parallel_config.decode_context_parallel_size",
     ),
     "executor": (("uni", "mp"), "parallel_config.distributed_executor_backend"),
@@ -53,7 +52,7 @@ _ENGINE: _Rules = {
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
     "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
     # Drafts from the text itself need no KV of a drafter. vLLM schedules them in turn, not ahead.
-    "speculative_decoding": ((_ABSENT, *TEXT_DRAFTS), "speculative_config.method"),
+    "speculative_decoding": ((ABSENT, *TEXT_DRAFTS), "speculative_config.method"),
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sleep_mode": (_OFF, "model_config.enable_sleep_mode model_config.enable_cumem_allocator"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
@@ -92,10 +91,10 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     version = vllm_version()
     if version is None or version < OLDEST:
         return "vllm_version"
-    if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector":
+    if value_at(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector":
         return "other_connector"
-    is_text_only = _value(vllm_config, "model_config.multimodal_config.language_model_only") is True
-    if type(size := _value(vllm_config, "parallel_config.tensor_parallel_size")) is not int or size < 1:
+    is_text_only = value_at(vllm_config, "model_config.multimodal_config.language_model_only") is True
+    if type(size := value_at(vllm_config, "parallel_config.tensor_parallel_size")) is not int or size < 1:
         return "tensor_parallel"
     refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
     refusal = refusal or ("executor" if size == 1 and are_workers_apart(vllm_config) else None)
@@ -104,12 +103,12 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 def are_workers_apart(vllm_config: Any) -> bool:
     """Return whether the workers run in processes of their own."""
-    return bool(_value(vllm_config, "parallel_config.distributed_executor_backend") != "uni")
+    return bool(value_at(vllm_config, "parallel_config.distributed_executor_backend") != "uni")
 
 
 def sample_refusal(attention: Any) -> str | None:
     """Return why checks in the layer of this vLLM Attention have no sample, or None; never raises."""
-    if hasattr(attention, "kv_lora_rank"):
+    if value_at(attention, "kv_lora_rank") is not ABSENT:
         return "latent_attention"
     # Chunks are sequences of their own.
     is_known = type(attention).__name__ in ("Attention", "ChunkedLocalAttention")
@@ -118,36 +117,24 @@ def sample_refusal(attention: Any) -> str | None:
 
 def request_refusal(request: Any) -> str | None:
     """Return why this vllm.v1.request.Request is served as stock, or None; never raises."""
-    tokens = _value(request, "prompt_token_ids")
-    return _first(request, _REQUEST) or (None if getattr(tokens, "__len__", int)() else "prompt_ids_missing")
+    tokens = value_at(request, "prompt_token_ids")
+    return _first(request, _REQUEST) or (None if isinstance(tokens, Sized) and len(tokens) else "prompt_ids_missing")
 
 
 def _first(holder: Any, rules: _Rules) -> str | None:
     """The first reason of a field with a value that is not allowed. 1 is not True here, nor 0 False."""
     for reason, (allowed, paths) in rules.items():
-        for value in (_value(holder, path) for path in paths.split()):
+        for value in (value_at(holder, path) for path in paths.split()):
             if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
                 return reason
     return None
 
 
-def _value(holder: Any, path: str) -> Any:
-    for name in path.split("."):
-        try:
-            holder = getattr(holder, name)
-        except AttributeError:
-            # A property that fails is there.
-            return _UNREADABLE if hasattr(type(holder), name) else _ABSENT
-        except Exception:
-            return _UNREADABLE
-    return holder.name if isinstance(holder, Enum) else holder
-
-
 def _cache_refusal(kv_cache_config: Any) -> str | None:
-    groups = _value(kv_cache_config, "kv_cache_groups")
+    groups = value_at(kv_cache_config, "kv_cache_groups")
     if not isinstance(groups, (list, tuple)) or len(groups) != 1:
         return "cache_groups"
-    spec = _value(groups[0], "kv_cache_spec")
+    spec = value_at(groups[0], "kv_cache_spec")
     kind = type(spec).__name__
     if kind == "SlidingWindowSpec":
         return "sliding_window"

@@ -109,7 +109,7 @@ class Steps:
             self._adapters.pop(gone, None)
             self._certain.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
-        drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
+        drafts = output.scheduled_spec_decode_tokens
 
         def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
             held = self._blocks.setdefault(request_id, [])
@@ -134,7 +134,7 @@ class Steps:
 
         for request in output.scheduled_new_reqs:
             self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back
-            if (adapter := getattr(request, "lora_request", None)) is not None:
+            if (adapter := request.lora_request) is not None:
                 self._adapters[request.req_id] = int(adapter.lora_int_id)
             add(new, request.req_id, request.num_computed_tokens, request.block_ids[0])
         cached = output.scheduled_cached_reqs
@@ -230,10 +230,9 @@ class RequestView:
     ) -> None:
         self.request_id, self.adapter_identity = number, adapter_identity
         self.prompt_len = int(request.num_prompt_tokens)
-        self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
+        self.max_new_tokens = int(request.max_tokens)
         self.cache_salt: str | None = request.cache_salt
-        given = getattr(request, "kv_transfer_params", None)
-        asked = given if isinstance(given, dict) else {}
+        asked = given if isinstance(given := request.kv_transfer_params, dict) else {}
         self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
         broken = asked.get(BROKEN_PROFILES)
         self.broken_profiles = broken if isinstance(broken, list) else []
@@ -360,7 +359,7 @@ class VllmScheduler:
         guard learns how many are exact before vLLM publishes any."""
         number = self._number_of(request.request_id)
         self._guard.exact_tokens.pop(request.request_id, None)
-        if getattr(getattr(request, "sampling_params", None), "stop", None):
+        if request.sampling_params is not None and request.sampling_params.stop:
             self._stoppable[request.request_id] = None
         view = RequestView(number, request, adapter_identity=self._adapter_of(number, request))
         tokens, _ = self._scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
@@ -381,13 +380,13 @@ class VllmScheduler:
         is_declined = plan is not None and plan.matched_tokens > 0 and not num_external_tokens
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
         self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
-        if getattr(request, "num_preemptions", 0) and (report := self._scheduler.reuse_of(number)) is not None:
+        if request.num_preemptions and (report := self._scheduler.reuse_of(number)) is not None:
             # vLLM keeps the counts of the preempted run.
             tell_prefill(request, report.exact_prefix_tokens, num_external_tokens)
 
     def update_connector_output(self, output: Any) -> None:
         """Hear of failed loads; vLLM has taken no token of their requests."""
-        if getattr(output, "invalid_block_ids", None):
+        if output.invalid_block_ids:
             self._recovery.begin_again()
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
@@ -443,7 +442,8 @@ class VllmScheduler:
     @never_raises(lambda: None)
     def _take_report(self, step: Any, output: Any) -> None:
         """Take what the ranks report with a step's output, and have vLLM count what was used of the step's plans."""
-        report = getattr(getattr(output, "kv_connector_output", None), "kv_connector_worker_meta", None)
+        reported = output.kv_connector_output
+        report = None if reported is None else reported.kv_connector_worker_meta
         if self._weights is None or not isinstance(metadata := step.kv_connector_metadata, StepMetadata):
             return
         if report is not None:
@@ -457,7 +457,7 @@ class VllmScheduler:
     def _adapter_of(self, number: int, request: Any) -> str | None:
         """What KV of a request's adapter belongs to; None without one. It equals no other value while vLLM has not
         loaded the adapter."""
-        if (adapter := getattr(request, "lora_request", None)) is None:
+        if (adapter := request.lora_request) is None:
             return None
         known = self._runtime.adapters.get(adapter.lora_int_id)
         self._adapters[number] = adapter.lora_int_id, known

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
-from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
+from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales
 from engine_wrapper.vllm.attention import own_builder
 from engine_wrapper.vllm.decoder import (
     Decoder,
@@ -20,7 +20,8 @@ from engine_wrapper.vllm.decoder import (
     layout_of,
     unfused_of,
 )
-from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
+from engine_wrapper.vllm.engine_spec import scales_of
+from engine_wrapper.vllm.hooks import chunk_of, find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.refusals import are_workers_apart
 from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
@@ -296,12 +297,10 @@ class VllmWorker:
         assert facts is not None
         longest = int(self._config.model_config.max_model_len)
         compare_windows(attention, facts, longest)
-        # Of a model that takes images too, the part that reads text.
-        model = getattr(runner.model, "get_language_model", lambda: runner.model)()
-        names = tuple(self._caches)
-        if len(model.model.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
+        model, names = runner.text_model, tuple(self._caches)
+        if len(model.model.layers) != len(names) or not runner.embeds_tokens:
             raise TypeError(f"the decoder {type(model.model).__name__} is laid out in another way")
-        chunks = tuple(getattr(each, "attention_chunk_size", None) for each in attention)
+        chunks = tuple(map(chunk_of, attention))
         # The builder of an attention without chunks takes sequences as they are.
         whole = {name for name, chunk in zip(names, chunks, strict=True) if chunk is None}
         group = next((each for each in runner.groups if each.layer_names[0] in whole), runner.groups[0])

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_wrapper.kv_scales import are_of_heads, described_dtype, head_scales, scales_of
+from engine_wrapper.kv_scales import are_of_heads, head_scales
 from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.engine_spec import described_dtype, scales_of
 from semblend_trt.namespace import is_unknown
 
 
