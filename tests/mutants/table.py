@@ -176,7 +176,7 @@ MUTANTS = (
         "True for index", "test_a_plan_is_used_where_every_rank_has_placed_it"),
        ("ranks-together", "an error of one rank is that of all", "if not are_done:", "if False:",
         "test_what_another_rank_could_not_do_is_an_error_here")),
-    *of("semblend_trt/connector/worker_setup.py", "semblend_trt/test_ranks.py",
+    *of("semblend_trt/connector/worker.py", "semblend_trt/test_ranks.py",
        ("ranks-refusal", "a refusal of one rank is that of all", "for _, refusal, _ in gathered if",
         "for _, refusal, _ in gathered[:1] if", "test_a_refusal_of_one_rank_is_that_of_all"),
        ("ranks-version", "ranks of two versions reuse nothing", "len({version for version, _, _ in gathered}) > 1",
