@@ -52,8 +52,6 @@ _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
-# Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
-_OF_WITNESSES = ("witness_every", "witness_bounds")
 # Of an earlier version's profile, which is refused if it was found safe with another value.
 _Retired = Annotated[Literal[0], Field(exclude=True)]
 MAKE_AGAIN = "make it again with `python -m validation calibrate`"
@@ -106,13 +104,13 @@ class ProfileCheck(_Part):
     @model_validator(mode="before")
     @classmethod
     def _without_witnesses(cls, value: Any) -> Any:
-        """Drop the fields of witnesses. A check that asks for some is refused: it was found safe with them alone."""
+        """Drop an earlier version's fields. A check with witnesses is refused: it was found safe with them alone."""
         if not isinstance(value, dict):
             return value
         every = value.get("witness_every", 0)
         if type(every) is not int or every != 0:
             raise ValueError(f"witness_every is {every!r:.80}, and only 0 is allowed: this version has no witnesses")
-        return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
+        return {name: each for name, each in value.items() if name not in ("witness_every", "witness_bounds")}
 
 
 class ProfileLevel(_Part):
@@ -177,9 +175,8 @@ class _Figure(BaseModel):
         """Return whether the share of broken answers has a lower limit above the bound's risk (Clopper and Pearson,
         Biometrika 1934)."""
         more, odds = np.arange(1, self.prompts + 1), bound.risk / (1.0 - bound.risk)
-        logarithms = np.cumsum(
-            np.log((self.prompts + 1 - more) / more * odds)
-        )  # of the chances of `more` to those of 0
+        # Of the chances of `more` broken answers to those of none.
+        logarithms = np.cumsum(np.log((self.prompts + 1 - more) / more * odds))
         tail = np.exp(logarithms + self.prompts * np.log1p(-bound.risk))[max(0, self.broken - 1) :].sum()
         return self.broken > 0 and bool(tail < 1.0 - _CONFIDENCE)
 
@@ -294,11 +291,12 @@ class ReuseProfile(_Part):
         """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
             content = read_input(path, MAX_BYTES)
-            if (writers := writers_of(Path(path))) is not None:
-                message = f"reuse profile {path} decides what is served unchecked, and {writers}"
-                raise ProfileError(message, "profile_writable")
+            writers = writers_of(Path(path))
         except OSError as error:
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
+        if writers is not None:
+            message = f"reuse profile {path} decides what is served unchecked, and {writers}"
+            raise ProfileError(message, "profile_writable")
         try:
             profile = cls.model_validate_json(content)
             values = json.loads(content)

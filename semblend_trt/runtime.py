@@ -216,14 +216,10 @@ def _held_weakly(name: str) -> Any:
 
     The end of `llm_args` must end the runtime."""
 
-    def get(runtime: Runtime) -> Any:
-        reference = getattr(runtime, name)
-        return None if reference is None else reference()
-
     def put(runtime: Runtime, value: Any) -> None:
-        setattr(runtime, name, None if value is None else weakref.ref(value))
+        setattr(runtime, name, (lambda: None) if value is None else weakref.ref(value))
 
-    return property(get, put)
+    return property(lambda runtime: getattr(runtime, name)(), put)
 
 
 @dataclass(slots=True)
@@ -265,8 +261,8 @@ class Runtime:
     costs: CostModel | None = None
     adapters: dict[int, AdapterWeights] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
-    _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
-    _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
+    _engine: Callable[[], Any] = field(default=lambda: None, init=False, repr=False)
+    _scheduler: Callable[[], Any] = field(default=lambda: None, init=False, repr=False)
 
     engine = _held_weakly("_engine")
     scheduler = _held_weakly("_scheduler")

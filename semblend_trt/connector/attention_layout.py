@@ -229,14 +229,13 @@ def _one_form(written: dict[str, Any]) -> dict[str, Any]:
     """Return `written` with its type under `rope_type` and without values that are None."""
     if any(isinstance(value, dict) for value in written.values()):
         raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
-    parameters = {
-        name: value for name, value in written.items() if value is not None and name != "partial_rotary_factor"
-    }
+    parameters = {name: value for name, value in written.items() if value is not None}
+    parameters |= _partial(parameters.get("partial_rotary_factor"))
     old_type = parameters.pop("type", None)
     kind = parameters.setdefault("rope_type", old_type or "default")
     if old_type not in (None, kind):
         raise UnsupportedModelError("rope_unknown", f"RoPE has type {old_type!r} and rope_type {kind!r} at once")
-    return {**parameters, **_partial(written.get("partial_rotary_factor"))}
+    return parameters
 
 
 def _partial(factor: float | None) -> dict[str, float]:
@@ -256,13 +255,9 @@ def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
 
 
-def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    return 1.0 / _waves(parameters, rotary_dim)
-
-
 def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Stretch long waves by the factor, leave short ones, and blend those between."""
-    frequencies = _default(parameters, rotary_dim)
+    frequencies = 1.0 / _waves(parameters, rotary_dim)
     factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low > high:
@@ -309,8 +304,8 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 
 _FREQUENCIES: dict[str, Callable[[dict[str, Any], int], torch.Tensor]] = {
-    "default": _default,
-    "linear": lambda parameters, rotary_dim: _default(parameters, rotary_dim) / _number(parameters, "factor"),
+    "default": lambda parameters, rotary_dim: 1.0 / _waves(parameters, rotary_dim),
+    "linear": lambda parameters, rotary_dim: 1.0 / _waves(parameters, rotary_dim) / _number(parameters, "factor"),
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -31,7 +31,7 @@ from semblend_trt.connector.attention_layout import (
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
 from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
-from semblend_trt.transformers_version import imported
+from semblend_trt.model_tokenizer import imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -367,13 +367,6 @@ def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] =
     """Digest a model's configuration without `besides` and the fields known to change no KV. An unknown field counts.
     The order of fields, and 1 or 1.0, do not."""
     harmless = HARMLESS_FIELDS | besides
-    kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _canonical(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _canonical(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    text = json.dumps({name: value for name, value in config.items() if name not in harmless}, default=str)
+    kept = json.loads(text, parse_float=lambda number: int(float(number)) if float(number) % 1 == 0 else float(number))
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

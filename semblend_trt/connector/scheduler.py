@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.eligibility import facts_or_refusal, spec_of
-from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
-from semblend_trt.connector.lookup import Lookup, ProfileMatcher
+from semblend_trt.connector.lookup import Lookup, ProfileMatcher, namespace_for, tokenizer_folder
 from semblend_trt.connector.requests import (
     Adapters,
     Iteration,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.audit import AuditLog
-    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
@@ -61,7 +59,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self._runtime = runtime_for(llm_args)
+        self._runtime, self._engine = runtime_for(llm_args), spec_of(llm_args)
         self._settings = load_settings(**self._engine.settings)
         self._facts, self._refusal = facts_or_refusal(self._engine, self._settings)
         lowest = 1 if self._facts is None else self._facts.lowest_check_layer
@@ -74,7 +72,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._lookup: Lookup | None = None
         self._weights_changes = 0
         self.outcomes = OutcomeLedger()
-        self._audit.started(self._settings, self._refusal)
+        settings = self._settings.model_dump(mode="json")
+        self._audit.event("scheduler_initialized", refusal=self._refusal, settings=settings)
 
     def _observe(self) -> None:
         """Open what hears of requests and donors. An engine runs no code of what its settings leave off."""
@@ -102,10 +101,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._neighbours = neighbours_for(settings, folder, self._audit, self._metrics, announcer)
         self.worker: str | None = None if announcer is None else announcer.worker
         self._observers = [each for each in (announcer, self._neighbours) if each is not None]
-
-    @property
-    def _engine(self) -> EngineSpec:
-        return spec_of(self._llm_args)
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
@@ -144,7 +139,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._take_over(tracked, block_ids, self._lookup)
         if tracked.plan is not None:
             fit_to_blocks(tracked, request, block_ids)
-            self._audit.allocated(tracked.request_id, len(block_ids))
+            self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Return this iteration's plans, save intents and block progress, the same for every rank."""

@@ -70,7 +70,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self._runtime = runtime_for(llm_args)
+        self._runtime, self._engine = runtime_for(llm_args), spec_of(llm_args)
         self._settings = load_settings(**self._engine.settings)
         self.facts: ModelFacts | None = None
         # In TensorRT-LLM only V2 does, which its layout shows; other engines state it.
@@ -91,10 +91,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         except Exception:
             logger.exception("KV reuse is off: the model's configuration cannot be read")
             self._runtime.refusal = "model_unreadable"
-
-    @property
-    def _engine(self) -> EngineSpec:
-        return spec_of(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
@@ -337,13 +333,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if runtime.weights_changes == self._weights_changes:
             return
         self._weights_changes = runtime.weights_changes
-        if self._have_scales_changed():
+        pool = runtime.pool
+        if pool is not None and pool.scales is not None and self._kv_scales() != pool.scales:
             logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
             runtime.refusal = runtime.refusal or "kv_scales"
-
-    def _have_scales_changed(self) -> bool:
-        pool = self._runtime.pool
-        return pool is not None and pool.scales is not None and self._kv_scales() != pool.scales
 
     def _load(self, plans: tuple[SemanticKvPlan, ...], weights_changes: int) -> None:
         assert self.loader is not None or not plans

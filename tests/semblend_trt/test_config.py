@@ -12,8 +12,9 @@ from pydantic import SecretStr
 
 from semblend_trt import config
 from semblend_trt.cli.config import MASK, masked, settings_in_use
-from semblend_trt.config import PREFIXES, Settings, load_settings, variables_of
+from semblend_trt.config import PREFIXES, Settings, load_settings, terms_of, variables_of
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.plan import ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 
 # Values of settings whose type does not tell one.
@@ -215,3 +216,35 @@ def test_no_secret_is_told(monkeypatch):
 )
 def test_an_address_without_a_user_is_no_secret_and_what_may_hold_a_password_is_masked(text, is_shown):
     assert masked(text) == (text if is_shown else MASK)
+
+
+@pytest.mark.promise("policies", "`boundary`, `position_fix`, `epic` and `cacheblend` do what they are said to do")
+@pytest.mark.parametrize(
+    ("policy", "terms"),
+    [
+        (ReusePolicy.OFF, None),
+        (ReusePolicy.EXACT, None),
+        (ReusePolicy.VERIFIED, None),
+        (ReusePolicy.POSITION_FIX, ReuseTerms()),
+        (ReusePolicy.BOUNDARY, ReuseTerms(boundary=3)),
+        (ReusePolicy.EPIC, ReuseTerms(head_tokens=24)),
+        (ReusePolicy.CACHEBLEND, ReuseTerms(check=SpanCheck(layer=1, largest_share=0.3))),
+    ],
+)
+def test_the_terms_of_a_policy(policy, terms):
+    settings = Settings(recompute_boundary_layer=3, epic_tokens=24, cacheblend_share=0.3)
+    assert terms_of(policy, settings, 24) == terms
+
+
+@pytest.mark.parametrize(
+    ("policy", "boundary", "layers", "lowest", "told"),
+    [
+        (ReusePolicy.BOUNDARY, 0, 24, 1, r"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is 0, outside 1\.\.24"),
+        (ReusePolicy.BOUNDARY, 25, 24, 1, r"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is 25, outside 1\.\.24"),
+        (ReusePolicy.CACHEBLEND, 0, 1, 1, "layer 1, and this model has 1 layer"),
+        (ReusePolicy.CACHEBLEND, 0, 24, 2, "model's layers below 2 see no further than a window"),
+    ],
+)
+def test_terms_that_the_model_has_no_layer_for_are_refused(policy, boundary, layers, lowest, told):
+    with pytest.raises(ConfigurationError, match=told):
+        terms_of(policy, Settings(recompute_boundary_layer=boundary), layers, lowest)

@@ -639,8 +639,3 @@ def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy,
     assert match(asked, namespace()).profile is not None
     match(asked, namespace())
     assert caplog.text.count("states no bound for answers; make it again with `python -m validation cal") == warnings
-
-
-def test_rounding_is_twice_the_floor():
-    bounds = [ProfileBound(max_kl=each, risk=0.05, levels=[]) for each in (0.02, 0.021)]
-    assert bounded(bounds, floor=0.01).bound_for("rounding", 0.05) == bounds[0]
