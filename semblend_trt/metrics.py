@@ -191,8 +191,7 @@ class Series:
 
 
 class _EngineCounts:
-    """Collector that sums all engines, ended ones too, so that no sum falls. Names in `known` start at 0: a rate sees
-    no series begin at 1."""
+    """Sums all engines, ended ones too, so that no sum falls; `known` names start at 0, as rates miss a first 1."""
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label

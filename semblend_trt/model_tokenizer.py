@@ -76,9 +76,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
-    """Return whether `tokenizer` reads text otherwise than the tokenizer.json of `name` says. Transformers builds some
-    (Qwen2's) from the model's type, and takes only the vocabulary from the file. The model would then read tokens that
-    it was not trained with."""
+    """Return whether `tokenizer` reads text otherwise than the tokenizer.json of `name`, which its model has learnt."""
+    # Transformers builds some (Qwen2's) from the model's type, and takes only the vocabulary from the file.
     from tokenizers import Tokenizer
 
     cached_file = imported("cached_file", "transformers.utils")

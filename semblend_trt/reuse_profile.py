@@ -293,19 +293,20 @@ class ReuseProfile(_Part):
             content = read_input(path, MAX_BYTES)
             writers = writers_of(Path(path))
         except OSError as error:
-            raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
+            message = f"reuse profile {path} cannot be read: {error.strerror or error}"
+            raise ProfileError("profile_unreadable", message) from error
         if writers is not None:
             message = f"reuse profile {path} decides what is served unchecked, and {writers}"
-            raise ProfileError(message, "profile_writable")
+            raise ProfileError("profile_writable", message)
         try:
             profile = cls.model_validate_json(content)
             values = json.loads(content)
             found = _digest_of(values)
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
-            raise ProfileError(f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
+            raise ProfileError("profile_unreadable", f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
-            raise ProfileError(f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}", "profile_evidence")
+            raise ProfileError("profile_evidence", f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}")
         if profile.check is not None and "witness_bounds" in values["check"]:
             logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()

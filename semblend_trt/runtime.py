@@ -212,9 +212,7 @@ class AdapterWeights(NamedTuple):
 
 
 def _held_weakly(name: str) -> Any:
-    """Return an attribute kept in `name` as a weak reference, since its object holds `llm_args`.
-
-    The end of `llm_args` must end the runtime."""
+    """Return an attribute kept weakly in `name`: its object holds `llm_args`, whose end must end the runtime."""
 
     def put(runtime: Runtime, value: Any) -> None:
         setattr(runtime, name, (lambda: None) if value is None else weakref.ref(value))

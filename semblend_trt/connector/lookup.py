@@ -162,10 +162,7 @@ class ProfileMatcher:
 
     def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
         self._lowest, self._path = lowest_check_layer, settings.profile_path
-        self._profile: ReuseProfile | None = None
-        self._digest: str | None = None
-        self._asked = settings.max_kl, settings.risk
-        self._without = ProfileMatch(None)
+        self._read = ProfileMatch(None)  # before it is compared
         # By adapter: the match, and the mode in which it was logged.
         self._matches: dict[str | None, tuple[ProfileMatch, EngineMode]] = {}
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
@@ -177,16 +174,17 @@ class ProfileMatcher:
         from semblend_trt.reuse_profile import MAKE_AGAIN, ReuseProfile  # not without a profile
 
         try:
-            profile, self._digest = ReuseProfile.read_with_digest(self._path)
+            profile, digest = ReuseProfile.read_with_digest(self._path)
+            asked = settings.max_kl, settings.risk
             if settings.profile_trial:
                 _warn_once("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
-            elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
-                raise ProfileError(lacking, "profile_evidence")
+            elif (lacking := profile.evidence_refusal(*asked)) is not None:
+                raise ProfileError("profile_evidence", lacking)
             elif profile.terms is not None and not profile.bounds:
                 logger.warning("reuse profile %s states no bound for answers; %s", self._path, MAKE_AGAIN)
-            self._profile = profile
+            self._read = ProfileMatch(profile, digest=digest, bound=profile.bound_for(*asked))
         except ProfileError as error:
-            self._without = ProfileMatch(None, error.reason, (str(error),))
+            self._read = ProfileMatch(None, error.reason, (str(error),))
 
     def forget_matches(self) -> None:
         """Compare and log again: the engine's own namespace has changed."""
@@ -194,15 +192,12 @@ class ProfileMatcher:
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
-        match, logged = self._matches.get(namespace.adapter, (self._without, None))
-        if self._profile is not None and logged is None:
-            if differences := self._profile.differences(namespace, geometry):
+        match, logged = self._matches.get(namespace.adapter, (self._read, None))
+        if self._read.profile is not None and logged is None:
+            if differences := self._read.profile.differences(namespace, geometry):
                 match = ProfileMatch(None, "profile_mismatch", tuple(differences))
-            elif (too_low := self._profile.check_refusal(self._lowest)) is not None:
+            elif (too_low := self._read.profile.check_refusal(self._lowest)) is not None:
                 match = ProfileMatch(None, "profile_check_layer", (too_low,))
-            else:
-                bound = self._profile.bound_for(*self._asked)
-                match = ProfileMatch(self._profile, digest=self._digest, bound=bound)
         # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
         if logged is not mode and (logged is not None or len(self._matches) < MAX_REMEMBERED):
             self._matches[namespace.adapter] = match, mode

@@ -289,10 +289,8 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
-    """Return `raw` and `config` with the RoPE of layers of one attention type alone.
-
-    In the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
-    of windows (Transformers, `configuration_gemma3.py`)."""
+    """Return `raw` and `config` with the RoPE of layers of one attention type alone."""
+    # The old form's fields for full attention and for windows (Transformers, `configuration_gemma3.py`).
     is_full = kind == "full_attention"
     theta, scaling = ("rope_theta", "rope_scaling") if is_full else ("rope_local_base_freq", "")
     written = raw.get("rope_parameters") or {}

@@ -374,17 +374,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended, unless the
-        engine exchanges blocks.
-
-        The engine copies a part of its prefix into the request's first own block, beside the stream of its forwards. If
-        it does not hold saved blocks, a save may still read there. An engine that has named no such part yet may copy
-        one without naming it."""
+        """Note whose blocks these are. Unless the engine exchanges blocks, requests that had them have ended."""
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
         if not lookup.pool.exchanges_blocks:
             for ended in self._requests.displaced(block_ids[shared:], tracked):
                 self._end(ended)
+        # The engine copies a part of its prefix beside the stream of its forwards, where a save may still read.
         may_copy = copied or not self._tells_parts
         if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
             lookup.donors.copied_into(block_ids[shared])

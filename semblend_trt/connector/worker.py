@@ -51,15 +51,12 @@ _CHUNKS_AT_ONCE = 16
 
 @dataclass(slots=True)
 class _FollowedRequest:
-    """A running request that may become a donor.
-
-    `iteration`: the last one that it was part of. `is_whole`: no forward failed that was to write its tokens. If it is
-    scheduled with these tokens again, the engine had dropped the batch before its forward."""
+    """A running request that may become a donor; `iteration` is the last one that it was part of."""
 
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
     iteration: int = 0
-    is_whole: bool = True
+    is_whole: bool = True  # no forward failed that was to write its tokens
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
@@ -320,6 +317,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 if progress.is_first:
                     followed.block_ids.clear()
                 followed.block_ids.extend(progress.new_block_ids)
+                # An engine that schedules these tokens again had dropped the batch before its forward.
                 followed.is_whole |= progress.written_tokens <= followed.written_tokens
                 followed.written_tokens, followed.iteration = progress.written_tokens, self._iteration
         for request_id in metadata.grown:

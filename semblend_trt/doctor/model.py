@@ -169,7 +169,7 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     try:
         held = ReuseProfile.read(settings.profile_path)
         if (lacking := held.evidence_refusal(*asked)) is not None and not settings.profile_trial:
-            raise ProfileError(lacking, "profile_evidence")
+            raise ProfileError("profile_evidence", lacking)
     except ProfileError as error:
         yield _profile.refused(error.reason, str(error))
         return

@@ -246,12 +246,10 @@ def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, 
 @pytest.mark.promise("reuse", "A profile of an earlier version...")
 @pytest.mark.parametrize("every", [1, 128, -1, None, False, 0.0])
 def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
-    values = profile().model_dump(mode="json")
-    values["check"] |= {"witness_every": every, "witness_bounds": [0.4, 1.5]}
-    (tmp_path / "profile.json").write_text(json.dumps(values))
+    path = stored(tmp_path / "profile.json", check__witness_every=every, check__witness_bounds=[0.4, 1.5])
     told = f"witness_every is {every}, and only 0 is allowed.*; make it again with `python -m validation calibrate`"
     with pytest.raises(ProfileError, match=told):
-        ReuseProfile.read(tmp_path / "profile.json")
+        ReuseProfile.read(path)
 
 
 def test_oversized_missing_and_special_files_are_refused(tmp_path):
