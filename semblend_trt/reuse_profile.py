@@ -26,14 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
 from semblend_trt.files import read_input, write_bytes
-from semblend_trt.namespace import (
-    MAX_TEXT,
-    PARALLEL_SIZES,
-    REVISION_OF,
-    CacheNamespace,
-    is_content,
-    is_unknown,
-)
+from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, BudgetLevel, ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 

@@ -155,8 +155,7 @@ class Weights:
         self._counted = [each is not None and not each.is_inference() for each in tensors]
         self._seen = self._shown()
         # An address may be given again, but only after the tensor's end. Nothing replaced is kept alive.
-        watched = [*modules, *compress(tensors, self._addressed)]
-        self._alive = [weakref.ref(each, self._on_death) for each in watched]
+        self._alive = [weakref.ref(each, self._on_death) for each in (*modules, *compress(tensors, self._addressed))]
 
     def _on_death(self, _: object) -> None:
         self._held.clear()

@@ -109,8 +109,7 @@ def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | 
 def check_latent(raw: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
     kind = raw.get("model_type")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    given = {**rope, **raw}
+    given = {**(raw.get("rope_parameters") or raw.get("rope_scaling") or {}), **raw}
     if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if given.get(name) is None]):
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
     sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
@@ -251,8 +250,7 @@ def _number(parameters: dict[str, Any], name: str, default: float | None = None)
 
 def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Return theta^(2i/rotary_dim), float32 [rotary_dim / 2]."""
-    theta = _number(parameters, "rope_theta")
-    return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
+    return torch.pow(_number(parameters, "rope_theta"), torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
 
 
 def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:

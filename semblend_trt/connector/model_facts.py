@@ -274,8 +274,7 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
     """Return RoPE's parameters by attention type, full attention first; under one name if all layers have the same."""
     model_type = raw["model_type"]
     if model_type in _ROPE_BY_ATTENTION:
-        kinds = sorted(set(config.layer_types))
-        ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in kinds}
+        ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in sorted(set(config.layer_types))}
     else:
         ropes = {"": rope_parameters(raw, config)}
     for rope in ropes.values():

@@ -39,12 +39,6 @@ def test_a_completion_is_a_text_or_ids(reader, tokenizer, prompt):
     assert reader.completion({"prompt": prompt}) == [64, 65, 66]
 
 
-def test_a_chat_goes_through_the_template(reader, tokenizer):
-    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
-    assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
-
-
 @pytest.mark.parametrize(
     "prompt", [None, 5, [], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {"a": 1}, "\ud800", [[]]]
 )
