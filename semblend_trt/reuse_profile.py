@@ -42,8 +42,6 @@ MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
-_MAX_HEAD_TOKENS = 1 << 20
-_MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
 # Of an earlier version's profile, which is refused if it was found safe with another value.
 _Retired = Annotated[Literal[0], Field(exclude=True)]
@@ -191,8 +189,8 @@ class ReuseProfile(_Part):
     policy: Literal["exact", "verified", "position_fix"]
     check: ProfileCheck | None = None
     boundary: _Retired = 0
-    head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
-    generations: Annotated[int, Field(ge=0, le=_MAX_GENERATIONS)] = 0
+    head_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    generations: Annotated[int, Field(ge=0, le=64)] = 0
     bounds: list[ProfileBound] = Field(default_factory=list)
     floor: Annotated[float, Field(ge=0.0)] | None = None
     template: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -367,7 +365,8 @@ class ReuseProfile(_Part):
             "a digest": self.digest is not None,
             "a confirmation": any(f.startswith(f"{name} ") and all(p in f for p in parts) for f in confirmed),
         }
-        if leaves_unchecked(self.policy, check):
+        # Moved tokens that no check compares, or that any check lets pass.
+        if check is None or check.sample_every or check.threshold >= MAX_THRESHOLD:
             found[f"a rule with a margin of at most {EVIDENCE_MARGIN:g}"] = 0.0 < margin <= EVIDENCE_MARGIN
             found |= {family: family in shown for family in EVIDENCE_FAMILIES}
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
@@ -412,13 +411,6 @@ class ReuseProfile(_Part):
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
         return ReuseTerms(0, check, self.head_tokens, self.generations)
-
-
-def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
-    """Return whether these terms reuse moved tokens that no check compares, or that any check lets pass."""
-    if check is None:
-        return policy != ReusePolicy.EXACT.value
-    return bool(check.sample_every) or check.threshold >= MAX_THRESHOLD
 
 
 def terms_name(policy: str, check: ProfileCheck | None) -> str:

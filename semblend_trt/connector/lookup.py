@@ -164,7 +164,7 @@ class ProfileMatcher:
         self._lowest, self._path = lowest_check_layer, settings.profile_path
         self._read = ProfileMatch(None)  # before it is compared
         # By adapter: the match, and the mode in which it was logged.
-        self._matches: dict[str | None, tuple[ProfileMatch, EngineMode]] = {}
+        self.matches: dict[str | None, tuple[ProfileMatch, EngineMode]] = {}
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
         if self._path is None:
             return
@@ -186,21 +186,17 @@ class ProfileMatcher:
         except ProfileError as error:
             self._read = ProfileMatch(None, error.reason, (str(error),))
 
-    def forget_matches(self) -> None:
-        """Compare and log again: the engine's own namespace has changed."""
-        self._matches.clear()
-
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
-        match, logged = self._matches.get(namespace.adapter, (self._read, None))
+        match, logged = self.matches.get(namespace.adapter, (self._read, None))
         if self._read.profile is not None and logged is None:
             if differences := self._read.profile.differences(namespace, geometry):
                 match = ProfileMatch(None, "profile_mismatch", tuple(differences))
             elif (too_low := self._read.profile.check_refusal(self._lowest)) is not None:
                 match = ProfileMatch(None, "profile_check_layer", (too_low,))
         # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
-        if logged is not mode and (logged is not None or len(self._matches) < MAX_REMEMBERED):
-            self._matches[namespace.adapter] = match, mode
+        if logged is not mode and (logged is not None or len(self.matches) < MAX_REMEMBERED):
+            self.matches[namespace.adapter] = match, mode
             if self._is_used:
                 self._log(match, mode)
         return match
@@ -309,7 +305,7 @@ class Lookup:
         revision = self._first_revision if are_first else unknown_value()
         self._take(replace(self.namespace, model_revision=revision))
         self.donors.lost_all()
-        self._profiles.forget_matches()
+        self._profiles.matches.clear()  # they are compared and logged again
 
     def _take(self, namespace: CacheNamespace) -> None:
         self.namespace = namespace

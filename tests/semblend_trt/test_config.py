@@ -83,11 +83,7 @@ def test_trtllm_name_wins_then_the_current_then_the_old_and_an_empty_one_is_unse
     [
         ("SEMBLEND_MIN_SPAN", "0", r"SEMBLEND_MIN_SPAN is '0'; allowed is 1\.\.1048576"),
         ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "many", "MIN_MATCH_LENGTH is 'many', no whole number; allowed is 1"),
-        (
-            "TRTLLM_SEMBLEND_MIN_REUSE_RATIO",
-            "1.5",
-            r"TRTLLM_SEMBLEND_MIN_REUSE_RATIO is '1.5'; allowed is 0\.0\.\.1\.0",
-        ),
+        ("TRTLLM_SEMBLEND_MIN_REUSE_RATIO", "1.5", r"^TRTLLM_SEMBLEND_MIN_REUSE_RATIO is '1.5'; allowed is 0\.0"),
         ("SEMBLEND_MIN_REUSE_RATIO", "half", "SEMBLEND_MIN_REUSE_RATIO is 'half', no number; allowed is 0"),
         ("SEMBLEND_ENABLED", "perhaps", "SEMBLEND_ENABLED is 'perhaps'; allowed is 0 or 1"),
         ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
@@ -205,13 +201,9 @@ def test_no_secret_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "is_shown"),
     [
-        ("nats://127.0.0.1:4222", True),
-        ("tls://nats-0.example:4222, nats://[::1]:4222", True),
-        ("token", False),
-        ("nats://alice@broker", False),
-        ("nats://alice:12,34@broker", False),
-        ("nats://alice:secret", False),
-        ("nats://broker, alice:12@other", False),
+        *((text, True) for text in ("nats://127.0.0.1:4222", "tls://nats-0.example:4222, nats://[::1]:4222")),
+        *((text, False) for text in ("token", "nats://alice@broker", "nats://alice:12,34@broker")),
+        *((text, False) for text in ("nats://alice:secret", "nats://broker, alice:12@other")),
     ],
 )
 def test_an_address_without_a_user_is_no_secret_and_what_may_hold_a_password_is_masked(text, is_shown):
