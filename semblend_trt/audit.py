@@ -125,8 +125,7 @@ class AuditLog:
 
     def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         """Log the nearest donors, on the neighbours' thread."""
-        pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
-        self.event("neighbours", request_id=request_id, nearest=pairs)
+        self.event("neighbours", request_id=request_id, nearest=[[n.donor_id, round(n.similarity, 4)] for n in nearest])
 
 
 class _AppendFile:

@@ -41,7 +41,6 @@ _FLASHINFER_PATHS = (
     "tensorrt_llm._torch.attention.backends.flashinfer",
     "tensorrt_llm._torch.attention_backend.flashinfer",
 )
-_MISSING = object()
 
 
 @dataclass(slots=True)
@@ -149,6 +148,10 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     def given(name: str, default: Any = None) -> Any:
         return getattr(llm_args, name, default)
 
+    def is_on(name: str) -> bool | None:  # None for a feature that the engine does not name
+        return given(name) is not None if hasattr(llm_args, name) else None
+
+    prefill = given("prefill_cuda_graph_backend")
     cache, model = given("kv_cache_config"), given("model", "")
     engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
     layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
@@ -189,27 +192,14 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
         # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
         tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
         settings=given("settings", {}),
-        **_features(llm_args),
-    )
-
-
-def _features(llm_args: Any) -> dict[str, Any]:
-    """Return the fields of features that change how a step is computed; None for one that the engine does not name."""
-
-    def is_on(name: str) -> bool | None:
-        option = getattr(llm_args, name, _MISSING)
-        return None if option is _MISSING else option is not None
-
-    lora, prefill = (getattr(llm_args, name, None) for name in ("lora_config", "prefill_cuda_graph_backend"))
-    return {
-        "speculates": is_on("speculative_config"),
-        "compiles_prefill": is_on("torch_compile_config"),
+        speculates=is_on("speculative_config"),
+        compiles_prefill=is_on("torch_compile_config"),
         # Older versions have none but those of compiled prefill.
-        "prefill_graphs": str(getattr(prefill, "value", prefill)).lower() not in ("none", "disabled"),
-        "lora": True if getattr(llm_args, "enable_lora", None) else is_on("lora_config"),
-        "sparse_attention": bool(is_on("sparse_attention_config")),  # older versions have none
-        "lora_dirs": tuple(map(str, getattr(lora, "lora_dir", None) or ())),
-    }
+        prefill_graphs=str(getattr(prefill, "value", prefill)).lower() not in ("none", "disabled"),
+        lora=True if given("enable_lora") else is_on("lora_config"),
+        sparse_attention=bool(is_on("sparse_attention_config")),  # older versions have none
+        lora_dirs=tuple(map(str, getattr(given("lora_config"), "lora_dir", None) or ())),
+    )
 
 
 def _size(name: str, value: Any) -> int | None:
