@@ -247,11 +247,7 @@ class _DonorGauges:
 
 
 _lock = threading.Lock()
-
-
-@functools.cache
-def _series_in(registry: CollectorRegistry | None) -> Series | None:
-    return series_of(Series, registry, "requests and donors")
+_series_in: dict[CollectorRegistry | None, Series | None] = {}
 
 
 def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
@@ -259,4 +255,6 @@ def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
 
     They count nothing without prometheus_client, or when the names are taken."""
     with _lock:
-        return Metrics(_series_in(registry))
+        if registry not in _series_in:
+            _series_in[registry] = series_of(Series, registry, "requests and donors")
+        return Metrics(_series_in[registry])

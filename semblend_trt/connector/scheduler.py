@@ -135,8 +135,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return
-        if self._lookup is not None:
-            self._take_over(tracked, block_ids, self._lookup)
+        if (lookup := self._lookup) is not None:
+            shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
+            self._tells_parts |= copied > 0
+            if not lookup.pool.exchanges_blocks:  # requests that had these blocks have ended
+                for ended in self._requests.displaced(block_ids[shared:], tracked):
+                    self._end(ended)
+            # The engine copies a part of its prefix beside its forwards, where a save may still read. One that has
+            # named no such part yet may copy one without naming it.
+            may_copy = copied or not self._tells_parts
+            if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
+                lookup.donors.copied_into(block_ids[shared])
         if tracked.plan is not None:
             fit_to_blocks(tracked, request, block_ids)
             self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
@@ -372,18 +381,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._runtime.faults["request_data"] += 1
             if tracked is not None:
                 tracked.is_followed = False
-
-    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Unless the engine exchanges blocks, requests that had them have ended."""
-        shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
-        self._tells_parts |= copied > 0
-        if not lookup.pool.exchanges_blocks:
-            for ended in self._requests.displaced(block_ids[shared:], tracked):
-                self._end(ended)
-        # The engine copies a part of its prefix beside the stream of its forwards, where a save may still read.
-        may_copy = copied or not self._tells_parts
-        if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
-            lookup.donors.copied_into(block_ids[shared])
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)
