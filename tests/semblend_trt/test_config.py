@@ -185,15 +185,11 @@ def test_every_setting_is_read_by_the_product():
     assert [name for name in Settings.model_fields if not re.search(rf"settings\.{name}\b", text)] == []
 
 
-def in_use():
-    return {row.name: row for row in settings_in_use(load_settings())}
-
-
 @pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its...")
 def test_no_secret_is_told(monkeypatch):
     monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
     monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://alice:hunter2@127.0.0.1:4222")
-    rows = in_use()
+    rows = {row.name: row for row in settings_in_use(load_settings())}
     assert (rows["nats_token"].value, rows["nats_url"].value) == (MASK, MASK)
     assert "hunter2" not in repr(rows)
 
