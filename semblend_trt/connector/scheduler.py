@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.audit import AuditLog
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
@@ -59,7 +60,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self._runtime, self._engine = runtime_for(llm_args), spec_of(llm_args)
+        self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**self._engine.settings)
         self._facts, self._refusal = facts_or_refusal(self._engine, self._settings)
         lowest = 1 if self._facts is None else self._facts.lowest_check_layer
@@ -101,6 +102,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._neighbours = neighbours_for(settings, folder, self._audit, self._metrics, announcer)
         self.worker: str | None = None if announcer is None else announcer.worker
         self._observers = [each for each in (announcer, self._neighbours) if each is not None]
+
+    @property
+    def _engine(self) -> EngineSpec:  # at every use: the arguments may change until the caches are registered
+        return spec_of(self._llm_args)
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:

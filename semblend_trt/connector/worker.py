@@ -67,7 +67,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self._runtime, self._engine = runtime_for(llm_args), spec_of(llm_args)
+        self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**self._engine.settings)
         self.facts: ModelFacts | None = None
         # In TensorRT-LLM only V2 does, which its layout shows; other engines state it.
@@ -88,6 +88,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         except Exception:
             logger.exception("KV reuse is off: the model's configuration cannot be read")
             self._runtime.refusal = "model_unreadable"
+
+    @property
+    def _engine(self) -> EngineSpec:  # at every use: the arguments may change until the caches are registered
+        return spec_of(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.

@@ -234,7 +234,7 @@ MUTANTS = (
         "_EXACT_BOUND, _ROUNDED_BOUND = 1e3,", "test_what_differs_is_named")),
     *of("semblend_trt/reuse_profile.py", "semblend_trt/test_reuse_profile.py",
        ("evidence-loss", "a family loses at most the margin", "lower >= -margin", "lower >= -1.0",
-        "test_evidence_is_of_groups_enough_for_its_margin"),
+        "test_evidence_names_every_family_with_groups_enough_for_its_margin"),
        ("bound-refuted", "too many broken answers refute a bound", "bool(tail < 1.0 - _CONFIDENCE)", "False",
         "test_a_bound_needs_its_confirmation"),
        ("bound-kl", "a bound is within the KL that is asked for", "if each.max_kl <= max_kl and each.risk <= risk",
