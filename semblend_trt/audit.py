@@ -19,7 +19,6 @@ from semblend_trt.background import Background
 
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry
-    from semblend_trt.config import Settings
     from semblend_trt.donors.offload import SavedDonor
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.outcome import Neighbour, ReuseReport
@@ -33,21 +32,20 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Write the events of one rank in order, on a thread of its own, with the fields that operators of the SemBlend
-    package know.
+    """Write events of rank 0 in order, on a thread of its own, with the fields that operators of the SemBlend package
+    know.
 
-    All lines that wait go out in one append: ranks that share a file on a local file system never mix within a line.
+    All lines that wait go out in one append: engines that share a file on a local file system never mix within a line.
     `max_waiting_bytes` bound what waits for a slow disk. `dropped` counts the lost events by DROP_REASONS."""
 
-    def __init__(self, path: str | Path, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
-        self._rank = rank
+    def __init__(self, path: str | Path, max_waiting_bytes: int = 8 * 2**20) -> None:
         self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
         self._file = _AppendFile(Path(path), max_waiting_bytes, self.dropped)
         weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event; fields may hold JSON values, numpy scalars and arrays."""
-        heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
+        heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": 0, "event": name}
         line: bytes | None = None
         try:
             text = json.dumps(fields | heading, sort_keys=True, separators=(",", ":"), default=methodcaller("tolist"))
@@ -67,9 +65,6 @@ class AuditLog:
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close the file; drop later events. May be called twice."""
         self._file.close()
-
-    def started(self, settings: Settings, refusal: str | None) -> None:
-        self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
 
     def profile(self, match: Any, namespace: CacheNamespace, geometry: KvGeometry) -> None:
         """Log a ProfileMatch (connector/lookup.py): a calibration elsewhere learns the engine's identity from it."""
@@ -96,9 +91,6 @@ class AuditLog:
             rejection_reason=tracked.reason,
             diagnostics=None if plan is None else plan.diagnostics,
         )
-
-    def allocated(self, request_id: int, block_count: int) -> None:
-        self.event("target_allocated", request_id=request_id, block_count=block_count)
 
     def dispatched(self, plan: SemanticKvPlan, data: Any) -> None:
         self.event(
@@ -133,8 +125,7 @@ class AuditLog:
 
     def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         """Log the nearest donors, on the neighbours' thread."""
-        pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
-        self.event("neighbours", request_id=request_id, nearest=pairs)
+        self.event("neighbours", request_id=request_id, nearest=[[n.donor_id, round(n.similarity, 4)] for n in nearest])
 
 
 class _AppendFile:

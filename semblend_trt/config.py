@@ -1,8 +1,7 @@
 """Settings: one object, read from the environment; every variable has a name, a description and bounds.
 
 A setting is read as TRTLLM_SEMBLEND_X, then as SEMBLEND_X, then under the name that the SemBlend package gave it.
-TensorRT-LLM hands only TRTLLM* variables on to its workers. An empty variable counts as unset.
-"""
+TensorRT-LLM hands only TRTLLM* variables on to its workers. An empty variable counts as unset."""
 
 from __future__ import annotations
 
@@ -355,8 +354,7 @@ def load_settings(**overrides: Any) -> Settings:
     """Read the settings; `overrides` win over the environment.
 
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
-    warned about once a process.
-    """
+    warned about once a process."""
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
             _warn_once("%s is ignored: %s", name, why)

@@ -83,8 +83,7 @@ class CostModel:
 
     def planned(self, plan: SemanticKvPlan) -> float:
         """Return the seconds of a plan, without moving its exact spans."""
-        moved = plan.reused_tokens - plan.exact_tokens
-        return float(plan_work(plan) @ self.plan_prices) + moved * self.move_price
+        return float(plan_work(plan) @ self.plan_prices) + (plan.reused_tokens - plan.exact_tokens) * self.move_price
 
     def saves(self, plan: SemanticKvPlan, share: float) -> bool:
         """Return whether the plan saves at least `share` of the time of its prompt with exact spans alone."""

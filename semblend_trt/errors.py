@@ -25,12 +25,8 @@ class ConfigurationError(SemBlendError, ValueError):
     """A setting or an argument is out of its range."""
 
 
-class ProfileError(ConfigurationError):
-    """A reuse profile must not be used; `reason` is the name under which it is counted."""
-
-    def __init__(self, message: str, reason: str = "profile_unreadable") -> None:
-        super().__init__(message)
-        self.reason = reason
+class ProfileError(ReasonedError, ConfigurationError):
+    """A reuse profile must not be used."""
 
 
 class UnsupportedModelError(ReasonedError):

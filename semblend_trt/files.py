@@ -30,9 +30,9 @@ MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
 PIPE_SECONDS = 60.0
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, *, is_private: bool = False) -> None:
     """Write `content` to a new file, then rename it to `path`. Follows symlinks and makes folders. Writes to a device
-    or a pipe directly. Raises OSError."""
+    or a pipe directly. A private file has mode 600. Raises OSError."""
     target, status = _target_of(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
         path.write_bytes(content)
@@ -42,9 +42,9 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        # mkstemp lets only the owner read; the file gets the mode that open() would give it.
-        os.umask(mask := os.umask(0))
-        os.chmod(temporary, 0o666 & ~mask)
+        if not is_private:  # mkstemp lets only the owner read; the file gets the mode that open() would give it
+            os.umask(mask := os.umask(0))
+            os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -191,8 +191,7 @@ class Series:
 
 
 class _EngineCounts:
-    """Collector that sums all engines, ended ones too, so that no sum falls. Names in `known` start at 0: a rate sees
-    no series begin at 1."""
+    """Sums all engines, ended ones too, so that no sum falls; `known` names start at 0, as rates miss a first 1."""
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
@@ -248,11 +247,7 @@ class _DonorGauges:
 
 
 _lock = threading.Lock()
-
-
-@functools.cache
-def _series_in(registry: CollectorRegistry | None) -> Series | None:
-    return series_of(Series, registry, "requests and donors")
+_series_in: dict[CollectorRegistry | None, Series | None] = {}
 
 
 def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
@@ -260,4 +255,6 @@ def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
 
     They count nothing without prometheus_client, or when the names are taken."""
     with _lock:
-        return Metrics(_series_in(registry))
+        if registry not in _series_in:
+            _series_in[registry] = series_of(Series, registry, "requests and donors")
+        return Metrics(_series_in[registry])

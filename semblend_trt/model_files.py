@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import open_file, open_folder, read_input, refuse_others
+from semblend_trt.files import open_file, open_folder, read_input, refuse_others, write_bytes
+from semblend_trt.model_tokenizer import imported
 from semblend_trt.namespace import content_value
-from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -147,23 +146,11 @@ class DigestCache:
 
     def keep(self, state: FileState, digest: str) -> None:
         """Write the digest in place of what was known of the same path."""
-        content, name = json.dumps({**asdict(state), "digest": digest}).encode(), _entry(state)
-        partial = f"{name}.{secrets.token_hex(8)}"
+        content = json.dumps({**asdict(state), "digest": digest}).encode()
         try:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                self._folder.mkdir(mode=0o700)
-            with self._opened() as folder:
-                try:
-                    with (
-                        open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as descriptor,
-                        os.fdopen(descriptor, "wb", closefd=False) as file,
-                    ):
-                        file.write(content)
-                    os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-                finally:
-                    with suppress(FileNotFoundError):
-                        os.unlink(partial, dir_fd=folder)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._opened():
+                write_bytes(self._folder / _entry(state), content, is_private=True)
         except OSError as error:
             logger.info("the digest of %s is not kept in %s: %s", state.path, self._folder, error)
 

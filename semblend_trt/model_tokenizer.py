@@ -1,17 +1,44 @@
-"""The tokenizer of a model, read by the rules that its own files state; engines and gateways read prompts with it."""
+"""The installed Transformers: its names, for any thread, and its tokenizers by the rules of their own files."""
 
 from __future__ import annotations
 
+import importlib
+import threading
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tokenizers import Tokenizer
+
+# The oldest that the embedded engine runs with.
+MIN_TRANSFORMERS = Version("5.0")
+_lock = threading.Lock()
+
+
+def imported(name: str, module: str = "transformers") -> Any:
+    """Import `name` from Transformers, or from a package that imports it. Raises ImportError. Any thread may ask first.
+
+    Transformers replaces its module at the end of its import: an import statement waiting in another thread gets the
+    first module, which lacks the names."""
+    with _lock:
+        return getattr(importlib.import_module(module), name)
+
+
+def embedded_engine_refusal() -> str | None:
+    """Return why the embedded engine does not run with this Transformers. The connector works with older ones too."""
+    version = imported("__version__")
+    if Version(version) >= MIN_TRANSFORMERS:
+        return None
+    return (
+        f"Transformers {version} is installed; the embedded engine and the validation need {MIN_TRANSFORMERS} or "
+        "later: pip install 'semblend-trt[embedded]'. The connector alone works without"
+    )
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -49,9 +76,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
-    """Return whether `tokenizer` reads text otherwise than the tokenizer.json of `name` says. Transformers builds some
-    (Qwen2's) from the model's type, and takes only the vocabulary from the file. The model would then read tokens that
-    it was not trained with."""
+    """Return whether `tokenizer` reads text otherwise than the tokenizer.json of `name`, which its model has learnt."""
+    # Transformers builds some (Qwen2's) from the model's type, and takes only the vocabulary from the file.
     from tokenizers import Tokenizer
 
     cached_file = imported("cached_file", "transformers.utils")

@@ -112,15 +112,14 @@ class CacheNamespace:
             raise NamespaceError(
                 f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
             )
-        values = self.to_dict()
-        for rank in PARALLEL_RANKS:
-            del values["tensor_parallel"][rank]
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values["tensor_parallel"] = {size: self.tensor_parallel[size] for size in PARALLEL_SIZES}
         for name, revision in REVISION_OF.items():
             if is_content(values[revision]):
                 del values[name]
+        values["extra"] = {"cache_salt": NO_SALT, **self.extra}
         values["extra"].pop("tenant_key", None)
-        values["extra"].setdefault("cache_salt", NO_SALT)
-        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dict)
         object.__setattr__(self, "key", hashlib.sha256(canonical.encode("ascii")).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
@@ -140,7 +139,8 @@ class CacheNamespace:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form, read back by `from_dict`; it holds no raw salt."""
-        return {name: _thawed(getattr(self, name)) for name in _FIELDS}
+        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in _FIELDS}, default=dict))
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheNamespace:
@@ -242,11 +242,3 @@ def _frozen(name: str, value: Any, depth: int = 0) -> Any:
     raise NamespaceError(
         f"namespace field {name} holds {value!r:.80}, which is not a finite JSON value of at most {MAX_TEXT} characters"
     )
-
-
-def _thawed(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _thawed(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_thawed(item) for item in value]
-    return value

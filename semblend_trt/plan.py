@@ -32,10 +32,9 @@ class SpanCheck:
     """Layers below `layer` run on all tokens; `layer` compares every token's fresh K and V with its donor's.
 
     A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
-    Tokens above `threshold` are computed in all layers. With `largest_share` instead, that share of the checked tokens
-    which deviates most is computed (CacheBlend, arXiv 2405.16444). Windows with a mean above `window_threshold` are
-    computed as well: where the text means something else, many tokens deviate by little. A window has `window_tokens`
-    tokens from a span's first checked token on; a span's last one may be shorter.
+    Tokens above `threshold` are computed in all layers, or the `largest_share` of the checked tokens that deviates most
+    (CacheBlend, arXiv 2405.16444). So are windows with a mean above `window_threshold`: where the text means something
+    else, many tokens deviate by little. A window has `window_tokens` tokens from a span's first checked token on.
 
     If more than `max_span_share` of a span deviates, the whole span is computed. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
@@ -46,11 +45,10 @@ class SpanCheck:
     as above; the others keep the donor's KV in all layers. If that would check more than `max_span_share` of the
     tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little.
 
-    With `levels`, by rising deviation, the mean deviation that the sample estimates gives a budget: that of the first
-    level that it does not exceed. A share of 0 changes nothing. With a larger one all tokens are checked, and a share
-    of them is computed too: those with the largest product of deviation and attention. The attention is what the
-    prompt's last rows give to a token over the moved KV, in the upper half of the layers. Beyond the last level
-    all is computed.
+    With `levels`, by rising deviation, the first one that the sample's mean does not exceed gives a budget; beyond the
+    last all is computed. A share of 0 changes nothing. With a larger one all tokens are checked, and a share of them is
+    computed too: those with the largest product of deviation and attention. The attention is what the prompt's last
+    rows give to a token over the moved KV, in the upper half of the layers.
 
     Without `compares_all`, the sample alone says what a token deviates by: the mean of its window. What is suspect, and
     what a level asks for, is computed in all layers. No layer runs on the other tokens."""

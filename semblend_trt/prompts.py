@@ -23,7 +23,7 @@ from jinja2 import nodes
 from pydantic import BaseModel, Field, ValidationError
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.transformers_version import imported
+from semblend_trt.model_tokenizer import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -116,22 +116,15 @@ class TorchRanks(Ranks):
         return torch.stack(parts).sum(0)
 
 
-def joined_ranks(size: int) -> Ranks | None:
-    """Return the ranks that this process has joined in `torch.distributed`; None if their number is not `size`."""
-    if size == 1:
-        return Ranks()
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
-        return TorchRanks()
-    return None
-
-
 def ranks_of(size: int) -> Ranks | None:
     """Return the engine's `size` tensor-parallel ranks; None if they have no way to talk to one another.
 
     If the engine has joined its processes there, they talk through `torch.distributed`. Else they use the MPI functions
     of TensorRT-LLM's own connector manager (`tensorrt_llm/_utils.py`, 1.1 to main)."""
-    if (joined := joined_ranks(size)) is not None:
-        return joined
+    if size == 1:
+        return Ranks()
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
+        return TorchRanks()
     with suppress(ImportError, AttributeError):
         engine = importlib.import_module("tensorrt_llm._utils")
         if engine.mpi_world_size() == size:

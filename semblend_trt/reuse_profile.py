@@ -26,14 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
 from semblend_trt.files import read_input, write_bytes
-from semblend_trt.namespace import (
-    MAX_TEXT,
-    PARALLEL_SIZES,
-    REVISION_OF,
-    CacheNamespace,
-    is_content,
-    is_unknown,
-)
+from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, BudgetLevel, ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 
@@ -49,11 +42,7 @@ MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
-_MAX_HEAD_TOKENS = 1 << 20
-_MAX_GENERATIONS = 64
 _MAX_WINDOW_TOKENS = 1 << 10
-# Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
-_OF_WITNESSES = ("witness_every", "witness_bounds")
 # Of an earlier version's profile, which is refused if it was found safe with another value.
 _Retired = Annotated[Literal[0], Field(exclude=True)]
 MAKE_AGAIN = "make it again with `python -m validation calibrate`"
@@ -106,13 +95,13 @@ class ProfileCheck(_Part):
     @model_validator(mode="before")
     @classmethod
     def _without_witnesses(cls, value: Any) -> Any:
-        """Drop the fields of witnesses. A check that asks for some is refused: it was found safe with them alone."""
+        """Drop an earlier version's fields. A check with witnesses is refused: it was found safe with them alone."""
         if not isinstance(value, dict):
             return value
         every = value.get("witness_every", 0)
         if type(every) is not int or every != 0:
             raise ValueError(f"witness_every is {every!r:.80}, and only 0 is allowed: this version has no witnesses")
-        return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
+        return {name: each for name, each in value.items() if name not in ("witness_every", "witness_bounds")}
 
 
 class ProfileLevel(_Part):
@@ -177,9 +166,8 @@ class _Figure(BaseModel):
         """Return whether the share of broken answers has a lower limit above the bound's risk (Clopper and Pearson,
         Biometrika 1934)."""
         more, odds = np.arange(1, self.prompts + 1), bound.risk / (1.0 - bound.risk)
-        logarithms = np.cumsum(
-            np.log((self.prompts + 1 - more) / more * odds)
-        )  # of the chances of `more` to those of 0
+        # Of the chances of `more` broken answers to those of none.
+        logarithms = np.cumsum(np.log((self.prompts + 1 - more) / more * odds))
         tail = np.exp(logarithms + self.prompts * np.log1p(-bound.risk))[max(0, self.broken - 1) :].sum()
         return self.broken > 0 and bool(tail < 1.0 - _CONFIDENCE)
 
@@ -201,8 +189,8 @@ class ReuseProfile(_Part):
     policy: Literal["exact", "verified", "position_fix"]
     check: ProfileCheck | None = None
     boundary: _Retired = 0
-    head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
-    generations: Annotated[int, Field(ge=0, le=_MAX_GENERATIONS)] = 0
+    head_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    generations: Annotated[int, Field(ge=0, le=64)] = 0
     bounds: list[ProfileBound] = Field(default_factory=list)
     floor: Annotated[float, Field(ge=0.0)] | None = None
     template: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -294,20 +282,22 @@ class ReuseProfile(_Part):
         """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
             content = read_input(path, MAX_BYTES)
-            if (writers := writers_of(Path(path))) is not None:
-                message = f"reuse profile {path} decides what is served unchecked, and {writers}"
-                raise ProfileError(message, "profile_writable")
+            writers = writers_of(Path(path))
         except OSError as error:
-            raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
+            message = f"reuse profile {path} cannot be read: {error.strerror or error}"
+            raise ProfileError("profile_unreadable", message) from error
+        if writers is not None:
+            message = f"reuse profile {path} decides what is served unchecked, and {writers}"
+            raise ProfileError("profile_writable", message)
         try:
             profile = cls.model_validate_json(content)
             values = json.loads(content)
             found = _digest_of(values)
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
-            raise ProfileError(f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
+            raise ProfileError("profile_unreadable", f"reuse profile {path}: {told}; {MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
-            raise ProfileError(f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}", "profile_evidence")
+            raise ProfileError("profile_evidence", f"reuse profile {path} was edited after it was made; {MAKE_AGAIN}")
         if profile.check is not None and "witness_bounds" in values["check"]:
             logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()
@@ -375,7 +365,8 @@ class ReuseProfile(_Part):
             "a digest": self.digest is not None,
             "a confirmation": any(f.startswith(f"{name} ") and all(p in f for p in parts) for f in confirmed),
         }
-        if leaves_unchecked(self.policy, check):
+        # Moved tokens that no check compares, or that any check lets pass.
+        if check is None or check.sample_every or check.threshold >= MAX_THRESHOLD:
             found[f"a rule with a margin of at most {EVIDENCE_MARGIN:g}"] = 0.0 < margin <= EVIDENCE_MARGIN
             found |= {family: family in shown for family in EVIDENCE_FAMILIES}
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
@@ -420,13 +411,6 @@ class ReuseProfile(_Part):
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
         return ReuseTerms(0, check, self.head_tokens, self.generations)
-
-
-def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
-    """Return whether these terms reuse moved tokens that no check compares, or that any check lets pass."""
-    if check is None:
-        return policy != ReusePolicy.EXACT.value
-    return bool(check.sample_every) or check.threshold >= MAX_THRESHOLD
 
 
 def terms_name(policy: str, check: ProfileCheck | None) -> str:

@@ -155,8 +155,7 @@ class Weights:
         self._counted = [each is not None and not each.is_inference() for each in tensors]
         self._seen = self._shown()
         # An address may be given again, but only after the tensor's end. Nothing replaced is kept alive.
-        watched = [*modules, *compress(tensors, self._addressed)]
-        self._alive = [weakref.ref(each, self._on_death) for each in watched]
+        self._alive = [weakref.ref(each, self._on_death) for each in (*modules, *compress(tensors, self._addressed))]
 
     def _on_death(self, _: object) -> None:
         self._held.clear()
@@ -212,18 +211,12 @@ class AdapterWeights(NamedTuple):
 
 
 def _held_weakly(name: str) -> Any:
-    """Return an attribute kept in `name` as a weak reference, since its object holds `llm_args`.
-
-    The end of `llm_args` must end the runtime."""
-
-    def get(runtime: Runtime) -> Any:
-        reference = getattr(runtime, name)
-        return None if reference is None else reference()
+    """Return an attribute kept weakly in `name`: its object holds `llm_args`, whose end must end the runtime."""
 
     def put(runtime: Runtime, value: Any) -> None:
-        setattr(runtime, name, None if value is None else weakref.ref(value))
+        setattr(runtime, name, (lambda: None) if value is None else weakref.ref(value))
 
-    return property(get, put)
+    return property(lambda runtime: getattr(runtime, name)(), put)
 
 
 @dataclass(slots=True)
@@ -265,8 +258,8 @@ class Runtime:
     costs: CostModel | None = None
     adapters: dict[int, AdapterWeights] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
-    _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
-    _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
+    _engine: Callable[[], Any] = field(default=lambda: None, init=False, repr=False)
+    _scheduler: Callable[[], Any] = field(default=lambda: None, init=False, repr=False)
 
     engine = _held_weakly("_engine")
     scheduler = _held_weakly("_scheduler")

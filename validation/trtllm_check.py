@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from semblend_trt.command_line import ended, named, printable
-from semblend_trt.connector.llm_args import version_of
+from semblend_trt.connector.contract import version_of
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable

@@ -21,9 +21,8 @@ from kernels.layout import indexable
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.model_files import file_states, snapshot
-from semblend_trt.model_tokenizer import load_tokenizer, reason_of
+from semblend_trt.model_tokenizer import embedded_engine_refusal, load_tokenizer, reason_of
 from semblend_trt.ranks import Ranks
-from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from pathlib import Path

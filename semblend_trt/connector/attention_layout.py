@@ -109,8 +109,7 @@ def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | 
 def check_latent(raw: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
     kind = raw.get("model_type")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    given = {**rope, **raw}
+    given = {**(raw.get("rope_parameters") or raw.get("rope_scaling") or {}), **raw}
     if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if given.get(name) is None]):
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
     sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
@@ -229,14 +228,13 @@ def _one_form(written: dict[str, Any]) -> dict[str, Any]:
     """Return `written` with its type under `rope_type` and without values that are None."""
     if any(isinstance(value, dict) for value in written.values()):
         raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
-    parameters = {
-        name: value for name, value in written.items() if value is not None and name != "partial_rotary_factor"
-    }
+    parameters = {name: value for name, value in written.items() if value is not None}
+    parameters |= _partial(parameters.get("partial_rotary_factor"))
     old_type = parameters.pop("type", None)
     kind = parameters.setdefault("rope_type", old_type or "default")
     if old_type not in (None, kind):
         raise UnsupportedModelError("rope_unknown", f"RoPE has type {old_type!r} and rope_type {kind!r} at once")
-    return {**parameters, **_partial(written.get("partial_rotary_factor"))}
+    return parameters
 
 
 def _partial(factor: float | None) -> dict[str, float]:
@@ -252,17 +250,12 @@ def _number(parameters: dict[str, Any], name: str, default: float | None = None)
 
 def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Return theta^(2i/rotary_dim), float32 [rotary_dim / 2]."""
-    theta = _number(parameters, "rope_theta")
-    return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
-
-
-def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    return 1.0 / _waves(parameters, rotary_dim)
+    return torch.pow(_number(parameters, "rope_theta"), torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
 
 
 def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Stretch long waves by the factor, leave short ones, and blend those between."""
-    frequencies = _default(parameters, rotary_dim)
+    frequencies = 1.0 / _waves(parameters, rotary_dim)
     factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low > high:
@@ -309,8 +302,8 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 
 _FREQUENCIES: dict[str, Callable[[dict[str, Any], int], torch.Tensor]] = {
-    "default": _default,
-    "linear": lambda parameters, rotary_dim: _default(parameters, rotary_dim) / _number(parameters, "factor"),
+    "default": lambda parameters, rotary_dim: 1.0 / _waves(parameters, rotary_dim),
+    "linear": lambda parameters, rotary_dim: 1.0 / _waves(parameters, rotary_dim) / _number(parameters, "factor"),
     "llama3": _llama3,
     "yarn": _yarn,
 }

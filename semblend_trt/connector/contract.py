@@ -1,7 +1,7 @@
-"""TensorRT-LLM's connector contract: its data, its versions, and the one place that imports its base classes.
+"""TensorRT-LLM as its connector meets it: versions, base classes, data, and LlmArgs as an EngineSpec.
 
 Without tensorrt_llm our connector derives from the classes below, which have what it does not define itself. Facts:
-NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
+NVIDIA/TensorRT-LLM, `llmapi/llm_args.py` and, under `_torch/pyexecutor/`, `kv_cache_connector.py` (1.1, 1.2) and
 `connectors/kv_cache_connector.py` (1.3 release candidates, and main, which becomes 1.4)."""
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from semblend_trt.connector.engine_spec import (
+    WRAPPER_MODULE,
+    AskedQuantization,
+    Caches,
+    EngineSpec,
+    options_text,
+    text_of,
+    tokenizer_source,
+)
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +36,10 @@ Method = TypeVar("Method", bound="Callable[..., Any]")
 MODULE_PATHS = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
+_FLASHINFER_PATHS = (
+    "tensorrt_llm._torch.attention.backends.flashinfer",
+    "tensorrt_llm._torch.attention_backend.flashinfer",
 )
 
 
@@ -123,3 +138,101 @@ def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def from_llm_args(llm_args: Any) -> EngineSpec:
+    """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names.
+
+    Raises ConfigurationError for a size of parallelism that is no number."""
+
+    def given(name: str, default: Any = None) -> Any:
+        return getattr(llm_args, name, default)
+
+    def is_on(name: str) -> bool | None:  # None for a feature that the engine does not name
+        return given(name) is not None if hasattr(llm_args, name) else None
+
+    prefill = given("prefill_cuda_graph_backend")
+    cache, model = given("kv_cache_config"), given("model", "")
+    engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
+    layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
+    caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
+    kind = str(backend or "TRTLLM").upper()
+    has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
+    is_dummy = "dummy" in str(given("load_format", "")).lower()
+    return EngineSpec(
+        name=engine,
+        model=model,
+        revision=given("revision"),
+        tokenizer=tokenizer_source(given("tokenizer"), model),
+        tokenizer_revision=given("tokenizer_revision"),
+        dtype=text_of(given("dtype")),
+        read_caches=lambda: caches,
+        quantization=_asked_quantization(given("quant_config")),
+        # A loader of the user's own may read other files.
+        reads_own_weights=not is_dummy and given("checkpoint_loader") is None,
+        has_model_overrides=bool(given("model_kwargs")),
+        tensor_parallel_size=_size("tensor_parallel_size", given("tensor_parallel_size")),
+        pipeline_parallel_size=_size("pipeline_parallel_size", given("pipeline_parallel_size")),
+        context_parallel_size=_size("context_parallel_size", given("context_parallel_size")),
+        max_num_tokens=given("max_num_tokens"),
+        # A block then holds [heads, tokens, channels]; an engine may say FLASHINFER's layout itself.
+        orders_blocks_by_head=kind == "TRTLLM"
+        or (kind == "FLASHINFER" and (given("flashinfer_layout") or flashinfer_layout()) == "HND"),
+        contract=None if given("follows_transformers", False) else version_of(given("contract")),
+        # The wrapper reads TensorRT-LLM's after the caches are registered.
+        tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
+        # In TensorRT-LLM only the V2 cache manager does, which its layout shows; the embedded engine says it.
+        holds_saved_blocks=bool(given("holds_saved_blocks", False)),
+        max_seq_len=given("max_seq_len"),
+        attention_windows=tuple(getattr(cache, "max_attention_window", None) or ()),
+        attention_dp=bool(given("enable_attention_dp")),
+        offloads_to_host=bool(getattr(cache, "host_cache_size", None)),
+        is_disaggregated=given("cache_transceiver_config") is not None,
+        attn_backend=None if backend is None else str(backend).upper(),
+        # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
+        tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
+        settings=given("settings", {}),
+        speculates=is_on("speculative_config"),
+        compiles_prefill=is_on("torch_compile_config"),
+        # Older versions have none but those of compiled prefill.
+        prefill_graphs=str(getattr(prefill, "value", prefill)).lower() not in ("none", "disabled"),
+        lora=True if given("enable_lora") else is_on("lora_config"),
+        sparse_attention=bool(is_on("sparse_attention_config")),  # older versions have none
+        lora_dirs=tuple(map(str, getattr(given("lora_config"), "lora_dir", None) or ())),
+    )
+
+
+def _size(name: str, value: Any) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name} is {value!r}; give a whole number from 1 on") from None
+
+
+def _asked_quantization(asked: Any) -> AskedQuantization | None:
+    # An engine that quantises nothing may have a quantisation that names no algorithm.
+    algorithm, of_cache = (getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo"))
+    if algorithm is None and of_cache is None:
+        return None
+    return AskedQuantization(text_of(algorithm), options_text(asked))
+
+
+def version_of(name: str | None) -> str:
+    """Return the version of this name, else TensorRT-LLM's here; without one the oldest, which promises least."""
+    if name in (V11, V12, V13, V14):
+        return name
+    return V11 if upstream is None else match_of(upstream)
+
+
+def takes_v2(asked: Any) -> bool:
+    """Return whether TensorRT-LLM may take the V2 cache manager beside a connector, by its `use_kv_cache_manager_v2`.
+
+    Before 1.4 a connector makes it take V1. 1.4 takes V2 if nothing is asked for; an engine that is not here may."""
+    return asked is not False and (upstream is None or match_of(upstream) == V14)
+
+
+def flashinfer_layout() -> str | None:
+    """Return how TensorRT-LLM's backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
+    metadata = getattr(first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
+    layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
+    return None if layout is None else str(layout.default)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import Settings, terms_of
 from semblend_trt.connector.attention_layout import LLAMA4
-from semblend_trt.connector.contract import V11
+from semblend_trt.connector.contract import V11, from_llm_args
 from semblend_trt.connector.engine_spec import EngineSpec
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -24,17 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Policies under which an engine that executes no plans reuses text at its own place alone.
-_AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
-
 
 def spec_of(llm_args: Any) -> EngineSpec:
     """Return the description of an engine by what it gives its connector. Raises as `from_llm_args`."""
-    if isinstance(llm_args, EngineSpec):
-        return llm_args
-    from semblend_trt.connector.llm_args import from_llm_args  # of TensorRT-LLM's own engines
-
-    return from_llm_args(llm_args)
+    return llm_args if isinstance(llm_args, EngineSpec) else from_llm_args(llm_args)
 
 
 def engine_refusal(engine: EngineSpec) -> str | None:
@@ -128,7 +121,7 @@ def trtllm_refusal(facts: ModelFacts, version: str, policy: ReusePolicy) -> Unsu
             f"{facts.model_type} has layers with chunks, over which no plan was tried in TensorRT-LLM; serve it with "
             "vLLM",
         )
-    if rotates_otherwise(facts) and policy not in _AT_ITS_PLACE:
+    if rotates_otherwise(facts) and policy not in (ReusePolicy.EXACT, ReusePolicy.VERIFIED):
         return UnsupportedModelError(
             "rope_unknown",
             "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates, and no key can be moved "
@@ -141,8 +134,7 @@ def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts
     """Return the model's facts, or the reason why no request of this engine may be reused. Never raises."""
     if settings.policy is ReusePolicy.OFF:
         return None, "policy_off"
-    refusal = engine_refusal(engine)
-    if refusal is not None:
+    if (refusal := engine_refusal(engine)) is not None:
         from semblend_trt.reasons import Scope, advice  # not for an engine that is served
 
         logger.warning(

@@ -1,32 +1,47 @@
-"""The look-up of a request: its namespace, its plan with leased donors, and what it may leave as a donor."""
+"""The look-up of a request: the namespace of its KV, its plan with leased donors, and what it may leave as a donor."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import uuid
 from collections import Counter
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.requests import IneligibleRequest, TrackedRequest, cache_salt_of, check_eligible, tokens_of
+from semblend_trt.connector.engine_spec import text_of
+from semblend_trt.connector.requests import (
+    Adapters,
+    IneligibleRequest,
+    TrackedRequest,
+    cache_salt_of,
+    check_eligible,
+    tokens_of,
+)
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.donors.catalog import Lease, Tier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.errors import DonorUnavailableError, NamespaceError, ProfileError
-from semblend_trt.namespace import MAX_REMEMBERED, unknown_value
+from semblend_trt.errors import ConfigurationError, DonorUnavailableError, NamespaceError, ProfileError
+from semblend_trt.model_files import DigestCache, snapshot, tokenizer_digest, weights_digest
+from semblend_trt.namespace import MAX_REMEMBERED, CacheNamespace, content_value, is_unknown, unknown_value
 from semblend_trt.plan import EngineMode, gaps
 from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
+
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
-    from semblend_trt.connector.requests import Adapters
+    from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
-    from semblend_trt.namespace import CacheNamespace
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ProfileBound, ReuseProfile
     from semblend_trt.runtime import Runtime
@@ -147,12 +162,9 @@ class ProfileMatcher:
 
     def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
         self._lowest, self._path = lowest_check_layer, settings.profile_path
-        self._profile: ReuseProfile | None = None
-        self._digest: str | None = None
-        self._asked = settings.max_kl, settings.risk
-        self._without = ProfileMatch(None)
-        self._matches: dict[str | None, ProfileMatch] = {}
-        self._logged: dict[str | None, EngineMode] = {}
+        self._read = ProfileMatch(None)  # before it is compared
+        # By adapter: the match, and the mode in which it was logged.
+        self.matches: dict[str | None, tuple[ProfileMatch, EngineMode]] = {}
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
         if self._path is None:
             return
@@ -162,38 +174,30 @@ class ProfileMatcher:
         from semblend_trt.reuse_profile import MAKE_AGAIN, ReuseProfile  # not without a profile
 
         try:
-            profile, self._digest = ReuseProfile.read_with_digest(self._path)
+            profile, digest = ReuseProfile.read_with_digest(self._path)
+            asked = settings.max_kl, settings.risk
             if settings.profile_trial:
                 _warn_once("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
-            elif (lacking := profile.evidence_refusal(*self._asked)) is not None:
-                raise ProfileError(lacking, "profile_evidence")
+            elif (lacking := profile.evidence_refusal(*asked)) is not None:
+                raise ProfileError("profile_evidence", lacking)
             elif profile.terms is not None and not profile.bounds:
                 logger.warning("reuse profile %s states no bound for answers; %s", self._path, MAKE_AGAIN)
-            self._profile = profile
+            self._read = ProfileMatch(profile, digest=digest, bound=profile.bound_for(*asked))
         except ProfileError as error:
-            self._without = ProfileMatch(None, error.reason, (str(error),))
-
-    def forget_matches(self) -> None:
-        """Compare and log again: the engine's own namespace has changed."""
-        self._matches.clear()
-        self._logged.clear()
+            self._read = ProfileMatch(None, error.reason, (str(error),))
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
-        match = self._matches.get(namespace.adapter) or self._without
-        if self._profile is not None and namespace.adapter not in self._matches:
-            if differences := self._profile.differences(namespace, geometry):
+        match, logged = self.matches.get(namespace.adapter, (self._read, None))
+        if self._read.profile is not None and logged is None:
+            if differences := self._read.profile.differences(namespace, geometry):
                 match = ProfileMatch(None, "profile_mismatch", tuple(differences))
-            elif (too_low := self._profile.check_refusal(self._lowest)) is not None:
+            elif (too_low := self._read.profile.check_refusal(self._lowest)) is not None:
                 match = ProfileMatch(None, "profile_check_layer", (too_low,))
-            else:
-                bound = self._profile.bound_for(*self._asked)
-                match = ProfileMatch(self._profile, digest=self._digest, bound=bound)
         # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
-        if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:
-            self._matches[namespace.adapter] = match
-            if self._is_used and self._logged.get(namespace.adapter) is not mode:
-                self._logged[namespace.adapter] = mode
+        if logged is not mode and (logged is not None or len(self.matches) < MAX_REMEMBERED):
+            self.matches[namespace.adapter] = match, mode
+            if self._is_used:
                 self._log(match, mode)
         return match
 
@@ -301,7 +305,7 @@ class Lookup:
         revision = self._first_revision if are_first else unknown_value()
         self._take(replace(self.namespace, model_revision=revision))
         self.donors.lost_all()
-        self._profiles.forget_matches()
+        self._profiles.matches.clear()  # they are compared and logged again
 
     def _take(self, namespace: CacheNamespace) -> None:
         self.namespace = namespace
@@ -319,3 +323,90 @@ class Lookup:
                 observer.intended(donor_id, namespace, cache_salt_of(request))
         if self._neighbours is not None:  # last, so that the thread which it wakes does not run beside this lookup
             self._neighbours.look_up(tracked.request_id, namespace.key, tracked.prompt)
+
+
+def namespace_for(
+    engine: EngineSpec,
+    facts: ModelFacts,
+    settings: Settings,
+    block_size: int,
+    pool_dtype: torch.dtype | str,
+    adapters: Adapters | None = None,
+    scales: str | None = None,
+) -> CacheNamespace:
+    """Return the namespace of an engine's KV, before a request's salt and adapter are bound; `scales` as in PoolFacts.
+
+    What the engine does not say becomes a value that matches none. Call it at the engine's start: it reads all weights
+    that the digest cache does not know."""
+    quantization, asked = facts.quantization, engine.quantization
+    if asked is not None and asked.algorithm is not None:
+        quantization = f"{quantization or 'none'}+{asked.algorithm}"
+    cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
+    adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
+    model_revision, tokenizer_revision = settings.model_revision, settings.tokenizer_revision
+    if model_revision is None and engine.reads_own_weights:
+        with suppress(ConfigurationError):
+            if (directory := snapshot(engine.model, engine.revision)) is not None:
+                model_revision = content_value(weights_digest(directory, cache))
+    if tokenizer_revision is None and engine.tokenizer is not None:
+        tokenizer_revision = tokenizer_digest(engine.tokenizer, engine.tokenizer_revision or engine.revision)
+    extra = {
+        "compute_dtype": _known(engine.dtype),
+        "configuration": _configuration(engine, facts, adapters),
+        "tenant": settings.donor_tenant,
+        "template": settings.donor_template,
+    }
+    layers = {}  # what they attend to and rotate by, where they do not all attend to everything and rotate alike
+    if len(facts.groups) > 1 or facts.groups[0].window is not None:
+        described = json.dumps([asdict(group) for group in facts.groups], sort_keys=True)
+        layers = {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
+    sizes = {
+        "tp_size": engine.tensor_parallel_size,
+        "pp_size": engine.pipeline_parallel_size,
+        "cp_size": engine.context_parallel_size,
+    }
+    return CacheNamespace(
+        model=_name(engine.model),
+        model_revision=model_revision or unknown_value(),
+        tokenizer=unknown_value() if engine.tokenizer is None else _name(engine.tokenizer),
+        tokenizer_revision=tokenizer_revision or unknown_value(),
+        kv_layout="HND",
+        block_size=block_size,
+        kv_dtype=_known(text_of(pool_dtype)),
+        cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
+        quantization=quantization,
+        adapter=settings.adapter_id,
+        rope_config={
+            **facts.rope_parameters,
+            "rotary_dim": facts.rotation.rotary_dim,
+            "interleaved": facts.rotation.interleaved,
+            **layers,
+        },
+        tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
+        backend_cache_layout=_known(caches.layout),
+        extra={name: value for name, value in extra.items() if value is not None},
+    )
+
+
+def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
+    """Return a digest of the model's configuration, and of quantisation and adapters at the engine's start."""
+    asked = "none" if engine.quantization is None else _known(engine.quantization.options)
+    parts = [facts.configuration, asked, *sorted(adapters.identities)]
+    if any(map(is_unknown, parts)):
+        return unknown_value()
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def tokenizer_folder(engine: EngineSpec) -> Path | None:
+    """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for a bad name."""
+    revision = engine.tokenizer_revision or engine.revision
+    return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
+
+
+def _name(model: str | Path) -> str:
+    """Return a hub id as it is, of a directory its name alone: its place may differ between replicas."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
+
+
+def _known(value: str | None) -> str:
+    return unknown_value() if value is None else value

@@ -31,7 +31,7 @@ from semblend_trt.connector.attention_layout import (
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
 from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
-from semblend_trt.transformers_version import imported
+from semblend_trt.model_tokenizer import imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -274,8 +274,7 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
     """Return RoPE's parameters by attention type, full attention first; under one name if all layers have the same."""
     model_type = raw["model_type"]
     if model_type in _ROPE_BY_ATTENTION:
-        kinds = sorted(set(config.layer_types))
-        ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in kinds}
+        ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in sorted(set(config.layer_types))}
     else:
         ropes = {"": rope_parameters(raw, config)}
     for rope in ropes.values():
@@ -289,10 +288,8 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
-    """Return `raw` and `config` with the RoPE of layers of one attention type alone.
-
-    In the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
-    of windows (Transformers, `configuration_gemma3.py`)."""
+    """Return `raw` and `config` with the RoPE of layers of one attention type alone."""
+    # The old form's fields for full attention and for windows (Transformers, `configuration_gemma3.py`).
     is_full = kind == "full_attention"
     theta, scaling = ("rope_theta", "rope_scaling") if is_full else ("rope_local_base_freq", "")
     written = raw.get("rope_parameters") or {}
@@ -367,13 +364,6 @@ def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] =
     """Digest a model's configuration without `besides` and the fields known to change no KV. An unknown field counts.
     The order of fields, and 1 or 1.0, do not."""
     harmless = HARMLESS_FIELDS | besides
-    kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _canonical(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _canonical(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    text = json.dumps({name: value for name, value in config.items() if name not in harmless}, default=str)
+    kept = json.loads(text, parse_float=lambda number: int(float(number)) if float(number) % 1 == 0 else float(number))
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

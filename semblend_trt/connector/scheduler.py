@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.eligibility import facts_or_refusal, spec_of
-from semblend_trt.connector.engine_namespace import namespace_for, tokenizer_folder
-from semblend_trt.connector.lookup import Lookup, ProfileMatcher
+from semblend_trt.connector.lookup import Lookup, ProfileMatcher, namespace_for, tokenizer_folder
 from semblend_trt.connector.requests import (
     Adapters,
     Iteration,
@@ -74,7 +73,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._lookup: Lookup | None = None
         self._weights_changes = 0
         self.outcomes = OutcomeLedger()
-        self._audit.started(self._settings, self._refusal)
+        settings = self._settings.model_dump(mode="json")
+        self._audit.event("scheduler_initialized", refusal=self._refusal, settings=settings)
 
     def _observe(self) -> None:
         """Open what hears of requests and donors. An engine runs no code of what its settings leave off."""
@@ -104,7 +104,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._observers = [each for each in (announcer, self._neighbours) if each is not None]
 
     @property
-    def _engine(self) -> EngineSpec:
+    def _engine(self) -> EngineSpec:  # at every use: the arguments may change until the caches are registered
         return spec_of(self._llm_args)
 
     @never_raises(lambda: None)
@@ -140,11 +140,20 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return
-        if self._lookup is not None:
-            self._take_over(tracked, block_ids, self._lookup)
+        if (lookup := self._lookup) is not None:
+            shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
+            self._tells_parts |= copied > 0
+            if not lookup.pool.exchanges_blocks:  # requests that had these blocks have ended
+                for ended in self._requests.displaced(block_ids[shared:], tracked):
+                    self._end(ended)
+            # The engine copies a part of its prefix beside its forwards, where a save may still read. One that has
+            # named no such part yet may copy one without naming it.
+            may_copy = copied or not self._tells_parts
+            if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
+                lookup.donors.copied_into(block_ids[shared])
         if tracked.plan is not None:
             fit_to_blocks(tracked, request, block_ids)
-            self._audit.allocated(tracked.request_id, len(block_ids))
+            self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Return this iteration's plans, save intents and block progress, the same for every rank."""
@@ -377,22 +386,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._runtime.faults["request_data"] += 1
             if tracked is not None:
                 tracked.is_followed = False
-
-    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended, unless the
-        engine exchanges blocks.
-
-        The engine copies a part of its prefix into the request's first own block, beside the stream of its forwards. If
-        it does not hold saved blocks, a save may still read there. An engine that has named no such part yet may copy
-        one without naming it."""
-        shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
-        self._tells_parts |= copied > 0
-        if not lookup.pool.exchanges_blocks:
-            for ended in self._requests.displaced(block_ids[shared:], tracked):
-                self._end(ended)
-        may_copy = copied or not self._tells_parts
-        if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
-            lookup.donors.copied_into(block_ids[shared])
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)

@@ -9,46 +9,54 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+
 from kernels.device import Event, current_stream, on, record
+from kernels.kv_move import warm_up
+from semblend_trt import __version__
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import served_facts, spec_of
+from semblend_trt.connector.eligibility import cuts_kv, served_facts, spec_of
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.requests import readable_metadata
-from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
+from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.store import DonorStore, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
-from semblend_trt.ranks import agree_on_loads
+from semblend_trt.ranks import agree_on_loads, ranks_of
 from semblend_trt.runtime import runtime_for
+from semblend_trt.transfer.load import PlanLoader
+from semblend_trt.transfer.save import DonorSaver
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 
 if TYPE_CHECKING:
-    import torch
-
-    from kernels.layout import PagedKv
+    from kernels.layout import KvGeometry, PagedKv
+    from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.connector.requests import SemBlendConnectorMetadata
     from semblend_trt.donors.disk_tier import DiskTransfers
     from semblend_trt.donors.offload import OffloadCommands, SaveIntent
-    from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.transfer.load import PlanLoader
-    from semblend_trt.transfer.save import DonorSaver
+    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+# Slots of the staging memory for loads, so that copies never wait for the kernels after them. Saves have one more.
+_LOAD_SLOTS = 3
+# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread costs several
+# times more: it takes the interpreter's lock at every launch. On the CPU queueing is copying.
+_CHUNKS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
 class _FollowedRequest:
-    """A running request that may become a donor.
-
-    `iteration`: the last one that it was part of. `is_whole`: no forward failed that was to write its tokens. If it is
-    scheduled with these tokens again, the engine had dropped the batch before its forward."""
+    """A running request that may become a donor; `iteration` is the last one that it was part of."""
 
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
     iteration: int = 0
-    is_whole: bool = True
+    is_whole: bool = True  # no forward failed that was to write its tokens
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
@@ -82,7 +90,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.refusal = "model_unreadable"
 
     @property
-    def _engine(self) -> EngineSpec:
+    def _engine(self) -> EngineSpec:  # at every use: the arguments may change until the caches are registered
         return spec_of(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
@@ -132,12 +140,65 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if needs_scales(pool) and scales is None:
             runtime.refusal = "kv_scales"
             return
-        self.store, self.loader, self.saver, self.transfers = open_tiers(
-            self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
-        )
-        if holds and not self._is_v2:
-            self.loader.in_blocks = self._in_blocks
+        self._open_tiers(pool, geometry, facts.rotation)
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds, self._is_v2)
+
+    def _open_tiers(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation) -> None:
+        """Take the memory of this rank's tiers and staging. Raises ConfigurationError if it cannot be had."""
+        settings, runtime, device, dtype = self._settings, self._runtime, pool.device, pool.dtype
+        arena = snapshots = None
+        if settings.device_bytes or not self._holds_saved_blocks:
+            from semblend_trt.donors.device_tier import DeviceTier
+        if settings.device_bytes:
+            arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
+        self.store = DonorStore(HostTier(settings.host_bytes, geometry, dtype, lock=pool.is_cuda), arena)
+        reader, writer = None, HostWriter(rotation, None)
+        if pool.is_cuda and settings.host_bytes:
+            slot = settings.staging_bytes // (_LOAD_SLOTS + 1)
+            reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
+            writer = HostWriter(rotation, Staging(slot, 1, geometry, dtype, device))
+        if not self._holds_saved_blocks:
+            blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
+            snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
+        warm_up(geometry, dtype, device, rotation)
+        self.loader = PlanLoader(self.store, pool, geometry, rotation, runtime.readiness, reader)
+        if self._holds_saved_blocks and not self._is_v2:
+            self.loader.in_blocks = self._in_blocks
+        self.transfers = self._open_disk(geometry, dtype, self.store.host)
+        self.saver = DonorSaver(
+            self.store,
+            pool,
+            geometry,
+            rotation,
+            writer,
+            runtime.offload_events,
+            self.transfers,
+            runtime.ranks,
+            at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
+            snapshots=snapshots,
+        )
+
+    def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskTransfers | None:
+        """Open the disk tier that was asked for; None without one, and if it cannot be had, which is counted."""
+        settings, engine, runtime = self._settings, self._engine, self._runtime
+        if not settings.disk_bytes:
+            return None
+        if settings.disk_path is None:
+            raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
+        from semblend_trt.donors.disk_tier import DiskTier, DiskTransfers, KvForm
+
+        try:
+            # Ranks do not agree on whose files are whole, and must not read different ones.
+            ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
+            if ranks > 1:
+                raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
+            disk = DiskTier(settings.disk_path, KvForm(geometry, dtype), settings.disk_key_path)
+        except (OSError, ConfigurationError) as error:
+            logger.warning("no donors are kept on disk: %s", error)
+            runtime.offload_events.append(OffloadEvent(OffloadEventKind.DISK_UNAVAILABLE, error=str(error)))
+            return None
+        runtime.disk = DiskLink()
+        return DiskTransfers(disk, host, runtime.disk, runtime.offload_events)
 
     def _kv_scales(self) -> str | None:
         """Return a digest of the fp8 cache's scales if the worker knows them; the contract does not name them."""
@@ -260,6 +321,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 if progress.is_first:
                     followed.block_ids.clear()
                 followed.block_ids.extend(progress.new_block_ids)
+                # An engine that schedules these tokens again had dropped the batch before its forward.
                 followed.is_whole |= progress.written_tokens <= followed.written_tokens
                 followed.written_tokens, followed.iteration = progress.written_tokens, self._iteration
         for request_id in metadata.grown:
@@ -273,13 +335,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if runtime.weights_changes == self._weights_changes:
             return
         self._weights_changes = runtime.weights_changes
-        if self._have_scales_changed():
+        pool = runtime.pool
+        if pool is not None and pool.scales is not None and self._kv_scales() != pool.scales:
             logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
             runtime.refusal = runtime.refusal or "kv_scales"
-
-    def _have_scales_changed(self) -> bool:
-        pool = self._runtime.pool
-        return pool is not None and pool.scales is not None and self._kv_scales() != pool.scales
 
     def _load(self, plans: tuple[SemanticKvPlan, ...], weights_changes: int) -> None:
         assert self.loader is not None or not plans
@@ -349,3 +408,66 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 break
             known.add(block)
         return block_ids[: -(-tokens // block_size)], tokens
+
+
+def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
+    """Return why this layout is not taken. TensorRT-LLM has a layer group for each window, and one without."""
+    cut = sorted({each.window_size for each in layout.groups if cuts_kv(engine, [each.window_size])})
+    if cut:
+        logger.warning(
+            "KV reuse is off: the engine drops KV outside of windows of %s tokens; set max_attention_window to "
+            "[max_seq_len], and max_seq_len",
+            cut,
+        )
+        return "attention_window"
+    if len(layout.groups) != 1:
+        logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
+        return "layer_groups"
+    return None
+
+
+def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, is_first: bool) -> str | None:
+    """Return why this pool is not taken; one that does not fit the model has no `geometry`."""
+    if geometry is None or not is_first:
+        described = f"a pool of type {type(pool).__name__}"
+        if isinstance(pool, torch.Tensor):
+            described = f"a pool of shape {list(pool.shape)}, strides {list(pool.stride())} and dtype {pool.dtype}"
+        why = "does not fit the model" if geometry is None else "is the second one of this engine"
+        logger.warning("KV reuse is off: %s %s", described, why)
+        return "pool_layout"
+    shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
+    if shortest < geometry.block_size:
+        logger.warning(
+            "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks",
+            shortest,
+            geometry.block_size,
+        )
+        return "window_below_block"
+    return None
+
+
+def join_ranks(runtime: Runtime, size: int) -> None:
+    """Find the engine's `size` ranks if the engine has not set them; without them nothing is reused."""
+    if runtime.ranks.size == size:
+        return
+    found = ranks_of(size)
+    if found is None:
+        logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
+        runtime.refusal = runtime.refusal or "ranks_unknown"
+    else:
+        runtime.ranks = found
+
+
+def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
+    """Adopt the first refusal of any rank on all of them; raise an error of one rank on all.
+
+    Ranks of different versions refuse: they would read one another's metadata differently."""
+    gathered = runtime.ranks.gather((__version__, runtime.refusal, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    failed = next((text for _, _, text in gathered if text is not None), None)
+    if failed is not None:
+        raise ConfigurationError(f"another rank cannot start: {failed}")
+    if len({version for version, _, _ in gathered}) > 1:
+        runtime.refusal = runtime.refusal or "metadata_version"
+    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)

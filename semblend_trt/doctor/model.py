@@ -12,17 +12,17 @@ from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES
 from semblend_trt.config import Settings, terms_of
 from semblend_trt.connector.contract import V14
 from semblend_trt.connector.eligibility import facts_in_engine, spec_of, trtllm_refusal
-from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
+from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.model_files import is_local
+from semblend_trt.model_tokenizer import imported
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reasons import advice
 from semblend_trt.reuse_profile import ReuseProfile
-from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,7 +169,7 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     try:
         held = ReuseProfile.read(settings.profile_path)
         if (lacking := held.evidence_refusal(*asked)) is not None and not settings.profile_trial:
-            raise ProfileError(lacking, "profile_evidence")
+            raise ProfileError("profile_evidence", lacking)
     except ProfileError as error:
         yield _profile.refused(error.reason, str(error))
         return

@@ -14,8 +14,8 @@ import yaml
 from semblend_trt.doctor import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
+from semblend_trt.model_tokenizer import embedded_engine_refusal
 from semblend_trt.reasons import Scope, advice
-from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,7 @@ def options(llm_args: Any) -> Iterator[Finding]:
 
 def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
     """Yield what keeps an engine with a connector from its start, by the cache manager that the options may give it."""
-    from semblend_trt.connector.llm_args import takes_v2
+    from semblend_trt.connector.contract import takes_v2
 
     asked, size = (getattr(cache, name, None) for name in ("use_kv_cache_manager_v2", "host_cache_size"))
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)

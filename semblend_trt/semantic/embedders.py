@@ -18,8 +18,7 @@ import torch
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, write_bytes
-from semblend_trt.model_tokenizer import tokenizer_file
-from semblend_trt.transformers_version import imported
+from semblend_trt.model_tokenizer import imported, tokenizer_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

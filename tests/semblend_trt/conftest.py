@@ -1,10 +1,12 @@
 """A real nats-server for tests, on a free port, with JetStream, to be killed and started again; and a reader."""
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
 import sysconfig
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -152,17 +154,15 @@ def tokenizer(tiny_qwen2_path):
 @pytest.fixture
 def make_nats_server(tmp_path):
     """Makes started servers with the command-line arguments that are given; all end with the test."""
-    servers = []
+    with contextlib.ExitStack() as ended:
 
-    def make(*arguments):
-        server = NatsServer(tmp_path / f"nats-{len(servers)}", *arguments)
-        servers.append(server)
-        server.start()
-        return server
+        def make(*arguments):
+            server = NatsServer(tempfile.mkdtemp(dir=tmp_path), *arguments)
+            ended.callback(server.kill)
+            server.start()
+            return server
 
-    yield make
-    for server in servers:
-        server.kill()
+        yield make
 
 
 @pytest.fixture
@@ -180,13 +180,5 @@ def reader(nats_server, make_reader):
 @pytest.fixture
 def make_reader():
     """Makes readers of a server's events; all end with the test."""
-    readers = []
-
-    def make(*arguments, **keywords):
-        reader = Reader(*arguments, **keywords)
-        readers.append(reader)
-        return reader
-
-    yield make
-    for reader in readers:
-        reader.close()
+    with contextlib.ExitStack() as ended:
+        yield lambda *arguments, **keywords: ended.enter_context(contextlib.closing(Reader(*arguments, **keywords)))

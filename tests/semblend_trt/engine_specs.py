@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from semblend_trt.connector.llm_args import from_llm_args
+from semblend_trt.connector.contract import from_llm_args
 
 # All that a namespace is made from.
 KNOWN = {"dtype": "auto", "attn_backend": "TRTLLM", "load_format": "auto"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, ReuseTerms, SemanticKvPlan, SpanCheck
 
 NUM_LAYERS = 4
 
@@ -114,3 +114,17 @@ EXACT, MOVED = PlanSpan("d", 8, 8, 4, exact=True), (PlanSpan("e", 0, 12, 4), Pla
 def test_a_donor_of_generation_0_is_the_exact_part(valid, holes, exact):
     assert (valid.holes, valid.exact_token_count) == (tuple(holes), exact)
     assert valid.donor_part(0) == (exact, 0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason", "expected"),
+    [
+        (ReuseTerms(), None, 100),
+        (ReuseTerms(boundary=2), "boundary_needs_wrapper", 100),
+        (ReuseTerms(head_tokens=16), "head_needs_wrapper", 84),
+        (ReuseTerms(check=SpanCheck(1, largest_share=0.15)), "check_needs_wrapper", 85),
+        (ReuseTerms(boundary=2, check=SpanCheck(1, threshold=0.0)), "check_needs_wrapper", 100),
+    ],
+)
+def test_what_a_stock_engine_cannot_keep_and_the_reuse_that_can_be_counted_on(terms, reason, expected):
+    assert (terms.wrapper_reason, terms.expected_reuse(100)) == (reason, expected)

@@ -39,24 +39,20 @@ def test_a_completion_is_a_text_or_ids(reader, tokenizer, prompt):
     assert reader.completion({"prompt": prompt}) == [64, 65, 66]
 
 
-def test_a_chat_goes_through_the_template(reader, tokenizer):
-    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
-    assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
+OTHERS = [None, 5, [], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {"a": 1}, "\ud800", [[]]]
+CHANGING = ("truncate_prompt_tokens", "prompt_embeds", "suffix", "add_special_tokens")
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, [], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {"a": 1}, "\ud800", [[]]]
+    ("body", "told"),
+    [
+        *(({"prompt": each}, "prompt") for each in OTHERS),
+        *(({"prompt": "a", each: 3}, each) for each in CHANGING),
+    ],
 )
-def test_other_prompts_are_refused(reader, prompt):
-    with pytest.raises(PromptError):
-        reader.completion({"prompt": prompt})
-
-
-@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_embeds", "suffix", "add_special_tokens"])
-def test_fields_that_make_another_prompt_are_refused_by_name(reader, name):
-    with pytest.raises(PromptError, match=name):
-        reader.completion({"prompt": "a", name: 3})
+def test_other_prompts_and_fields_that_make_one_are_refused(reader, body, told):
+    with pytest.raises(PromptError, match=told):
+        reader.completion(body)
 
 
 class Watched:

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from semblend_trt.connector import worker_setup
-from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
+from semblend_trt.connector import worker
+from semblend_trt.connector.worker import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
 from semblend_trt.ranks import EngineRanks, Ranks, TorchRanks, agree_on_loads, ranks_of
 from semblend_trt.runtime import Runtime
@@ -86,7 +86,7 @@ def test_ranks_of_two_versions_refuse(monkeypatch):
     runtime = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
     agree_on_start(runtime, None)
     assert runtime.refusal == "metadata_version"
-    monkeypatch.setattr(worker_setup, "__version__", "0.0.0")
+    monkeypatch.setattr(worker, "__version__", "0.0.0")
     same = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
     agree_on_start(same, None)
     assert same.refusal is None

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import validation
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
-from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
 from tests.semblend_trt.engine_specs import known_engine

@@ -11,7 +11,7 @@ from engine_wrapper.connector import SemBlendKvConnectorWorker
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.attachment import execution_refusal, scales_of
 from engine_wrapper.trtllm.hooks import ExecutorParts
-from semblend_trt.connector.llm_args import from_llm_args
+from semblend_trt.connector.contract import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode

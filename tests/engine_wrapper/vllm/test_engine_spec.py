@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.connector.attention_layout import LLAMA4
-from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown

@@ -14,18 +14,11 @@ from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.attention_layout import PUBLISHED_CODE, layer_groups
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
-from semblend_trt.connector.model_facts import ModelFacts, model_facts
+from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.pool_facts import geometry_of
 from tests.semblend_trt.engine_specs import engine, sizes
-
-FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
-SIZES = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
-
-
-def facts_with(groups, layers=3):
-    return ModelFacts("qwen2", layers, 4, 2, 16, 4096, tuple(groups), {}, None, "")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def facts_with(groups, layers=3):
 def test_layers_that_are_not_known_are_refused(types, told):
     config = SimpleNamespace(num_hidden_layers=2, max_position_embeddings=64, layer_types=types)
     with pytest.raises(UnsupportedModelError, match=told) as refused:
-        layer_groups(config, [FAST] * 2)
+        layer_groups(config, [RopeRotation((1.0, 0.5), 4)] * 2)
     assert refused.value.reason == "attention_layout"
 
 

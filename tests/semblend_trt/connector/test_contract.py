@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend_trt.connector import contract, llm_args
-from semblend_trt.connector.contract import V11
-from semblend_trt.connector.llm_args import flashinfer_layout, version_of
+from semblend_trt.connector import contract
+from semblend_trt.connector.contract import V11, flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
 
@@ -18,7 +17,7 @@ from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
     assert (version_of(release), version_of("of another product"), version_of(None)) == (release, V11, V11)
-    monkeypatch.setattr("semblend_trt.connector.llm_args.upstream", module_of(release))
+    monkeypatch.setattr("semblend_trt.connector.contract.upstream", module_of(release))
     assert version_of(None) == release
 
 
@@ -26,7 +25,7 @@ def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, r
 def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layout):
     field = SimpleNamespace(default=layout)
     metadata = SimpleNamespace(__dataclass_fields__={"kv_layout": field})
-    found = {llm_args._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
+    found = {contract._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
 
     def import_module(path):
         if path not in found:

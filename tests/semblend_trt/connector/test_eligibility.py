@@ -7,8 +7,8 @@ import pytest
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig, LlmArgs
 from semblend_trt.config import load_settings
 from semblend_trt.connector import worker
+from semblend_trt.connector.contract import from_llm_args
 from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, facts_or_refusal
-from semblend_trt.connector.llm_args import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
 from tests.semblend_trt.engine_specs import engine

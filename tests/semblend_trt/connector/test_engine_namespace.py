@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.rope import still
 from semblend_trt.config import Settings
-from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from tests.semblend_trt.engine_specs import known_engine
 from tests.semblend_trt.samples import unknown_fields

@@ -473,13 +473,6 @@ def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
     assert (runtime.faults, runtime.refusal) == ({"metadata": 1 + has_plans}, "metadata_version")
 
 
-def test_a_step_beyond_what_is_written_leaves_no_hole():
-    request = savable()
-    told(request, 0, 40, BLOCKS, is_first=True)
-    with pytest.raises(ValueError, match=r"tokens 50\.\.80 are scheduled; 40 are written"):
-        told(request, 50, 30)
-
-
 def test_no_more_is_saved_than_was_intended():
     request = followed()
     request.intent = replace(request.intent, max_tokens=40)

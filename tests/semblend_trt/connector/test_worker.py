@@ -232,16 +232,6 @@ def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, ha
         assert (worker.saver._snapshots is None) == held
 
 
-def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
-    follow(worker, 1, (3,), 8)
-    follow(worker, 2, (5,), 8)
-    begin(worker, grown=(1,))
-    assert runtime_for(args).is_forward_open
-    assert (saved(worker, 1), saved(worker, 2)) == ([1], [2])
-    told = {each.donor_id: (each.tokens, each.error is None) for each in runtime_for(args).saved}
-    assert told == {"donor-1": (0, False), "donor-2": (8, True)}
-
-
 def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, args):
     begin(worker, followed=(1,), progress=(RequestProgress(1, (3, 4), 12, True),))
     step(worker, grown=(1,), commands=OffloadCommands(saves=[SaveIntent(1, "donor-1", 100)]))
@@ -341,6 +331,10 @@ def test_what_is_dropped_is_not_offloaded(two_tiers):
 
 def test_a_save_that_is_asked_for_before_the_forward_has_ended_is_refused(worker, args):
     follow(worker, 1, (3, 4), 8)
+    follow(worker, 2, (5,), 8)
     begin(worker, grown=(1,))
-    saved(worker, 1)
-    assert "has failed" in runtime_for(args).saved[0].error
+    assert runtime_for(args).is_forward_open
+    assert (saved(worker, 1), saved(worker, 2)) == ([1], [2])
+    failed, whole = runtime_for(args).saved
+    assert "has failed" in failed.error
+    assert (failed.tokens, whole.tokens, whole.error) == (0, 8, None)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditLog
 from semblend_trt.config import EmbedderKind, load_settings
-from semblend_trt.connector.engine_namespace import tokenizer_folder
+from semblend_trt.connector.lookup import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import TEXT_EVENTS, metrics_for
 from semblend_trt.semantic.embedders import embedder_for
