@@ -14,6 +14,7 @@ import numpy as np
 from engine_wrapper.sglang.refusals import request_refusal
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
+from semblend_trt.connector.engine_spec import EngineRequest
 from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 
@@ -22,14 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 
-class RequestView:
-    """A Req with TensorRT-LLM's attributes for the scheduler half. SGLang took `taken_tokens` of its offer."""
-
-    # Adapters and beams are refused by name.
-    lora_task_id = None
+class RequestView(EngineRequest):
+    """A Req for the scheduler half. Adapters and beams are refused by name."""
 
     def __init__(self, number: int, request: Any, taken_tokens: int | None = None) -> None:
-        self.request_id, self._request = number, request
+        self.request_id, self._request, self.taken_tokens = number, request, taken_tokens
         self.prompt_len = len(request.origin_input_ids)
         sampling = request.sampling_params
         self.max_new_tokens = int(getattr(sampling, "max_new_tokens", 0) or 0)
@@ -37,14 +35,9 @@ class RequestView:
         self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
         broken = asked.get(BROKEN_PROFILES)
         self.broken_profiles = broken if isinstance(broken, list) else []
-        if taken_tokens is not None:
-            self.py_num_connector_matched_tokens = taken_tokens
-
-    @property
-    def cache_salt(self) -> str | None:
-        """SGLang keeps two keys apart, and each of them may be set."""
-        pair = self._request.cache_salt, self._request.extra_key
-        return None if pair == (None, None) else json.dumps(pair)
+        # SGLang keeps two keys apart, and each of them may be set.
+        pair = request.cache_salt, request.extra_key
+        self.cache_salt = None if pair == (None, None) else json.dumps(pair)
 
     @property
     def refusal(self) -> str | None:

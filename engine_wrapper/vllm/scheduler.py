@@ -35,6 +35,7 @@ from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
+from semblend_trt.connector.engine_spec import EngineRequest
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import VLLM_RECEIPT
@@ -222,8 +223,8 @@ def recovery_for(arguments: EngineSpec) -> Recovery:
         return _recoveries.setdefault(arguments, Recovery())
 
 
-class RequestView:
-    """A vLLM request with TensorRT-LLM's attributes for the scheduler half. vLLM took `taken_tokens` of its offer."""
+class RequestView(EngineRequest):
+    """A vLLM request for the scheduler half."""
 
     def __init__(
         self, number: int, request: Any, taken_tokens: int | None = None, adapter_identity: str | None = None
@@ -231,14 +232,12 @@ class RequestView:
         self.request_id, self.adapter_identity = number, adapter_identity
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(request.max_tokens)
-        self.cache_salt: str | None = request.cache_salt
+        self.cache_salt, self.taken_tokens = request.cache_salt, taken_tokens
         asked = given if isinstance(given := request.kv_transfer_params, dict) else {}
         self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
         broken = asked.get(BROKEN_PROFILES)
         self.broken_profiles = broken if isinstance(broken, list) else []
         self._request = request
-        if taken_tokens is not None:
-            self.py_num_connector_matched_tokens = taken_tokens
 
     @property
     def refusal(self) -> str | None:

@@ -1,4 +1,7 @@
-"""TensorRT-LLM as its connector meets it: versions, base classes, data, and LlmArgs as an EngineSpec.
+"""TensorRT-LLM as its connector meets it: versions, base classes, data, LlmArgs as an EngineSpec, and requests.
+
+It lets requests reach a connector that would get wrong data. Examples are several beams, and equal placeholders for
+different images. They are refused here, by name.
 
 Without tensorrt_llm our connector derives from the classes below, which have what it does not define itself. Facts:
 NVIDIA/TensorRT-LLM, `llmapi/llm_args.py` and, under `_torch/pyexecutor/`, `kv_cache_connector.py` (1.1, 1.2) and
@@ -13,10 +16,13 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from semblend_trt.connector.engine_spec import (
     WRAPPER_MODULE,
     AskedQuantization,
     Caches,
+    EngineRequest,
     EngineSpec,
     options_text,
     text_of,
@@ -27,6 +33,8 @@ from semblend_trt.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+
+    import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +49,7 @@ _FLASHINFER_PATHS = (
     "tensorrt_llm._torch.attention.backends.flashinfer",
     "tensorrt_llm._torch.attention_backend.flashinfer",
 )
+_MISSING = object()
 
 
 @dataclass(slots=True)
@@ -236,3 +245,60 @@ def flashinfer_layout() -> str | None:
     metadata = getattr(first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
+
+
+class LlmRequestView(EngineRequest):
+    """TensorRT-LLM's LlmRequest, or the embedded engine's; any name but its id may be missing."""
+
+    def __init__(self, request: Any) -> None:
+        self._request, self.request_id = request, int(request.request_id)
+        self.prompt_len, self.max_new_tokens = self._said("prompt_len"), self._said("max_new_tokens") or 0
+        self.lora_task, self.lora_path = self._said("lora_task_id"), self._said("py_lora_path")
+        # What a request of the embedded engine may ask for.
+        self.exact_only, self.cold = self._said("exact_only", False), self._said("cold", False)
+        self.broken_profiles = self._said("broken_profiles", ())
+        # The salt, and the type that it must have: text in main, an unsigned 64-bit number in 1.3rc.
+        salts = ((self._said(name, _MISSING), kind) for name, kind in (("cache_salt", str), ("cache_salt_id", int)))
+        given: tuple[Any, Any] = next((each for each in salts if each[0] is not _MISSING), (None, None))
+        self._salt, self._kind = given
+        self.cache_salt = str(self._salt) if isinstance(self._salt, (str, int)) else None
+        # V2 allocates by chunks and says what it took; V1 sets that attribute on another object.
+        said = self._said("py_num_connector_matched_tokens")
+        self.taken_tokens = said if isinstance(said, int) else None
+
+    @property
+    def refusal(self) -> str | None:
+        # These two come first: the engine's own requests need not have the rest in a form that can be read.
+        if self._is("is_dummy_request"):
+            return "dummy_request"
+        if self._is("is_generation_only_request"):
+            return "generation_only"
+        if int(getattr(self._said("sampling_config"), "beam_width", 1) or 1) > 1:
+            return "beam_search"
+        if self._said("py_multimodal_data") or self._said("multimodal_hashes"):
+            return "multimodal"
+        if self._said("draft_tokens"):
+            return "speculative_decoding"
+        if self._is("py_return_context_logits"):
+            return "context_logits"
+        if self._kind is None:
+            return "salt_unknown"  # isolation is unknown
+        # The text of a salt of another type or size could equal another salt's.
+        is_known = type(self._salt) is self._kind and (self._kind is str or 0 <= self._salt < 1 << 64)
+        return None if self._salt is None or is_known else "salt_invalid"
+
+    def token_array(self, count: int) -> npt.NDArray[np.int32]:
+        return np.asarray(self._request.get_tokens(0), dtype=np.int32)[: max(0, count)]
+
+    def _said(self, name: str, default: Any = None) -> Any:
+        return getattr(self._request, name, default)
+
+    def _is(self, name: str) -> bool:
+        # `is_generation_only_request` is a property of the C++ binding and a method of the Python subclass.
+        value = self._said(name, False)
+        return bool(value() if callable(value) else value)
+
+
+def request_of(request: Any) -> EngineRequest:
+    """Return the view of a request: itself, where the engine's connector has made it, or else TensorRT-LLM's."""
+    return request if isinstance(request, EngineRequest) else LlmRequestView(request)

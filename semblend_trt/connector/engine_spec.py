@@ -1,7 +1,7 @@
-"""EngineSpec: what the connector knows of an engine, whichever it is.
+"""EngineSpec and EngineRequest: what the connector knows of an engine and of its requests, whichever it is.
 
-Only a constructor reads an engine's own objects: `from_llm_args` reads those of TensorRT-LLM and of the embedded
-engine."""
+Only a constructor reads an engine's own objects: `from_llm_args` and `LlmRequestView` read those of TensorRT-LLM and of
+the embedded engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
 # The module of the connector that also attaches to its engine.
 WRAPPER_MODULE = "engine_wrapper.connector"
@@ -118,3 +121,31 @@ def options_text(options: Any) -> str | None:
         return json.dumps(values, sort_keys=True)
     except (TypeError, ValueError):
         return None
+
+
+class EngineRequest:
+    """One request as the scheduler half reads it. Each engine has a view of its own requests, which derives from this.
+
+    `max_new_tokens`: 0 if it is not known. `refusal`: why it is served as if there were no connector; nothing else is
+    read then. `adapter_identity`: of the weights that the engine has loaded; without it `lora_task` names the adapter,
+    None the base model, and `lora_path` its folder. `taken_tokens`: of the offer, None if the engine does not say."""
+
+    request_id: int
+    prompt_len: int
+    max_new_tokens: int = 0
+    cache_salt: str | None = None
+    adapter_identity: str | None = None
+    lora_task: int | None = None
+    lora_path: str | None = None
+    exact_only: bool = False
+    cold: bool = False
+    broken_profiles: Sequence[str] = ()
+    taken_tokens: int | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        raise NotImplementedError
+
+    def token_array(self, count: int) -> npt.NDArray[np.int32]:
+        """Return the first tokens, int32 [count]."""
+        raise NotImplementedError

@@ -11,17 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.connector.engine_spec import text_of
-from semblend_trt.connector.requests import (
-    Adapters,
-    IneligibleRequest,
-    TrackedRequest,
-    cache_salt_of,
-    check_eligible,
-    tokens_of,
-)
+from semblend_trt.connector.requests import Adapters, TrackedRequest
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.donors.catalog import Lease, Tier
 from semblend_trt.donors.offload import SaveIntent
@@ -38,7 +31,7 @@ if TYPE_CHECKING:
 
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
-    from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.connector.engine_spec import EngineRequest, EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
@@ -246,24 +239,23 @@ class Lookup:
         self._first_revision = namespace.model_revision  # of the weights that the engine started with
         self._generation = uuid.uuid4().hex[:12]
 
-    def look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
+    def look_up(self, request: EngineRequest, request_id: int, num_computed_tokens: int) -> TrackedRequest:
         """Return the request with plan, intent and leases; without them and with a reason, if it takes no part."""
+        if (refusal := request.refusal) is not None:
+            return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
         try:
-            check_eligible(request)
-            salt, adapter = cache_salt_of(request), self._adapters.of(request)
+            salt, adapter = request.cache_salt, self._adapters.of(request)
             namespace = self._unsalted(adapter) if salt is None else self.namespace.for_request(salt, adapter)
-        except IneligibleRequest as ineligible:
-            return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
             logger.warning("request %d is served cold: %s", request_id, error)
             return TrackedRequest.refused(request_id, num_computed_tokens, "salt_invalid")
-        prompt = tokens_of(request, int(request.prompt_len))
+        prompt = request.token_array(int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
         is_broken = match.digest is not None and any(
             each.is_broken(match.digest, namespace.key) for each in self._observers
         )
-        if is_broken or match.digest in getattr(request, "broken_profiles", ()):
+        if is_broken or match.digest in request.broken_profiles:
             match = replace(match, profile=None, refusal="bound_broken", bound=None)
         tracked.profile, tracked.bound = match.digest, match.bound
         planned, tracked.leases = self.planner.plan(
@@ -277,7 +269,7 @@ class Lookup:
                 publication_guard=self._runtime.publication_guard,
                 profile=match.profile,
                 profile_refusal=match.refusal,
-                exact_only=getattr(request, "exact_only", False),
+                exact_only=request.exact_only,
                 costs=self._runtime.costs,
                 tokens_left=self._runtime.tokens_left,
             )
@@ -312,15 +304,17 @@ class Lookup:
         # Salts may be secrets, so only namespaces without one are remembered.
         self._unsalted = lru_cache(MAX_REMEMBERED)(partial(namespace.for_request, None))
 
-    def _intend(self, tracked: TrackedRequest, request: Any, namespace: CacheNamespace, generations: int) -> None:
+    def _intend(
+        self, tracked: TrackedRequest, request: EngineRequest, namespace: CacheNamespace, generations: int
+    ) -> None:
         donor_id = f"{self._generation}-{tracked.request_id}"
         if self.donors.catalog.tier(donor_id) is not None:  # an earlier request with this id left it
             donor_id = f"{uuid.uuid4().hex[:12]}-{tracked.request_id}"
-        max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
+        max_new_tokens = int(request.max_new_tokens)
         tracked.intent = self.planner.intend(donor_id, tracked, max_new_tokens, generations)
         if tracked.intent is not None:
             for observer in self._observers:
-                observer.intended(donor_id, namespace, cache_salt_of(request))
+                observer.intended(donor_id, namespace, request.cache_salt)
         if self._neighbours is not None:  # last, so that the thread which it wakes does not run beside this lookup
             self._neighbours.look_up(tracked.request_id, namespace.key, tracked.prompt)
 

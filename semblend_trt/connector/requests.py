@@ -1,8 +1,4 @@
-"""Requests from look-up to end: whether they take part, their blocks and plans, the metadata for every rank, and what
-their reuse came to.
-
-TensorRT-LLM lets requests reach a connector that would get wrong data. Examples are several beams, and equal
-placeholders for different images. They are refused here, by name."""
+"""Requests from look-up to end: their adapters, blocks and plans, each rank's metadata, and what reuse came to."""
 
 from __future__ import annotations
 
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from semblend_trt.connector.engine_spec import EngineRequest
     from semblend_trt.donors.catalog import Lease
     from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
@@ -50,61 +47,8 @@ _UNCHECKED: dict[str, Any] = dict.fromkeys(
     ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
 )
 _OF_CHECKS = ("reused_tokens", *_UNCHECKED)
-_MISSING = object()
 # An engine holds far fewer; requests may name any number.
 _MAX_ADAPTERS = 4096
-# A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
-_SALTS = {"cache_salt": str, "cache_salt_id": int}
-
-
-class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
-    """The request must be served as if there were no connector; `reason` is counted."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-def check_eligible(request: Any) -> None:
-    """Raise IneligibleRequest if the request's KV may not be shared, by `request.refusal` or by what it asks for."""
-    if (refusal := getattr(request, "refusal", None)) is not None:
-        raise IneligibleRequest(refusal)
-    # These two come first: the engine's own requests need not have the rest in a form that can be read.
-    if _flag(request, "is_dummy_request"):
-        raise IneligibleRequest("dummy_request")
-    if _flag(request, "is_generation_only_request"):
-        raise IneligibleRequest("generation_only")
-    if int(getattr(getattr(request, "sampling_config", None), "beam_width", 1) or 1) > 1:
-        raise IneligibleRequest("beam_search")
-    if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
-        raise IneligibleRequest("multimodal")
-    if getattr(request, "draft_tokens", None):
-        raise IneligibleRequest("speculative_decoding")
-    if _flag(request, "py_return_context_logits"):
-        raise IneligibleRequest("context_logits")
-
-
-def cache_salt_of(request: Any) -> str | None:
-    """Return the request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
-
-    Raises IneligibleRequest without either attribute, because isolation is then unknown. A salt of another type or size
-    is refused too: its text could equal another salt's."""
-    for name, kind in _SALTS.items():
-        salt = getattr(request, name, _MISSING)
-        if salt is _MISSING:
-            continue
-        if salt is None:
-            return None
-        if type(salt) is not kind or (isinstance(salt, int) and not 0 <= salt < 1 << 64):
-            raise IneligibleRequest("salt_invalid")
-        return str(salt)
-    raise IneligibleRequest("salt_unknown")
-
-
-def _flag(request: Any, name: str) -> bool:
-    # `is_generation_only_request` is a property of the C++ binding and a method of the Python subclass.
-    value = getattr(request, name, False)
-    return bool(value() if callable(value) else value)
 
 
 class Adapters:
@@ -120,17 +64,16 @@ class Adapters:
         """Those of the adapters at the start: their embeddings may replace the base model's."""
         return [identity for identity, _ in self._read.values()]
 
-    def of(self, request: Any) -> str | None:
+    def of(self, request: EngineRequest) -> str | None:
         """Return the identity of the request's adapter; None for the base model.
 
         The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
         since, it matches nothing."""
-        if (identity := getattr(request, "adapter_identity", None)) is not None:
-            return str(identity)  # of what the engine has loaded
-        task = getattr(request, "lora_task_id", None)
+        if request.adapter_identity is not None:
+            return request.adapter_identity
+        task, path = request.lora_task, request.lora_path
         if task is None:
             return None
-        path = getattr(request, "py_lora_path", None)
         states: tuple[FileState, ...] = ()
         if path is not None:
             with suppress(OSError, ConfigurationError):  # what cannot be read has none
@@ -332,15 +275,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         return given_up
 
 
-def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """Return the first tokens, int32 [count]. An array is faster to read than a list."""
-    held = getattr(request, "token_array", None)
-    if callable(held):
-        return np.asarray(held(count), dtype=np.int32)
-    return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]
-
-
-def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
+def fit_to_blocks(tracked: TrackedRequest, request: EngineRequest, block_ids: Sequence[int]) -> None:
     """Cut the request's plan to what the engine took, and give it its blocks.
 
     If the blocks do not fit the plan, the wrapper computes the matched tokens. A stock engine cannot: its plan stays
@@ -350,9 +285,8 @@ def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int
         return
     taken = plan.matched_tokens
     if len(block_ids) * plan.block_size < plan.prompt_length:
-        # V1 takes all. V2 allocates by chunks and says what it took; V1 sets that attribute on another object.
-        said = getattr(request, "py_num_connector_matched_tokens", None)
-        taken = max(0, min(said, taken)) if isinstance(said, int) else taken
+        said = request.taken_tokens
+        taken = taken if said is None else max(0, min(said, taken))
     if plan.matched_tokens and not taken:
         tracked.not_honoured()
         return

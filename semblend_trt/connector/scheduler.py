@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from semblend_trt.config import EmbedderKind, load_settings
-from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises, request_of
 from semblend_trt.connector.eligibility import facts_or_refusal, spec_of
 from semblend_trt.connector.lookup import Lookup, ProfileMatcher, namespace_for, tokenizer_folder
 from semblend_trt.connector.requests import (
@@ -25,7 +25,6 @@ from semblend_trt.connector.requests import (
     fit_to_blocks,
     report_of,
     savable_tokens,
-    tokens_of,
 )
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadCommands
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.audit import AuditLog
-    from semblend_trt.connector.engine_spec import EngineSpec
+    from semblend_trt.connector.engine_spec import EngineRequest, EngineSpec
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
@@ -124,7 +123,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             # A paused request comes again; what was decided before its blocks were lost no longer holds.
             self._let_go(replayed)
         try:
-            tracked = self._look_up(request, request_id, num_computed_tokens)
+            tracked = self._look_up(request_of(request), request_id, num_computed_tokens)
         except Exception:
             logger.exception("lookup of request %d failed; it is served cold", request_id)
             tracked = TrackedRequest.refused(request_id, num_computed_tokens, "internal_error")
@@ -152,7 +151,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
                 lookup.donors.copied_into(block_ids[shared])
         if tracked.plan is not None:
-            fit_to_blocks(tracked, request, block_ids)
+            fit_to_blocks(tracked, request_of(request), block_ids)
             self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
@@ -185,7 +184,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             tracked.release_leases()
             if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
                 count = savable_tokens(tracked, cache_block_ids, lookup.pool)
-                tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
+                tokens = (
+                    tracked.prompt[:count] if count <= len(tracked.prompt) else request_of(request).token_array(count)
+                )
                 intent, generation = tracked.intent, donor_generation(tracked)
                 if intent.block_ids:
                     self._audit.event("blocks_exchanged", request_id=tracked.request_id)
@@ -262,12 +263,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
 
-    def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
+    def _look_up(self, request: EngineRequest, request_id: int, num_computed_tokens: int) -> TrackedRequest:
         self.take_events()
         refusal, donors = self._standing_refusal(), self.donor_index
         if request_id in self._runtime.ended_saves or (donors is not None and donors.is_saving(request_id)):
             refusal = "id_in_use"
-        elif refusal is None and getattr(request, "cold", False):
+        elif refusal is None and request.cold:
             refusal = "cold_run"
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)

@@ -10,18 +10,16 @@ import torch
 
 from kernels.layout import KvGeometry
 from semblend_trt.connector import requests
-from semblend_trt.connector.contract import ScheduledRequest
+from semblend_trt.connector.contract import LlmRequestView, ScheduledRequest
+from semblend_trt.connector.engine_spec import EngineRequest
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
     Adapters,
-    IneligibleRequest,
     Iteration,
     RequestProgress,
     RequestTable,
     SemBlendConnectorMetadata,
     TrackedRequest,
-    cache_salt_of,
-    check_eligible,
     donor_generation,
     fit_to_blocks,
     readable_metadata,
@@ -57,19 +55,16 @@ from tests.semblend_trt.plans import plan_of
     ],
 )
 def test_requests_whose_kv_may_not_be_shared(attributes, reason):
-    with pytest.raises(IneligibleRequest) as refusal:
-        check_eligible(SimpleNamespace(**attributes))
-    assert refusal.value.reason == reason
+    assert LlmRequestView(SimpleNamespace(request_id=1, cache_salt=None, **attributes)).refusal == reason
 
 
 def test_an_engines_own_request_is_refused_whatever_else_it_holds():
     class Dummy:
-        is_dummy_request = True
+        request_id, is_dummy_request = 1, True
         sampling_config = SimpleNamespace(beam_width="many")
         is_generation_only_request = property(lambda _: 1 / 0)
 
-    with pytest.raises(IneligibleRequest, match="dummy_request"):
-        check_eligible(Dummy())
+    assert LlmRequestView(Dummy()).refusal == "dummy_request"
 
 
 @pytest.mark.parametrize(
@@ -78,9 +73,9 @@ def test_an_engines_own_request_is_refused_whatever_else_it_holds():
 )
 @pytest.mark.known_defect(21)
 def test_a_salt_of_either_name_is_read_and_an_engine_that_tells_none_is_refused(attributes, salt):
-    assert cache_salt_of(SimpleNamespace(**attributes)) == salt
-    with pytest.raises(IneligibleRequest, match="salt_unknown"):
-        cache_salt_of(SimpleNamespace())
+    asked = LlmRequestView(SimpleNamespace(request_id=1, **attributes))
+    assert (asked.cache_salt, asked.refusal) == (salt, None)
+    assert LlmRequestView(SimpleNamespace(request_id=1)).refusal == "salt_unknown"
 
 
 def adapter(folder, weights=b"w", config='{"r": 8}'):
@@ -95,7 +90,7 @@ def adapters(*folders):
 
 
 def of(known, task, path=None):
-    return known.of(SimpleNamespace(lora_task_id=task, py_lora_path=path))
+    return known.of(LlmRequestView(SimpleNamespace(request_id=1, lora_task_id=task, py_lora_path=path)))
 
 
 def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
@@ -368,7 +363,7 @@ def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
 @pytest.mark.parametrize("blocks", [[1.5] * 13, ["1"] * 13, [None] * 13, [-1] * 13, [5] * 13, BLOCKS[:2]])
 def test_blocks_that_fit_no_plan_leave_it_without(blocks):
     request = savable(matched=30)
-    fit_to_blocks(request, SimpleNamespace(), blocks)
+    fit_to_blocks(request, EngineRequest(), blocks)
     assert (request.load_failed, request.plan.target_block_ids) == (True, None)
 
 

@@ -9,6 +9,7 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.request import LlmRequest, SamplingParams
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.connector.contract import LlmRequestView
 from semblend_trt.connector.requests import RequestTable
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.outcome import Outcome, ReuseReport
@@ -74,7 +75,10 @@ def test_the_last_namespaces_are_remembered_and_never_a_salt(pair, salt, bound, 
     lookup._take(lookup.namespace)
     for request_id in range(1, 5):
         request = LlmRequest(request_id, [1, 2, 3], SamplingParams(), max_new_tokens=1, cache_salt=salt)
-        assert lookup.look_up(request, request_id, 0).namespace_key == bind(lookup.namespace, salt, None).key
+        assert (
+            lookup.look_up(LlmRequestView(request), request_id, 0).namespace_key
+            == bind(lookup.namespace, salt, None).key
+        )
         if request_id == 2:
             lookup.forget_donors()
     assert len(bindings) == bound
