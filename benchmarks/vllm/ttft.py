@@ -370,7 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=more)
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
-    parser.add_argument("--tokens", type=int, default=Sizes().long, help="of the longest prompts (default: %(default)s)")
+    tokens = "of the longest prompts (default: %(default)s)"
+    parser.add_argument("--tokens", type=int, default=Sizes().long, help=tokens)
     engine = "of vLLM's engine, or a variable in capitals"
     parser.add_argument("--engine-option", type=_setting, action="append", default=[], metavar="KEY=VALUE", help=engine)
     options = parser.parse_args(arguments)

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
-from engine_wrapper.trtllm.hooks import attention_of, can_fail_requests, find_executor, layers_of, watch_weights
+from engine_wrapper.trtllm.hooks import (
+    attention_of,
+    can_fail_requests,
+    find_executor,
+    has_forward,
+    layers_of,
+    options_of,
+    watch_weights,
+)
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward, table_for
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
@@ -72,7 +80,7 @@ def attach_to_executor(
             return runtime.refusal or "caches_refused"
         if parts is None:
             return "executor_unknown"
-        if parts.is_disaggregated:
+        if options_of(parts).is_disaggregated:
             return "disaggregated"  # the engine that receives a request's KV would publish it
         return guard_refusal(parts.manager) or guard_for(parts.manager, runtime.active_plans)
 
@@ -161,13 +169,13 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
 
 def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
     """Return what the executor shows of the engine's options, so that a first run on a new version shows them."""
-    layers = layers_of(parts.decoder)
+    layers, shown = layers_of(parts.decoder), options_of(parts)
     return {
         "manager": type(parts.manager).__name__,
         "attention": type(attention_of(layers[0]).backend if layers else None).__name__,
-        "graph_holders": [type(each).__name__ for each in parts.graph_holders],
-        "decode_graphs": parts.decode_graphs,
-        "overlap": parts.overlaps,
+        "graph_holders": [type(each).__name__ for each in shown.graph_holders],
+        "decode_graphs": shown.decode_graphs,
+        "overlap": shown.overlaps,
         "fails_requests": can_fail_requests(parts.executor),
     }
 
@@ -175,21 +183,22 @@ def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
 def _refused_engine(parts: ExecutorParts) -> str | None:
     if table_for(parts.manager) is None:
         return "cache_manager_unknown"
-    if parts.has_drafter:
+    shown = options_of(parts)
+    if shown.has_drafter:
         return "speculative_decoding"
-    if parts.reserves_prefixes:
+    if shown.reserves_prefixes:
         return "prefix_reservations"
-    if len(parts.graph_holders) != 1:
+    if len(shown.graph_holders) != 1:
         return "engine_layout"
     # Graphs of decode steps are captured before we attach, and replay no batch with a plan.
-    if parts.has_prefill_graphs:
+    if shown.has_prefill_graphs:
         return "prefill_graphs"
-    return "compiled_prefill" if parts.is_compiled else None
+    return "compiled_prefill" if shown.is_compiled else None
 
 
 def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str | None:
     layers = layers_of(parts.decoder)
-    if layers is None or not parts.has_forward or len(layers) != facts.num_layers:
+    if layers is None or not has_forward(parts.decoder) or len(layers) != facts.num_layers:
         return "model_layout"
     if "forward" in vars(parts.decoder):
         return "model_patched"
@@ -213,7 +222,7 @@ def _refused_attention(attention: AttentionParts, index: int, facts: ModelFacts,
     if attention.is_patched:
         return "model_patched"
     wanted = (facts.head_dim, facts.num_heads // ranks * facts.head_dim, facts.sizes(ranks).kv_heads * facts.head_dim)
-    if attention.sizes != wanted or attention.fuses_rope is None:
+    if attention.sizes != wanted or not isinstance(attention.fuses_rope, bool):
         return "model_layout"
     if attention.is_quantised:
         return "quantized_attention"

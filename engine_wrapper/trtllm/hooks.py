@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
-    """The parts of a running PyExecutor that can be attached to, and what they show of the engine's options. `manager`
-    is its KV cache manager."""
+    """The parts of a running PyExecutor that can be attached to. `manager` is its KV cache manager."""
 
     executor: Any
     manager: Any
@@ -50,122 +49,103 @@ class ExecutorParts:
         return getattr(getattr(self.model_engine, "model", None), "model", None)
 
     @property
-    def has_forward(self) -> bool:
-        return callable(getattr(self.decoder, "forward", None))
-
-    @property
-    def is_disaggregated(self) -> bool:
-        return getattr(self.executor, "kv_cache_transceiver", None) is not None
-
-    @property
-    def has_drafter(self) -> bool:
-        return getattr(self.executor, "drafter", None) is not None
-
-    @property
-    def reserves_prefixes(self) -> bool:
-        return bool(getattr(self.executor.kv_connector_manager, "prefix_reservations_enabled", False))
-
-    @property
-    def overlaps(self) -> bool:
-        return not getattr(self.executor, "disable_overlap_scheduler", False)
-
-    @property
-    def graph_holders(self) -> list[Any]:
-        """The objects that hold a runner of CUDA graphs: the engine up to 1.3, the engine's runner on main."""
-        engine, held = self.model_engine, held_by(self.model_engine)
-        if "cuda_graph_runner" in held:
-            return [engine]
-        return [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
-
-    @property
-    def decode_graphs(self) -> list[bool]:
-        """Whether each holder runs decode steps as graphs."""
-        return [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in self.graph_holders]
-
-    @property
-    def has_prefill_graphs(self) -> bool:
-        return any(getattr(each, "breakable_cuda_graph_runner", None) is not None for each in self.graph_holders)
-
-    @property
-    def is_compiled(self) -> bool:
-        compiled = [getattr(self.model_engine, "_torch_compile_enabled", False)]
-        return any(compiled + [getattr(each, "_torch_compile_backend", None) for each in self.graph_holders])
-
-    @property
     def layer_offsets(self) -> dict[int, int]:
         """The pool's layer of each of the model's layers."""
         return dict(getattr(self.manager, "layer_offsets", {}))
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a running executor shows of its engine's options. `graph_holders` hold a runner of CUDA graphs, and
+    `decode_graphs` says whether each runs decode steps as graphs."""
+
+    is_disaggregated: bool
+    has_drafter: bool
+    reserves_prefixes: bool
+    overlaps: bool
+    graph_holders: list[Any]
+    decode_graphs: list[bool]
+    has_prefill_graphs: bool
+    is_compiled: bool
+
+
+def options_of(parts: ExecutorParts) -> EngineOptions:
+    """Return what the executor shows. Up to 1.3 the engine holds the graph runner, on main the engine's runner."""
+    executor, engine, held = parts.executor, parts.model_engine, held_by(parts.model_engine)
+    holders = (
+        [engine]
+        if "cuda_graph_runner" in held
+        else [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+    )
+    compiled = [getattr(each, "_torch_compile_backend", None) for each in holders]
+    return EngineOptions(
+        is_disaggregated=getattr(executor, "kv_cache_transceiver", None) is not None,
+        has_drafter=getattr(executor, "drafter", None) is not None,
+        reserves_prefixes=bool(getattr(executor.kv_connector_manager, "prefix_reservations_enabled", False)),
+        overlaps=not getattr(executor, "disable_overlap_scheduler", False),
+        graph_holders=holders,
+        decode_graphs=[bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders],
+        has_prefill_graphs=any(getattr(each, "breakable_cuda_graph_runner", None) is not None for each in holders),
+        is_compiled=any([getattr(engine, "_torch_compile_enabled", False), *compiled]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """The attention module of one layer, None if the layer has none, and what it shows."""
+    """What the attention module of one layer shows; None for what it lacks.
 
-    module: Any
+    `layer`: its own index. `sizes`: channels of a head, of all queries and of all keys. `fuses_rope`: its kernel
+    rotates. `scaling`: what 1 / sqrt(head_dim) is divided by."""
 
-    @property
-    def backend(self) -> Any:
-        return getattr(self.module, "attn", None)
-
-    @property
-    def has_forward(self) -> bool:
-        return callable(getattr(self.backend, "forward", None))
-
-    @property
-    def is_patched(self) -> bool:
-        return "forward" in held_by(self.backend)
-
-    @property
-    def is_latent(self) -> bool:
-        return type(self.module).__name__ == "MLA" or hasattr(self.module, "kv_lora_rank")
-
-    @property
-    def layer(self) -> Any:
-        """Its own index among the layers."""
-        return getattr(self.module, "layer_idx", None)
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Channels of a head, of all queries and of all keys; None for what is missing."""
-        return tuple(getattr(self.module, name, None) for name in ("head_dim", "q_size", "kv_size"))
-
-    @property
-    def fuses_rope(self) -> bool | None:
-        """Whether its kernel rotates; None if it does not say."""
-        fused = getattr(self.module, "rope_fusion", None)
-        return fused if isinstance(fused, bool) else None
-
-    @property
-    def is_quantised(self) -> bool:
-        return bool(getattr(self.module, "has_quant_scale", False))
-
-    @property
-    def chunk(self) -> Any:
-        return getattr(self.module, "attention_chunk_size", None)
-
-    @property
-    def scaling(self) -> Any:
-        """By what 1 / sqrt(head_dim) is divided; None for 1."""
-        return getattr(self.module, "q_scaling", None)
-
-    @property
-    def gates_output(self) -> bool:
-        return bool(getattr(self.module, "attn_output_gate", None))
+    backend: Any
+    has_forward: bool
+    is_patched: bool
+    is_latent: bool
+    layer: Any
+    sizes: tuple[Any, ...]
+    fuses_rope: Any
+    is_quantised: bool
+    chunk: Any
+    scaling: Any
+    gates_output: bool
 
     def scale(self, name: str) -> Any:
-        """The scale of stored KV of this name; None if it is missing."""
+        """Return the scale of stored KV of this name; None if it is missing."""
         return getattr(self.backend, name, None)
+
+
+def attention_of(layer: Any) -> AttentionParts:
+    """Return what the attention of a layer shows."""
+    module = getattr(layer, "self_attn", None)
+    backend = getattr(module, "attn", None)
+    return AttentionParts(
+        backend=backend,
+        has_forward=callable(getattr(backend, "forward", None)),
+        is_patched="forward" in held_by(backend),
+        is_latent=type(module).__name__ == "MLA" or hasattr(module, "kv_lora_rank"),
+        layer=getattr(module, "layer_idx", None),
+        sizes=tuple(getattr(module, name, None) for name in ("head_dim", "q_size", "kv_size")),
+        fuses_rope=getattr(module, "rope_fusion", None),
+        is_quantised=bool(getattr(module, "has_quant_scale", False)),
+        chunk=getattr(module, "attention_chunk_size", None),
+        scaling=scaling_of(module),
+        gates_output=bool(getattr(module, "attn_output_gate", None)),
+    )
+
+
+def scaling_of(module: Any) -> Any:
+    """Return what an attention divides 1 / sqrt(head_dim) by; None for 1."""
+    return getattr(module, "q_scaling", None)
+
+
+def has_forward(decoder: Any) -> bool:
+    return callable(getattr(decoder, "forward", None))
 
 
 def layers_of(decoder: Any) -> list[Any] | None:
     """Return the decoder's layers; None if it has none."""
     layers = getattr(decoder, "layers", None)
     return None if layers is None else list(layers)
-
-
-def attention_of(layer: Any) -> AttentionParts:
-    """Return the attention of a layer."""
-    return AttentionParts(getattr(layer, "self_attn", None))
 
 
 @dataclass(frozen=True, slots=True)

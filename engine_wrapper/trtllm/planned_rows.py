@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.hooks import AttentionParts, option_of
+from engine_wrapper.trtllm.hooks import option_of, scaling_of
 from kernels.layout import PoolLayer
 from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
@@ -119,7 +119,7 @@ class PlannedRows:
         write_rows(keys, values.contiguous(), kv, sequences)
         if self._lowest and self.found is not None:
             raise CheckReached
-        scale = self._geometry.head_dim**-0.5 / (AttentionParts(attention).scaling or 1.0)
+        scale = self._geometry.head_dim**-0.5 / (scaling_of(attention) or 1.0)
         mass = self._schedule.mass
         attend = sparse_prefill if mass is None else partial(mass.attend, layer)
         attended = attend(queries.contiguous(), kv, sequences, scale, self._windows[layer])
