@@ -18,9 +18,10 @@ SECTIONS = {
 }
 HEAD = """# Promises
 
-`python -m tests.promises` makes this page from the tests that are marked with `@pytest.mark.promise`: every promise that the README and these pages
-make, by the file whose tests hold it, with other files that do in brackets. `make imports` holds one more: imports between the floors go downward
-only. [failure-modes.md](failure-modes.md#known-defects-of-public-connectors) has the known defects of public connectors.
+`python -m tests.promises` makes this page from the tests that are marked with `@pytest.mark.promise`: the promises of
+README and docs, by the file whose tests hold them, with other such files in brackets. `make imports` holds one more:
+imports between the floors go downward only. [failure-modes.md](failure-modes.md#known-defects-of-public-connectors) has
+the known defects of public connectors.
 """
 
 
@@ -54,7 +55,10 @@ def _paragraphs(files):
         file = max(sorted(held), key=held.__getitem__)
         texts = [text for text, names in files.items() if file in names]
         others = {text: ", ".join(f"`{each}`" for each in sorted(files.pop(text) - {file})) for text in texts}
-        lines.append(f"- `{file}`: " + " ".join(f"{text} (and {others[text]})." if others[text] else f"{text}." for text in texts))
+        lines.append(
+            f"- `{file}`: "
+            + " ".join(f"{text} (and {others[text]})." if others[text] else f"{text}." for text in texts)
+        )
     return sorted(lines)
 
 
