@@ -17,7 +17,6 @@ SECTIONS = {
     "fleet": "The fleet",
 }
 HEAD = """# Promises
-
 `python -m tests.promises` makes this page from the tests that are marked with `@pytest.mark.promise`: the promises of
 README and docs, by the file whose tests hold them, with other such files in brackets. `make imports` holds one more:
 imports between the floors go downward only. [failure-modes.md](failure-modes.md#known-defects-of-public-connectors) has
@@ -44,7 +43,7 @@ def page():
     parts = {title: {} for title in SECTIONS.values()}
     for (section, text), files in promises().items():
         parts[SECTIONS[section]][text] = files
-    return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(_paragraphs(files)) + "\n" for title, files in parts.items())
+    return HEAD + "".join(f"\n## {title}\n" + "\n".join(_paragraphs(files)) + "\n" for title, files in parts.items())
 
 
 def _paragraphs(files):
