@@ -3,6 +3,8 @@
 `@pytest.mark.promise("reuse", "Only equal tokens are reused")` stands on a test that holds it. Where several tests hold
 one, the others' markers may have its first words alone, and end in three dots."""
 
+from collections import Counter
+
 from tests.pages import ROOT, marks
 
 PAGE = ROOT / "docs" / "promises.md"
@@ -15,11 +17,10 @@ SECTIONS = {
     "fleet": "The fleet",
 }
 HEAD = """# Promises
-
-Made by `python -m tests.promises` from the tests that are marked with `@pytest.mark.promise`: every promise that the
-README and these pages make, with the files of its tests. `make imports` holds one more: imports between the floors go
-downward only. What each known defect of public connectors is, and which tests fail on it, is in
-[failure-modes.md](failure-modes.md#known-defects-of-public-connectors).
+`python -m tests.promises` makes this page from the tests that are marked with `@pytest.mark.promise`: the promises of
+README and docs, by the file whose tests hold them, with other such files in brackets. `make imports` holds one more:
+imports between the floors go downward only. [failure-modes.md](failure-modes.md#known-defects-of-public-connectors) has
+the known defects of public connectors.
 """
 
 
@@ -37,11 +38,27 @@ def promises():
 
 
 def page():
-    """The page, a line a promise; unknown sections raise KeyError."""
-    lines = {title: [] for title in SECTIONS.values()}
+    """The page, a paragraph a test file: that which holds most of a section's promises first takes them, and so on.
+    Unknown sections raise KeyError."""
+    parts = {title: {} for title in SECTIONS.values()}
     for (section, text), files in promises().items():
-        lines[SECTIONS[section]].append(f"- {text} ({', '.join(f'`{file}`' for file in sorted(files))})")
-    return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(each) + "\n" for title, each in lines.items())
+        parts[SECTIONS[section]][text] = files
+    return HEAD + "".join(f"\n## {title}\n" + "\n".join(_paragraphs(files)) + "\n" for title, files in parts.items())
+
+
+def _paragraphs(files):
+    """The paragraphs of one section, by file. Empties `files`, the files of each promise."""
+    lines = []
+    while files:
+        held = Counter(each for names in files.values() for each in names)
+        file = max(sorted(held), key=held.__getitem__)
+        texts = [text for text, names in files.items() if file in names]
+        others = {text: ", ".join(f"`{each}`" for each in sorted(files.pop(text) - {file})) for text in texts}
+        lines.append(
+            f"- `{file}`: "
+            + " ".join(f"{text} (and {others[text]})." if others[text] else f"{text}." for text in texts)
+        )
+    return sorted(lines)
 
 
 if __name__ == "__main__":
