@@ -7,12 +7,17 @@ from tests.pages import ROOT
 
 
 def filled(page):
-    """Return the page with the table of each scope that it names, from `<!-- reasons: engine -->` to `<!-- end -->`."""
+    """Return the page with the table of each scope that it names, from `<!-- reasons: engine -->` to `<!-- end -->`;
+    `<!-- reasons: names -->` has a line for each scope, with its names."""
 
     def table(found):
-        rows = [f"| {text} | `{name}` |" for name, text in TEXTS[Scope(found[1])].items()]
-        head = [f"<!-- reasons: {found[1]} -->", "| what to do | counted as |", "|---|---|"]
-        return "\n".join([*head, *rows, "<!-- end -->"])
+        if found[1] == "names":
+            rows = [f"| {each.value} | {', '.join(f'`{name}`' for name in texts)} |" for each, texts in TEXTS.items()]
+            head = ["| scope | names |", "|---|---|"]
+        else:
+            rows = [f"| {text} | `{name}` |" for name, text in TEXTS[Scope(found[1])].items()]
+            head = ["| what to do | counted as |", "|---|---|"]
+        return "\n".join((f"<!-- reasons: {found[1]} -->", *head, *rows, "<!-- end -->"))
 
     return re.sub(r"<!-- reasons: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
 
