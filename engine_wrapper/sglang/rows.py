@@ -21,9 +21,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from engine_wrapper.patches import replaced_method
-from engine_wrapper.self_check import difference
+from engine_wrapper.self_check import compare_rotation
 from kernels.layout import PoolLayer
-from kernels.rope import rotate_keys
 from kernels.sparse_prefill import sparse_prefill, write_rows
 from semblend_trt.errors import LayoutError
 
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry, LayeredPool, SequenceRows
     from kernels.rope import Rotation
     from semblend_trt.ranks import Ranks
-
-_ROTATED_ROWS = 16
-# From about this position on engines lose the fraction of position times frequency, in float32.
-_FARTHEST = 1 << 15
 
 
 class _TakenError(Exception):
@@ -214,23 +209,16 @@ def take_fresh(
 
 
 def check_rotation(parts: Decoder, running: Any, token_ids: torch.Tensor) -> None:
-    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. Raises
-    LayoutError `rope_unknown` for the first layer that computes another K there."""
-    ids = token_ids[:_ROTATED_ROWS]
-    shift = min(parts.longest, _FARTHEST) - len(ids)
-    here = torch.arange(len(ids), device=ids.device)
-    both, positions = torch.cat([ids, ids]), torch.cat([here, here + shift])
-    for layer in range(parts.geometry.num_layers):
-        batch = rows_batch(running, both, positions)
+    """Do as `self_check.compare_rotation` for the decoder, int64 [tokens]."""
+
+    def keys_of(layer: int, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        batch = rows_batch(running, ids, positions)
         with in_forward(parts.runner, batch):
             residual.start(batch)
             hidden = parts.model.embed_tokens(batch.input_ids)
-            keys = take_fresh(parts, layer, batch, hidden, lambda keys, _: keys)
-        before, after = keys.chunk(2)
-        moved = rotate_keys(before, shift, parts.rotation.of_layer(layer))
-        what = f"keys that turn as the model's configuration says, by {shift} positions in layer {layer},"
-        if (problem := difference(what, moved, after, keys.dtype)) is not None:
-            raise LayoutError("rope_unknown", problem)
+            return take_fresh(parts, layer, batch, hidden, lambda keys, _: keys)
+
+    compare_rotation(token_ids, parts.longest, parts.rotation, parts.geometry.num_layers, keys_of)
 
 
 def _mapped(handed: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

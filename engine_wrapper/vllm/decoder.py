@@ -7,9 +7,6 @@ have rows with a first dimension of 1.
 A cache's layout depends on version, backend and processor. So the attention backend writes random tokens into a small
 cache, and the layout's views must read them.
 
-vLLM may rotate keys by another file than the one read here, or read it in its own way. A prompt that keeps its place
-shows no wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other one moved.
-
 Facts: vLLM, the decoders under `model_executor/models/` (0.28 to 0.32), and `transformers_utils/config.py`: it
 prefers `params.json` with `consolidated*.safetensors` to `config.json`."""
 
@@ -26,11 +23,9 @@ import torch
 from vllm.model_executor.custom_op import CustomOp
 
 from engine_wrapper.kv_scales import head_scales
-from engine_wrapper.self_check import difference
+from engine_wrapper.self_check import compare_rotation
 from engine_wrapper.vllm.hooks import own_kernels, replaced_attention
 from kernels.layout import LayeredPool, PoolLayer, indexable
-from kernels.rope import rotate_keys
-from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -40,7 +35,6 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.adapters import LoadedAdapters
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
-    from kernels.sparse_prefill import SequenceRows
     from semblend_trt.connector.model_facts import ModelFacts
 
 # Hidden rows and their residual, both [rows, hidden].
@@ -48,9 +42,6 @@ Rows = tuple["torch.Tensor", "torch.Tensor | None"]
 # K and V, or the latent rows alone.
 Views = tuple[torch.Tensor, ...]
 
-_ROTATED_ROWS = 16
-# From about this position on engines lose the fraction of position times frequency, in float32.
-_FARTHEST = 1 << 15
 # Over the layers of Transformers vLLM names an attention by its number alone.
 _INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
 _PROBE_BLOCKS = 2
@@ -316,20 +307,6 @@ class Decoder:
         stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
         return stored, rest[0] if rest else None
 
-    def write(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        sequences: tuple[SequenceRows, ...],
-        slots: torch.Tensor,
-    ) -> None:
-        """Write K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
-        if keys.dtype == self.pool.dtype:
-            write_rows(keys, values, self.cache(layer), sequences)
-        else:
-            write(self.attention[layer], self.caches[layer], keys, values, slots)
-
 
 @cache
 def _of_one_layer(geometry: KvGeometry) -> KvGeometry:
@@ -370,22 +347,15 @@ def take_fresh(
 
 
 def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
-    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. Raises
-    LayoutError `rope_unknown` for the first layer that computes another K there."""
-    ids = token_ids[:_ROTATED_ROWS]
-    shift = min(parts.longest, _FARTHEST) - len(ids)
-    here = torch.arange(len(ids), device=ids.device)
-    if parts.adapters is not None:
-        parts.adapters.map_none(2 * len(ids))
-    positions, hidden = torch.cat([here, here + shift]), parts.calls.embed(torch.cat([ids, ids]))
+    """Do as `self_check.compare_rotation` for the decoder, int64 [tokens]."""
+
+    def keys_of(layer: int, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        if parts.adapters is not None:
+            parts.adapters.map_none(len(ids))
+        return take_fresh(parts, layer, positions, (parts.calls.embed(ids), None), lambda keys, _: keys)
+
     with own_kernels(parts.unfused):
-        for layer in range(parts.geometry.num_layers):
-            keys = take_fresh(parts, layer, positions, (hidden.clone(), None), lambda keys, _: keys)
-            before, after = keys.chunk(2)
-            moved = rotate_keys(before, shift, parts.rotation.of_layer(layer))
-            what = f"keys that turn as the model's configuration says, by {shift} positions in layer {layer},"
-            if (problem := difference(what, moved, after, keys.dtype)) is not None:
-                raise LayoutError("rope_unknown", problem)
+        compare_rotation(token_ids, parts.longest, parts.rotation, parts.geometry.num_layers, keys_of)
 
 
 def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:

@@ -63,7 +63,7 @@ class PlannedForward:
         self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows, self._is_timed = failed, max_rows, is_timed
         self._stock = runner.model.forward
-        self._is_proven, self._sparse = False, False
+        self._sparse = False
         self._graphs: StepGraphs  # those of the step that is proven
         # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
@@ -103,7 +103,7 @@ class PlannedForward:
                 for plan in plans.values():
                     self._failed(plan)
         hidden = self._stock(*arguments, **options)
-        if not self._is_proven and self.step and not plans:
+        if self._runtime.mode is EngineMode.STOCK and self.step and not plans:
             self._prove(arguments, options, hidden)
         return hidden
 
@@ -134,11 +134,9 @@ class PlannedForward:
                     return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, geometry.num_layers, ranks, sink)
 
-        def lowest(schedule: LayerSchedule) -> torch.Tensor:
+        def lowest(schedule: LayerSchedule) -> Any:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
-                found = follow(rows, schedule, geometry.num_layers, ranks)
-            assert found is not None
-            return found
+                return follow(rows, schedule, geometry.num_layers, ranks)
 
         forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
         return batch.run(plans, blocks, forward, sink)
@@ -188,7 +186,6 @@ class PlannedForward:
             self._runtime.refusal = self._runtime.refusal or reason
             self.remove()
             return
-        self._is_proven = True
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: its first prompt came out the same")
 
