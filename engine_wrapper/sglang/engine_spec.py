@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 # Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "safetensors")
-_NO_OVERRIDES = (None, "", "{}")
 
 
 def sglang_version() -> str | None:
@@ -44,7 +43,7 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
         ),
         quantization=asked,
         reads_own_weights=str(arguments.load_format).lower() in _OWN_WEIGHTS,
-        has_model_overrides=arguments.json_model_override_args not in _NO_OVERRIDES,
+        has_model_overrides=False,  # refused by name
         tensor_parallel_size=int(arguments.tp_size),
         pipeline_parallel_size=int(arguments.pp_size),
         context_parallel_size=int(arguments.attn_cp_size),

@@ -158,18 +158,10 @@ class CacheLayout:
             return None
         return self.view(cache.view(self.dtype))
 
-    def stored(
-        self,
-        attention: Any,
-        cache: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        slots: torch.Tensor | None = None,
-    ) -> Views:
-        """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them into a small
-        cache of their own, at `slots`, int64 [rows], or one after the other."""
-        slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
-        blocks = -(-len(keys) // self.shape[1])
+    def stored(self, attention: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> Views:
+        """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them one after the
+        other into a small cache of their own, in which the last ones come first."""
+        slots, blocks = torch.arange(len(keys) - 1, -1, -1, device=cache.device), -(-len(keys) // self.shape[1])
         small = torch.zeros_like(cache[:blocks], memory_format=torch.preserve_format)
         write(attention, small, keys, values, slots)
         read = self.views(small)
@@ -227,9 +219,7 @@ def layout_of(
         generator = torch.Generator().manual_seed(0)
         wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(dtype).float() for _ in views]
         given = ((each * own).to(cache.device, rows or cache.dtype) for each, own in zip(wanted, factors, strict=False))
-        keys, values = next(given), next(given, None)
-        slots = torch.randperm(tokens, generator=generator).to(cache.device)
-        found = layout.stored(attention, cache, keys, values, slots)
+        found = layout.stored(attention, cache, next(given), next(given, None))
         if all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True)):
             return layout
     return None

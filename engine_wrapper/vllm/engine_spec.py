@@ -10,8 +10,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.kv_scales import E4M3, described_dtype
 from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
@@ -26,13 +25,13 @@ from semblend_trt.connector.engine_spec import (
 )
 from semblend_trt.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 logger = logging.getLogger(__name__)
 
 # Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-# Options that override a model's files, and the values that change nothing.
-OVERRIDES = ("hf_overrides", "model_class_overrides", "hf_config_path", "config_format")
-HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
 
 _lock = threading.Lock()
 _known: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
@@ -46,8 +45,7 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
     Scheduler and worker half meet by this object, and the runtime ends with it. Settings that cannot be used are logged
     in one sentence and turn reuse off: `refusal` is settings_invalid then."""
     key = str(vllm_config.kv_transfer_config.engine_id)
-    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
-    layers = layers if isinstance(layers, Mapping) else {}
+    layers = vllm_config.compilation_config.static_forward_context
     with _lock:
         known = _known.get(key)
         # An ended engine may wait for the garbage collector under the same id, which its user chose.
@@ -111,7 +109,7 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
         read_caches=read_caches,
         quantization=AskedQuantization(str(method or "?"), options_text(asked)) if is_quantized else None,
         reads_own_weights=load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None),
-        has_model_overrides=any(getattr(model, name, None) not in HARMLESS for name in OVERRIDES),
+        has_model_overrides=False,  # refused by name
         tensor_parallel_size=_size(parallel, "tensor_parallel_size"),
         pipeline_parallel_size=_size(parallel, "pipeline_parallel_size"),
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),
