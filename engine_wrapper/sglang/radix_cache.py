@@ -190,11 +190,11 @@ def cache_of(context: Any) -> Any:
 
 def _attached(context: Any, runner: Any) -> Any:
     """The cache with both halves of the connector. Raises LayoutError for a model or caches that are refused."""
-    arguments, settings = context.server_args, load_settings()
-    engine = from_server_args(arguments, context.model_config, lambda: type(runner.attn_backend).__name__)
+    settings = load_settings()
+    engine = from_server_args(context.server_args, context.model_config, lambda: type(runner.attn_backend).__name__)
     runtime, scheduler, owner = runtime_for(engine), SglangScheduler(engine), find_scheduler()
     cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
-    worker = SglangWorker(engine, runner, arguments, settings, scheduler, cache.requests)
+    worker = SglangWorker(engine, runner, settings, scheduler, cache.requests)
     worker.retract = SchedulerHooks(owner, worker.note_requests).retract
     cache._worker, cache._runtime, cache._scheduler = worker, runtime, scheduler  # it serves by these from now on
     logger.info("KV reuse: policy %s, host_bytes %d", settings.policy.value, settings.host_bytes)

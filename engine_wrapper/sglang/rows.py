@@ -43,17 +43,14 @@ class _TakenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What planned rows need of SGLang's model. `longest`: tokens of the longest sequence."""
+    """What planned rows need of SGLang's decoder, `model`. `longest`: tokens of the longest sequence."""
 
     runner: Any
+    model: Any
     pool: LayeredPool
     geometry: KvGeometry
     rotation: Rotation
     longest: int
-
-    @property
-    def model(self) -> Any:
-        return self.runner.model.model
 
     def attention(self, layer: int) -> Any:
         """Return a layer's RadixAttention."""

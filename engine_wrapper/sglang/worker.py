@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.patches import replace_method
-from engine_wrapper.sglang.engine_spec import max_rows
 from engine_wrapper.sglang.planned_forward import PlannedForward
 from engine_wrapper.sglang.rows import Decoder
 from kernels.layout import LayeredPool
@@ -57,7 +56,6 @@ class SglangWorker:
         self,
         engine: EngineSpec,
         runner: Any,
-        arguments: Any,
         settings: Settings,
         scheduler: SglangScheduler,
         requests: Requests,
@@ -72,8 +70,10 @@ class SglangWorker:
             refusal = refusal or "pool_layout"
             raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
         rotation, longest = self._worker.facts.rotation, int(runner.model_config.context_len)
-        parts, is_timed = Decoder(runner, pool, self._runtime.pool.geometry, rotation, longest), settings.min_saving > 0
-        self._forward = PlannedForward(parts, self._runtime, max_rows(arguments), is_timed=is_timed)
+        parts = Decoder(runner, runner.model.model, pool, self._runtime.pool.geometry, rotation, longest)
+        assert engine.max_num_tokens is not None
+        is_timed = settings.min_saving > 0
+        self._forward = PlannedForward(parts, self._runtime, engine.max_num_tokens, is_timed=is_timed)
         self._runtime.weights, self._runtime.publication_guard = Weights(runner.model), True
         self._stock = runner.forward
         self._undo = replace_method(runner, "forward", self._around)

@@ -94,20 +94,6 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans):
     assert not plans.withholds(FLAGGED)
 
 
-@pytest.mark.parametrize("build", [v1, v2])
-def test_removal_leaves_the_manager_as_it_was_found(build, plans):
-    manager = build()
-    before = dict(vars(manager))
-    assert guard_refusal(manager) is None
-    assert vars(manager) == before
-    guard = guard_for(manager, plans)
-    assert vars(manager) == before
-    guard.install()
-    assert vars(manager) != before
-    guard.remove()
-    assert vars(manager) == before
-
-
 class OfMain(KVCacheManager):
     """As `resource_manager.py` on main, where dummies may have their blocks before they are scheduled."""
 

@@ -126,6 +126,7 @@ def test_versions(monkeypatch, text, version):
     assert (from_vllm_config(with_layers(engine_config())).read_caches().layout is None) is (version is None)
 
 
+@pytest.mark.promise("engines", "Keys of vLLM's `kv_connector_extra_config` are the...")
 @pytest.mark.parametrize(
     ("extra", "field", "value"),
     [
@@ -138,10 +139,21 @@ def test_versions(monkeypatch, text, version):
         ({"policy": "exact"}, "policy", ReusePolicy.EXACT),
         ({"donor_tenant": 7}, "donor_tenant", "7"),
         ({"profile": "/p.json"}, "profile_path", Path("/p.json")),
+        # Of the older connector.
+        ({"min_semantic_span": 512}, "min_span_tokens", 512),
+        ({"min_semantic_span": 512, "min_span": 96}, "min_span_tokens", 96),
+        ({"kv_storage_path": "/kv", "disk_bytes": 9}, "disk_path", Path("/kv")),
+        ({"mode": "discovery_only"}, "discovery_only", True),
+        ({"mode": "exact_prefix"}, "policy", ReusePolicy.EXACT),
+        ({"min_similarity": 0.7, "min_reuse_ratio": 0.5}, "min_similarity", 0.7),
+        # The environment gives another value.
+        ({"max_donors": 96}, "max_donors", 96),
     ],
 )
-def test_a_key_is_a_setting_whatever_type_its_value_has(extra, field, value):
+def test_a_key_is_a_setting_whatever_type_its_value_has(monkeypatch, caplog, extra, field, value):
+    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "3")
     assert getattr(load_settings(**settings_of(extra)), field) == value
+    assert not caplog.records
 
 
 @pytest.mark.promise(
@@ -153,34 +165,9 @@ def test_every_setting_can_be_given_by_its_variable_in_lower_case():
     assert set(settings_of(given)) == set(Settings.model_fields)
 
 
-def test_extra_configuration_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "256")
-    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "3")
-    settings = load_settings(**settings_of({"min_span": 96}))
-    assert (settings.min_span_tokens, settings.max_donors) == (96, 3)
-
-
 @pytest.mark.parametrize("value", [None, "", "  "])
 def test_an_empty_value_counts_as_unset(value):
     assert settings_of({"audit_path": value, "nonsense": value}) == {}
-
-
-@pytest.mark.promise("engines", "Keys of vLLM's `kv_connector_extra_config` are the...")
-@pytest.mark.parametrize(
-    ("extra", "settings"),
-    [
-        ({"min_semantic_span": 512}, {"min_span_tokens": "512"}),
-        ({"min_semantic_span": 512, "min_span": 96}, {"min_span_tokens": "96"}),
-        ({"kv_storage_path": "/kv", "disk_bytes": 9}, {"disk_path": "/kv", "disk_bytes": "9"}),
-        ({"mode": "discovery_only"}, {"discovery_only": "1"}),
-        ({"mode": "exact_prefix"}, {"policy": "exact"}),
-        ({"min_similarity": 0.7, "min_reuse_ratio": 0.5}, {"min_similarity": "0.7", "min_reuse_ratio": "0.5"}),
-    ],
-)
-def test_keys_of_the_older_connector_that_mean_a_setting_are_understood(caplog, extra, settings):
-    assert settings_of(extra) == settings
-    load_settings(**settings_of(extra))
-    assert not caplog.records
 
 
 def own_records(caplog):

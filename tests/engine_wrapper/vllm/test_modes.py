@@ -30,14 +30,10 @@ def assert_planned(served, cold):
     assert served.offered > 400
 
 
+@pytest.mark.promise("engines", "In vLLM answers without a plan...")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"block_size": 16},
-        {"block_size": 128},
-        {"enable_prefix_caching": False},
-        {"enforce_eager": False},
-    ],
+    [{"block_size": 16}, {"block_size": 128}, {"enable_prefix_caching": False}, {"enforce_eager": False}],
     ids=str,
 )
 def test_answers_are_cold_ones(engine, cold, options):

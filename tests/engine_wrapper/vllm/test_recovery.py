@@ -208,14 +208,6 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold
 
 
 @pytest.mark.every_version
-def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, monkeypatch):
-    served = taught(engine("position_fix"))
-    failures = fail_planned(monkeypatch, served)
-    assert_cold(served, cold, MOVED, NEW)
-    assert (len(failures), served.faults) == (2, {"planned_forward": 1})
-    assert_cold(served, cold, MOVED)  # served as without us from then on
-
-
 @both_modes
 def test_what_was_never_written_is_not_hit_and_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))

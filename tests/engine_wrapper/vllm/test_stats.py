@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
+from engine_wrapper.vllm.connector import SemBlendConnector
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import PlanSpan
@@ -49,7 +50,8 @@ def test_an_interval_is_taken_once():
 
 def test_intervals_add_up_and_leave_what_they_were_made_of():
     first, second = counted(USED).data, counted(DECLINED, DECLINED).data
-    both = ReuseStats.of(first).aggregate(ReuseStats.of(second)).aggregate(ReuseStats.of(None))
+    build = SemBlendConnector.build_kv_connector_stats
+    both = build(first).aggregate(build(second)).aggregate(build())
     assert (both.reduce()["refusals deviation"], both.reduce()["tokens reused"]) == (2, 70)
     assert first == counted(USED).data
 
