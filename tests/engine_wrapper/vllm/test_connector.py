@@ -127,7 +127,10 @@ def test_donors_on_disk_outlive_their_engine(engine, cold, tmp_path):
     served.worker._worker.transfers.drain()
     served.settle()  # a step orders the write, another one tells its end
     served = engine(WHOLE[0], own | {"min_donor_tokens": 4096})
+    served.worker._worker.transfers.drain()
     served.ask(NEW, max_tokens=1)
+    while served.runtime.disk.found:
+        served.ask(NEW, max_tokens=1)
     assert served.scheduler.donor_index.catalog.stats().resting == 1
     for is_there in (False, True):
         assert_cold(served, cold, MOVED)
