@@ -65,7 +65,6 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
     try:
         served = engine("position_fix")
         assert asked(served).cached > 400
-        assert served.runtime.costs.cold(0, 2000) > served.runtime.costs.cold(0, 100) > 0
     finally:
         told.removeHandler(caplog.handler)
     assert served.scheduler.namespace.backend_cache_layout.startswith("vllm-0.99/")
