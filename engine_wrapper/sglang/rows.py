@@ -9,7 +9,7 @@ Facts: SGLang 0.5.23, `srt/models/llama.py`, `qwen2.py`, `qwen3.py`; `srt/layers
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _TakenError(Exception):
-    """Leaves a layer whose K and V have been taken."""
+    """Leaves a layer with what was made of its K and V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +186,21 @@ def take_fresh(
 ) -> Any:
     """Run a layer up to its attention; return what `take` makes of K and V, each [rows, kv_heads, head_dim]. The layer
     may write into `hidden`. Raises LayoutError `model_call`."""
-    found, attention = list[Any](), parts.attention(layer)
+    attention = parts.attention(layer)
 
     def leave(_: torch.Tensor, keys: Any, values: Any, *__: Any, **options: Any) -> None:
-        found.append(take(*parts.by_head(keys, values, options)))
-        raise _TakenError
+        raise _TakenError(take(*parts.by_head(keys, values, options)))
 
     # Our own attention may be in its place already.
     own = vars(attention).pop("forward", None)
     try:
-        with suppress(_TakenError), replaced_method(attention, "forward", leave):
+        with replaced_method(attention, "forward", leave):
             parts.model.layers[layer](batch.positions, hidden, batch)
+    except _TakenError as taken:
+        return taken.args[0]
     finally:
         if own is not None:
             attention.forward = own
-    if found:
-        return found[0]
     raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
 

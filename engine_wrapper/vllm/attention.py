@@ -127,7 +127,6 @@ class VllmRows:
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
         chunks, check, metadata = self._parts.chunks, self._schedule.check, dict[int | None, Any]()
         is_sample = check is not None and check.is_sample
-        # Single rows, as a sample's are, would each read all keys before them in the backend.
         apart = self._sparse and (is_sample or stand_apart(own for own, _ in pairs))
         is_ours = apart or self._schedule.mass is not None
         if is_ours and not self._is_attending:

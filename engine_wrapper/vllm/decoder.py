@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,8 @@ class LayerCalls:
 
     def norm(self, rows: Rows) -> torch.Tensor:
         """Apply the final norm; return [rows, hidden]."""
-        normed: torch.Tensor = self._decoder.norm(*rows)[0]
+        hidden, residual = rows
+        normed: torch.Tensor = self._decoder.norm(hidden) if residual is None else self._decoder.norm(*rows)[0]
         return normed
 
 
@@ -87,12 +88,8 @@ class _HiddenOnly(LayerCalls):
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         return self._decoder.layers[layer](positions=positions, hidden_states=rows[0]), None
 
-    def norm(self, rows: Rows) -> torch.Tensor:
-        normed: torch.Tensor = self._decoder.norm(rows[0])
-        return normed
 
-
-class _OfTransformers(_HiddenOnly):
+class _OfTransformers(LayerCalls):
     """Layers of Transformers over vLLM's attention; one rotation serves all layers of the same rows."""
 
     _positions: torch.Tensor | None = None
@@ -201,10 +198,8 @@ def layout_of(
     rows: torch.dtype | None = None,
     scales: tuple[Scale, Scale] | None = None,
 ) -> CacheLayout | None:
-    """Return the layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known.
-
-    The backend writes into a small cache of the same kind. With `scales` of K and V it stores rows of dtype `rows` in
-    e4m3, latent ones by that of K."""
+    """Return the layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known. With `scales`
+    of K and V the backend stores rows of dtype `rows` in e4m3, latent ones by that of K."""
     if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
         return None
     kv_heads, block_size, head_dim = shape
@@ -311,7 +306,7 @@ def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
 
 
 class _TakenError(Exception):
-    """Leaves a layer whose K and V have been taken."""
+    """Leaves a layer with what was made of its K and V."""
 
 
 def take_fresh(
@@ -323,16 +318,15 @@ def take_fresh(
 ) -> Any:
     """Run a layer up to its attention; return what `take` makes of K and V of all rows, each [rows, kv_heads,
     head_dim], or of latent rows and None. The layer may write into `rows`. Raises LayoutError `model_call`."""
-    found = list[Any]()
 
     def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
-        found.append(take(*fresh_rows(kv, parts.geometry)))
-        raise _TakenError
+        raise _TakenError(take(*fresh_rows(kv, parts.geometry)))
 
-    with suppress(_TakenError), replaced_attention(parts.attention[layer], leave):
-        parts.calls.run(layer, positions, rows)
-    if found:
-        return found[0]
+    try:
+        with replaced_attention(parts.attention[layer], leave):
+            parts.calls.run(layer, positions, rows)
+    except _TakenError as taken:
+        return taken.args[0]
     raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
 
