@@ -116,14 +116,6 @@ def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, m
 # -- keys turn as the model's configuration says -----------------------------------------------------------------------
 
 
-def assert_refused(served, caplog):
-    asked(served)
-    served.forget()
-    assert served.ask(MOVED, max_tokens=1).cached == 0
-    assert (served.runtime.mode.value, dict(served.faults)) == ("stock", {"self_check": 1})
-    assert "(rope_unknown): keys that turn as the model's configuration says, by 2032 positions in " in caplog.text
-
-
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
@@ -140,4 +132,9 @@ def test_layers_that_rotate_otherwise_are_served_as_stock(engine, monkeypatch, c
         return stock(*arguments, rope_parameters={**rope_parameters, **parameters}, **options, **named)
 
     monkeypatch.setattr(qwen2, "get_rope", other)
-    assert_refused(engine("position_fix"), caplog)
+    served = engine("position_fix")
+    asked(served)
+    served.forget()
+    assert served.ask(MOVED, max_tokens=1).cached == 0
+    assert (served.runtime.mode.value, dict(served.faults)) == ("stock", {"self_check": 1})
+    assert "(rope_unknown): keys that turn as the model's configuration says, by 2032 positions in " in caplog.text
