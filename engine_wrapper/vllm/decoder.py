@@ -1,9 +1,5 @@
 """vLLM's decoder as planned rows run it: its layers' calls, its caches as one pool, and what its attention needs.
 
-A layer's call is read from the signature of its `forward`. Most layers take and return hidden rows and a residual
-(`llama.py`). Some take hidden rows alone (`granite.py`, `olmo3.py`). Layers of Transformers (`transformers/base.py`)
-have rows with a first dimension of 1.
-
 A cache's layout depends on version, backend and processor. So the attention backend writes random tokens into a small
 cache, and the layout's views must read them.
 
@@ -51,7 +47,7 @@ _PROBE_BLOCKS = 2
 
 
 class LayerCalls:
-    """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...]."""
+    """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...], as in `llama.py`."""
 
     def __init__(self, model: Any) -> None:
         """`model`: what the runner calls; its `model` is the decoder."""
@@ -85,12 +81,14 @@ class LayerCalls:
 
 
 class _HiddenOnly(LayerCalls):
+    """As in `granite.py` and `olmo3.py`."""
+
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         return self._decoder.layers[layer](positions=positions, hidden_states=rows[0]), None
 
 
 class _OfTransformers(LayerCalls):
-    """Layers of Transformers over vLLM's attention; one rotation serves all layers of the same rows."""
+    """Layers of Transformers (`transformers/base.py`), [1, rows, ...]; one rotation serves all layers of the rows."""
 
     _positions: torch.Tensor | None = None
     _rotation: Any = None

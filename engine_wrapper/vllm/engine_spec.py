@@ -85,17 +85,15 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
     is_own_model = implementation in ("auto", "vllm")
     name = "" if version is None else f"vllm-{version[0]}.{version[1]}{'' if is_own_model else f'-{implementation}'}"
     method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
-    asked = {"quant_algo": method or "?", "options": options}
-    is_quantized = method is not None or options is not None
+    asked = AskedQuantization(str(method or "?"), options_text({"quant_algo": method or "?", "options": options}))
     # vLLM scales queries by their position if it takes long prompts (`model_executor/models/llama4.py`).
-    text = getattr(model, "hf_text_config", None)
-    scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
+    is_scaled = getattr(getattr(model, "hf_text_config", None), "attn_temperature_tuning", False)
 
     def read_caches() -> Caches:
         if reported:
             return reported[0]
         backend = _backend_of(layers)
-        layout = None if backend is None or not name else f"{name}/{backend}{scaled}"
+        layout = None if backend is None or not name else f"{name}/{backend}{'/scaled' if is_scaled else ''}"
         return Caches(described_dtype(cache_dtype, layers), layout)
 
     return EngineSpec(
@@ -107,7 +105,7 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
         dtype=dtype,
         kv_dtype="float8_e4m3fn" if cache_dtype in E4M3 else dtype,
         read_caches=read_caches,
-        quantization=AskedQuantization(str(method or "?"), options_text(asked)) if is_quantized else None,
+        quantization=None if method is None and options is None else asked,
         reads_own_weights=load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None),
         has_model_overrides=False,  # refused by name
         tensor_parallel_size=_size(parallel, "tensor_parallel_size"),
