@@ -58,7 +58,8 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 
     def take(self) -> ReuseStats | None:
         """Return what was counted since the last call, or None."""
-        taken, self.data = ReuseStats(self.data) if self.data else None, {}
+        taken = ReuseStats(dict(self.data)) if self.data else None
+        self.reset()
         return taken
 
     def reset(self) -> None:
