@@ -19,6 +19,7 @@ from engine_wrapper.batch import Batch
 from kernels.device import seconds_of
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv
+from kernels.rope import rotate_keys
 from semblend_trt.cost import CostModel, cold_work, fitted, plan_work
 from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
@@ -42,6 +43,9 @@ KEEP_ALL = 1e30
 # Where a value lies between two of KV in 16 bit or e4m3, sums of another order end at the other one. On a card
 # attention and experts may multiply float32 as TF32, which has the mantissa of float16.
 _EXACT_BOUND, _ROUNDED_BOUND = 1e-3, 0.05
+_ROTATED_ROWS = 16
+# From about this position on engines lose the fraction of position times frequency, in float32.
+_FARTHEST = 1 << 15
 
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
 
@@ -132,6 +136,28 @@ def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor, kv_dtype: to
     difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     # Written so that NaN fails.
     return None if difference <= bound else f"{what} differ from the engine's by {difference:.3g}, above {bound:g}"
+
+
+def compare_rotation(
+    token_ids: torch.Tensor,
+    longest: int,
+    rotation: Rotation,
+    num_layers: int,
+    keys_of: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. An engine may
+    rotate keys in its own way, which no prompt that keeps its place shows.
+
+    `keys_of` has a layer compute K, [rows, kv_heads, head_dim], of embedded tokens at positions, each int64 [rows].
+    Raises LayoutError `rope_unknown` for the first layer that computes another K than the moved one."""
+    ids = token_ids[:_ROTATED_ROWS]
+    shift, here = min(longest, _FARTHEST) - len(ids), torch.arange(len(ids), device=ids.device)
+    for layer in range(num_layers):
+        before, after = keys_of(layer, torch.cat([ids, ids]), torch.cat([here, here + shift])).chunk(2)
+        moved = rotate_keys(before, shift, rotation.of_layer(layer))
+        what = f"keys that turn as the model's configuration says, by {shift} positions in layer {layer},"
+        if (problem := difference(what, moved, after, after.dtype)) is not None:
+            raise LayoutError("rope_unknown", problem)
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 # Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "safetensors")
-_NO_OVERRIDES = (None, "", "{}")
 
 
 def sglang_version() -> str | None:
@@ -28,7 +27,7 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
 
     Settings come from the environment alone: SGLang has no place for a cache's own."""
     name, model, method = f"sglang-{sglang_version()}", str(arguments.model_path), arguments.quantization
-    dtype = text_of(model_config.dtype)
+    dtype, chunk = text_of(model_config.dtype), arguments.chunked_prefill_size or 0
     asked = None if method is None else AskedQuantization(str(method), options_text({"quant_algo": method}))
 
     return EngineSpec(
@@ -44,11 +43,12 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
         ),
         quantization=asked,
         reads_own_weights=str(arguments.load_format).lower() in _OWN_WEIGHTS,
-        has_model_overrides=arguments.json_model_override_args not in _NO_OVERRIDES,
+        has_model_overrides=False,  # refused by name
         tensor_parallel_size=int(arguments.tp_size),
         pipeline_parallel_size=int(arguments.pp_size),
         context_parallel_size=int(arguments.attn_cp_size),
-        max_num_tokens=max_rows(arguments),
+        # The rows of a chunk, or of a prefill without chunks.
+        max_num_tokens=int(chunk if chunk > 0 else arguments.max_prefill_tokens),
         speculates=arguments.speculative_algorithm is not None,
         orders_blocks_by_head=True,
         contract=None,
@@ -58,9 +58,3 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
         # Prefixes end at whole pages, and blocks here are single slots.
         tells_whole_prefix=True,
     )
-
-
-def max_rows(arguments: Any) -> int:
-    """Return the most rows of one forward: those of a chunk, or of a prefill without chunks."""
-    chunk = arguments.chunked_prefill_size or 0
-    return int(chunk if chunk > 0 else arguments.max_prefill_tokens)

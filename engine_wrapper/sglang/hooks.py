@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -43,11 +42,10 @@ class SchedulerHooks:
         # Retracted requests that are still to leave their batch, and those that are still to wait again.
         self._left, self._begun = list[Any](), list[Any]()
         self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
-        undo = ExitStack()
-        undo.callback(replace_method(scheduler, "get_next_batch_to_run", self._get_next))
-        undo.callback(replace_method(scheduler, "process_batch_result", self._read))
-        undo.callback(watch_method(scheduler, "process_input_requests", lambda _, given=(), *__: note(given)))
-        self.undo = undo.close
+        # The scheduler ends with its prefix cache.
+        replace_method(scheduler, "get_next_batch_to_run", self._get_next)
+        replace_method(scheduler, "process_batch_result", self._read)
+        watch_method(scheduler, "process_input_requests", lambda _, given=(), *__: note(given))
 
     def retract(self, rids: list[str]) -> None:
         """Begin these requests of the running step again."""

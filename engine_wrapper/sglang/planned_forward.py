@@ -54,7 +54,6 @@ class PlannedForward:
 
     def __init__(self, parts: Decoder, runtime: Runtime, max_rows: int, *, is_timed: bool = False) -> None:
         self._parts, self._runtime, self._max_rows, self._is_timed = parts, runtime, max_rows, is_timed
-        self._is_tried = False
 
     def run(self, plans: Mapping[int, SemanticKvPlan], step: Sequence[Scheduled], batch: Any) -> list[str]:
         """Compute what `plans` promised to requests of this step, before SGLang's forward of `batch`. Return the ids of
@@ -118,9 +117,8 @@ class PlannedForward:
         """Compute the engine's first long enough prompt again, by SGLang's decoder and by planned rows; never raises.
         They write the prompt's own slots, whose KV is put back as it was."""
         fits = [each for each in step if each.begin == 0 and each.tokens >= MIN_TOKENS]
-        if self._is_tried or not fits or batch.forward_mode.is_decode():
+        if not fits:
             return
-        self._is_tried = True
         try:
             self._prove(fits[0], batch)
         except Exception as error:

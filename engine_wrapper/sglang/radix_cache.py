@@ -37,9 +37,9 @@ logger = logging.getLogger("sglang.semblend")
 
 
 class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
-    """Until `attach` it is SGLang's own. No method of SemBlend's raises into the engine."""
+    """Until it has both halves of the connector it is SGLang's own. No method of SemBlend's raises into the engine."""
 
-    _scheduler: Any = None  # an SglangScheduler once attached
+    _scheduler: Any = None  # an SglangScheduler, once there is one
     _worker: SglangWorker
     _runtime: Runtime
 
@@ -53,10 +53,6 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self._worker.close()
             self._scheduler.close()
             self._scheduler = None
-
-    def attach(self, scheduler: SglangScheduler, worker: SglangWorker, runtime: Runtime) -> None:
-        """Serve requests by these halves of the connector from now on."""
-        self._scheduler, self._worker, self._runtime = scheduler, worker, runtime
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
@@ -194,16 +190,12 @@ def cache_of(context: Any) -> Any:
 
 def _attached(context: Any, runner: Any) -> Any:
     """The cache with both halves of the connector. Raises LayoutError for a model or caches that are refused."""
-    arguments, settings = context.server_args, load_settings()
-    engine = from_server_args(arguments, context.model_config, lambda: type(runner.attn_backend).__name__)
+    settings = load_settings()
+    engine = from_server_args(context.server_args, context.model_config, lambda: type(runner.attn_backend).__name__)
     runtime, scheduler, owner = runtime_for(engine), SglangScheduler(engine), find_scheduler()
     cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
-    worker = SglangWorker(engine, runner, arguments, settings, scheduler, cache.requests)
-    refusal = runtime.refusal or (None if runtime.pool is not None else "pool_layout")
-    if refusal is not None:
-        worker.undo()
-        raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
+    worker = SglangWorker(engine, runner, settings, scheduler, cache.requests)
     worker.retract = SchedulerHooks(owner, worker.note_requests).retract
-    cache.attach(scheduler, worker, runtime)
+    cache._worker, cache._runtime, cache._scheduler = worker, runtime, scheduler  # it serves by these from now on
     logger.info("KV reuse: policy %s, host_bytes %d", settings.policy.value, settings.host_bytes)
     return cache

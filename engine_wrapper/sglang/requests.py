@@ -60,7 +60,6 @@ class Followed:
     offered: int = 0
     slots: torch.Tensor | None = None
     is_due: bool = False
-    has_begun: bool = False
     written: int = 0
 
 
@@ -99,9 +98,8 @@ class Requests(dict[str, Followed]):
             tokens = 1 if is_decode else int(batch.extend_seq_lens_cpu[row])
             step.append(Scheduled(followed.number, rid, row, begin, tokens))
             # SGLang tells a request's slots at its end alone: its prefix cache may exchange them.
-            data = RequestData(followed.number, [], [], begin, tokens)
-            (known if followed.has_begun else new).append(data)
-            followed.has_begun, followed.written = True, begin + tokens
+            (known if followed.written else new).append(RequestData(followed.number, [], [], begin, tokens))
+            followed.written = begin + tokens
         return SchedulerOutput(new_requests=new, cached_requests=known), step
 
 

@@ -9,7 +9,7 @@ Facts: SGLang 0.5.23, `srt/models/llama.py`, `qwen2.py`, `qwen3.py`; `srt/layers
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from engine_wrapper.patches import replaced_method
-from engine_wrapper.self_check import difference
+from engine_wrapper.self_check import compare_rotation
 from kernels.layout import PoolLayer
-from kernels.rope import rotate_keys
 from kernels.sparse_prefill import sparse_prefill, write_rows
 from semblend_trt.errors import LayoutError
 
@@ -37,28 +36,21 @@ if TYPE_CHECKING:
     from kernels.rope import Rotation
     from semblend_trt.ranks import Ranks
 
-_ROTATED_ROWS = 16
-# From about this position on engines lose the fraction of position times frequency, in float32.
-_FARTHEST = 1 << 15
-
 
 class _TakenError(Exception):
-    """Leaves a layer whose K and V have been taken."""
+    """Leaves a layer with what was made of its K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What planned rows need of SGLang's model. `longest`: tokens of the longest sequence."""
+    """What planned rows need of SGLang's decoder, `model`. `longest`: tokens of the longest sequence."""
 
     runner: Any
+    model: Any
     pool: LayeredPool
     geometry: KvGeometry
     rotation: Rotation
     longest: int
-
-    @property
-    def model(self) -> Any:
-        return self.runner.model.model
 
     def attention(self, layer: int) -> Any:
         """Return a layer's RadixAttention."""
@@ -194,43 +186,35 @@ def take_fresh(
 ) -> Any:
     """Run a layer up to its attention; return what `take` makes of K and V, each [rows, kv_heads, head_dim]. The layer
     may write into `hidden`. Raises LayoutError `model_call`."""
-    found, attention = list[Any](), parts.attention(layer)
+    attention = parts.attention(layer)
 
     def leave(_: torch.Tensor, keys: Any, values: Any, *__: Any, **options: Any) -> None:
-        found.append(take(*parts.by_head(keys, values, options)))
-        raise _TakenError
+        raise _TakenError(take(*parts.by_head(keys, values, options)))
 
     # Our own attention may be in its place already.
     own = vars(attention).pop("forward", None)
     try:
-        with suppress(_TakenError), replaced_method(attention, "forward", leave):
+        with replaced_method(attention, "forward", leave):
             parts.model.layers[layer](batch.positions, hidden, batch)
+    except _TakenError as taken:
+        return taken.args[0]
     finally:
         if own is not None:
             attention.forward = own
-    if found:
-        return found[0]
     raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
 
 def check_rotation(parts: Decoder, running: Any, token_ids: torch.Tensor) -> None:
-    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. Raises
-    LayoutError `rope_unknown` for the first layer that computes another K there."""
-    ids = token_ids[:_ROTATED_ROWS]
-    shift = min(parts.longest, _FARTHEST) - len(ids)
-    here = torch.arange(len(ids), device=ids.device)
-    both, positions = torch.cat([ids, ids]), torch.cat([here, here + shift])
-    for layer in range(parts.geometry.num_layers):
-        batch = rows_batch(running, both, positions)
+    """Do as `self_check.compare_rotation` for the decoder, int64 [tokens]."""
+
+    def keys_of(layer: int, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        batch = rows_batch(running, ids, positions)
         with in_forward(parts.runner, batch):
             residual.start(batch)
             hidden = parts.model.embed_tokens(batch.input_ids)
-            keys = take_fresh(parts, layer, batch, hidden, lambda keys, _: keys)
-        before, after = keys.chunk(2)
-        moved = rotate_keys(before, shift, parts.rotation.of_layer(layer))
-        what = f"keys that turn as the model's configuration says, by {shift} positions in layer {layer},"
-        if (problem := difference(what, moved, after, keys.dtype)) is not None:
-            raise LayoutError("rope_unknown", problem)
+            return take_fresh(parts, layer, batch, hidden, lambda keys, _: keys)
+
+    compare_rotation(token_ids, parts.longest, parts.rotation, parts.geometry.num_layers, keys_of)
 
 
 def _mapped(handed: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

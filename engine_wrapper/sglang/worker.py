@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.patches import replace_method
-from engine_wrapper.sglang.engine_spec import max_rows
 from engine_wrapper.sglang.planned_forward import PlannedForward
 from engine_wrapper.sglang.rows import Decoder
 from kernels.layout import LayeredPool
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.errors import LayoutError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import Weights, runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from engine_wrapper.patches import Undo
     from engine_wrapper.sglang.requests import Requests, Scheduled, SglangScheduler
     from semblend_trt.config import Settings
     from semblend_trt.connector.contract import SchedulerOutput
@@ -57,26 +56,27 @@ class SglangWorker:
         self,
         engine: EngineSpec,
         runner: Any,
-        arguments: Any,
         settings: Settings,
         scheduler: SglangScheduler,
         requests: Requests,
     ) -> None:
-        """Take SGLang's pool and hook its runner. Raises what the pool, the model or the settings are refused for."""
+        """Take SGLang's pool and hook its runner. Raises ConfigurationError or LayoutError."""
         self._runtime = runtime_for(engine)
         self._scheduler, self._requests = scheduler, requests
         self.retract: Callable[[list[str]], None] = lambda _: None
         self._worker, pool = _Worker(engine), pool_of(runner)
         self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
-        self.undo: Undo = lambda: None
-        if self._runtime.pool is None or self._worker.facts is None:
-            return
+        if (refusal := self._runtime.refusal) is not None or self._runtime.pool is None or self._worker.facts is None:
+            refusal = refusal or "pool_layout"
+            raise LayoutError(refusal, f"the model or its caches are refused ({refusal})")
         rotation, longest = self._worker.facts.rotation, int(runner.model_config.context_len)
-        parts, is_timed = Decoder(runner, pool, self._runtime.pool.geometry, rotation, longest), settings.min_saving > 0
-        self._forward = PlannedForward(parts, self._runtime, max_rows(arguments), is_timed=is_timed)
+        parts = Decoder(runner, runner.model.model, pool, self._runtime.pool.geometry, rotation, longest)
+        assert engine.max_num_tokens is not None
+        is_timed = settings.min_saving > 0
+        self._forward = PlannedForward(parts, self._runtime, engine.max_num_tokens, is_timed=is_timed)
         self._runtime.weights, self._runtime.publication_guard = Weights(runner.model), True
         self._stock = runner.forward
-        self.undo = replace_method(runner, "forward", self._around)
+        self._undo = replace_method(runner, "forward", self._around)
 
     def _around(self, batch: Any, *arguments: Any, **options: Any) -> Any:
         step = self._begin(batch)
@@ -149,5 +149,5 @@ class SglangWorker:
 
     def close(self) -> None:
         """Leave the runner as it was found, and free the donors."""
-        self.undo()
+        self._undo()
         self._worker.close()

@@ -25,7 +25,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.deviation_check import stand_apart
-from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
+from engine_wrapper.vllm.decoder import fresh_rows, take_fresh, write
 from engine_wrapper.vllm.hooks import (
     forward_context,
     own_kernels,
@@ -71,13 +71,6 @@ def own_builder(group: Any, max_rows: int) -> Any:
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     with set_current_vllm_config(config):
         return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
-
-
-def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
-    """Return the builder's metadata. With more runs than it has room for as decodes, all count as prompts."""
-    are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
-    with as_prompts(builder) if are_too_many else nullcontext():
-        return builder.build(0, common)
 
 
 @contextmanager
@@ -137,10 +130,12 @@ class VllmRows:
         numbers = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
         self._row_slots = slots = to_device(torch.from_numpy(numbers), self._positions.device)
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
-        chunks, is_ours, metadata = self._parts.chunks, self._stand_apart(), dict[int | None, Any]()
+        chunks, check, metadata = self._parts.chunks, self._schedule.check, dict[int | None, Any]()
+        is_sample = check is not None and check.is_sample
+        apart = self._sparse and (is_sample or stand_apart(own for own, _ in pairs))
+        is_ours = apart or self._schedule.mass is not None
         if is_ours and not self._is_attending:
-            check = self._schedule.check
-            attending = self._parts.attention[: check.layer if check is not None and check.is_sample else None]
+            attending = self._parts.attention[: check.layer if check is not None and is_sample else None]
             self._left.enter_context(replaced_backend("forward", attending, self._attend))
             self._is_attending = True
         for chunk in set(chunks):
@@ -174,7 +169,7 @@ class VllmRows:
             stored = parts.stored(layer, keys, values)
             scales = parts.head_scales[layer] if parts.head_scales else None
             deviations = check.deviations(*stored, parts.pool, parts.geometry, ranks, scales)
-            parts.write(layer, keys, values, self._sequences, self._row_slots)
+            write(parts.attention[layer], parts.caches[layer], keys, values, self._row_slots)
             return deviations
 
         hidden, residual = self._begun()
@@ -197,15 +192,6 @@ class VllmRows:
             self._left.enter_context(own_kernels(self._parts.unfused))
             self._hidden = self._parts.calls.embed(self._schedule.token_ids)
         return self._hidden, self._residual
-
-    def _stand_apart(self) -> bool:
-        """True if SemBlend's kernel attends."""
-        check = self._schedule.check
-        if self._schedule.mass is not None:
-            return True
-        if not self._sparse or (check is not None and check.is_sample):
-            return self._sparse
-        return stand_apart(each.host_positions.numpy() for each in self._sequences)
 
     def _attend(
         self,
@@ -258,7 +244,11 @@ class VllmRows:
             causal=True,
             positions=self._positions,
         )
-        return _built(self._parts.builder, common)
+        builder = self._parts.builder
+        # With more runs than it has room for as decodes, all count as prompts.
+        are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
+        with as_prompts(builder) if are_too_many else nullcontext():
+            return builder.build(0, common)
 
 
 def own_rows_as_stored(parts: Decoder) -> AbstractContextManager[None]:

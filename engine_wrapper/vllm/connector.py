@@ -5,7 +5,7 @@ Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.28 to 0.32).""
 from __future__ import annotations
 
 import logging
-from copy import copy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -53,7 +53,8 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 logger.setLevel(logging.INFO)
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
-        self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
+        refusal = arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config)
+        self._runtime.refusal = self._runtime.refusal or refusal
         # Each role has its half, and vLLM calls only its methods. Other processes import this class and need neither.
         if role is KVConnectorRole.SCHEDULER:
             from engine_wrapper.vllm.scheduler import VllmScheduler
@@ -103,7 +104,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
-            self._refuse("other_connector")
+            self._runtime.refusal = self._runtime.refusal or "other_connector"
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> StartReport | None:
@@ -146,7 +147,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:
-        return ReuseStats.of(data)
+        return ReuseStats(deepcopy(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **options: Any) -> ReuseMetrics:
@@ -156,9 +157,6 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Close this half. vLLM calls it in the worker's role, and in some versions in the scheduler's."""
         half = self._worker if self.role is KVConnectorRole.WORKER else self._scheduler
         half.close()
-
-    def _refuse(self, reason: str | None) -> None:
-        self._runtime.refusal = self._runtime.refusal or reason
 
     @property
     def _step(self) -> StepMetadata:

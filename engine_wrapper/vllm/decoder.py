@@ -1,14 +1,7 @@
 """vLLM's decoder as planned rows run it: its layers' calls, its caches as one pool, and what its attention needs.
 
-A layer's call is read from the signature of its `forward`. Most layers take and return hidden rows and a residual
-(`llama.py`). Some take hidden rows alone (`granite.py`, `olmo3.py`). Layers of Transformers (`transformers/base.py`)
-have rows with a first dimension of 1.
-
 A cache's layout depends on version, backend and processor. So the attention backend writes random tokens into a small
 cache, and the layout's views must read them.
-
-vLLM may rotate keys by another file than the one read here, or read it in its own way. A prompt that keeps its place
-shows no wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other one moved.
 
 Facts: vLLM, the decoders under `model_executor/models/` (0.28 to 0.32), and `transformers_utils/config.py`: it
 prefers `params.json` with `consolidated*.safetensors` to `config.json`."""
@@ -17,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -26,7 +19,7 @@ import torch
 from vllm.model_executor.custom_op import CustomOp
 
 from engine_wrapper.kv_scales import head_scales
-from engine_wrapper.self_check import difference
+from engine_wrapper.self_check import compare_rotation
 from engine_wrapper.vllm.hooks import (
     chunk_of,
     embedding_factor,
@@ -37,8 +30,6 @@ from engine_wrapper.vllm.hooks import (
     writes_rows,
 )
 from kernels.layout import LayeredPool, PoolLayer, indexable
-from kernels.rope import rotate_keys
-from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -48,7 +39,6 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.adapters import LoadedAdapters
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
-    from kernels.sparse_prefill import SequenceRows
     from semblend_trt.connector.model_facts import ModelFacts
 
 # Hidden rows and their residual, both [rows, hidden].
@@ -56,9 +46,6 @@ Rows = tuple["torch.Tensor", "torch.Tensor | None"]
 # K and V, or the latent rows alone.
 Views = tuple[torch.Tensor, ...]
 
-_ROTATED_ROWS = 16
-# From about this position on engines lose the fraction of position times frequency, in float32.
-_FARTHEST = 1 << 15
 # Over the layers of Transformers vLLM names an attention by its number alone.
 _INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
 _PROBE_BLOCKS = 2
@@ -68,7 +55,7 @@ _PROBE_BLOCKS = 2
 
 
 class LayerCalls:
-    """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...]."""
+    """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...], as in `llama.py`."""
 
     def __init__(self, model: Any) -> None:
         """`model`: what the runner calls; its `model` is the decoder."""
@@ -96,21 +83,20 @@ class LayerCalls:
 
     def norm(self, rows: Rows) -> torch.Tensor:
         """Apply the final norm; return [rows, hidden]."""
-        normed: torch.Tensor = self._decoder.norm(*rows)[0]
+        hidden, residual = rows
+        normed: torch.Tensor = self._decoder.norm(hidden) if residual is None else self._decoder.norm(*rows)[0]
         return normed
 
 
 class _HiddenOnly(LayerCalls):
+    """As in `granite.py` and `olmo3.py`."""
+
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         return self._decoder.layers[layer](positions=positions, hidden_states=rows[0]), None
 
-    def norm(self, rows: Rows) -> torch.Tensor:
-        normed: torch.Tensor = self._decoder.norm(rows[0])
-        return normed
 
-
-class _OfTransformers(_HiddenOnly):
-    """Layers of Transformers over vLLM's attention; one rotation serves all layers of the same rows."""
+class _OfTransformers(LayerCalls):
+    """Layers of Transformers (`transformers/base.py`), [1, rows, ...]; one rotation serves all layers of the rows."""
 
     _positions: torch.Tensor | None = None
     _rotation: Any = None
@@ -175,18 +161,10 @@ class CacheLayout:
             return None
         return self.view(cache.view(self.dtype))
 
-    def stored(
-        self,
-        attention: Any,
-        cache: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        slots: torch.Tensor | None = None,
-    ) -> Views:
-        """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them into a small
-        cache of their own, at `slots`, int64 [rows], or one after the other."""
-        slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
-        blocks = -(-len(keys) // self.shape[1])
+    def stored(self, attention: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> Views:
+        """Return rows, as `write` takes them, as the backend stores them, each in `dtype`. It writes them one after the
+        other into a small cache of their own, in which the last ones come first."""
+        slots, blocks = torch.arange(len(keys) - 1, -1, -1, device=cache.device), -(-len(keys) // self.shape[1])
         small = torch.zeros_like(cache[:blocks], memory_format=torch.preserve_format)
         write(attention, small, keys, values, slots)
         read = self.views(small)
@@ -226,10 +204,8 @@ def layout_of(
     rows: torch.dtype | None = None,
     scales: tuple[Scale, Scale] | None = None,
 ) -> CacheLayout | None:
-    """Return the layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known.
-
-    The backend writes into a small cache of the same kind. With `scales` of K and V it stores rows of dtype `rows` in
-    e4m3, latent ones by that of K."""
+    """Return the layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known. With `scales`
+    of K and V the backend stores rows of dtype `rows` in e4m3, latent ones by that of K."""
     if not writes_rows(attention):
         return None
     kv_heads, block_size, head_dim = shape
@@ -244,9 +220,7 @@ def layout_of(
         generator = torch.Generator().manual_seed(0)
         wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(dtype).float() for _ in views]
         given = ((each * own).to(cache.device, rows or cache.dtype) for each, own in zip(wanted, factors, strict=False))
-        keys, values = next(given), next(given, None)
-        slots = torch.randperm(tokens, generator=generator).to(cache.device)
-        found = layout.stored(attention, cache, keys, values, slots)
+        found = layout.stored(attention, cache, next(given), next(given, None))
         if all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True)):
             return layout
     return None
@@ -324,20 +298,6 @@ class Decoder:
         stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
         return stored, rest[0] if rest else None
 
-    def write(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        sequences: tuple[SequenceRows, ...],
-        slots: torch.Tensor,
-    ) -> None:
-        """Write K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
-        if keys.dtype == self.pool.dtype:
-            write_rows(keys, values, self.cache(layer), sequences)
-        else:
-            write(self.attention[layer], self.caches[layer], keys, values, slots)
-
 
 @cache
 def _of_one_layer(geometry: KvGeometry) -> KvGeometry:
@@ -352,7 +312,7 @@ def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
 
 
 class _TakenError(Exception):
-    """Leaves a layer whose K and V have been taken."""
+    """Leaves a layer with what was made of its K and V."""
 
 
 def take_fresh(
@@ -364,36 +324,28 @@ def take_fresh(
 ) -> Any:
     """Run a layer up to its attention; return what `take` makes of K and V of all rows, each [rows, kv_heads,
     head_dim], or of latent rows and None. The layer may write into `rows`. Raises LayoutError `model_call`."""
-    found = list[Any]()
 
     def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
-        found.append(take(*fresh_rows(kv, parts.geometry)))
-        raise _TakenError
+        raise _TakenError(take(*fresh_rows(kv, parts.geometry)))
 
-    with suppress(_TakenError), replaced_attention(parts.attention[layer], leave):
-        parts.calls.run(layer, positions, rows)
-    if found:
-        return found[0]
+    try:
+        with replaced_attention(parts.attention[layer], leave):
+            parts.calls.run(layer, positions, rows)
+    except _TakenError as taken:
+        return taken.args[0]
     raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
 
 def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
-    """Move K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer. Raises
-    LayoutError `rope_unknown` for the first layer that computes another K there."""
-    ids = token_ids[:_ROTATED_ROWS]
-    shift = min(parts.longest, _FARTHEST) - len(ids)
-    here = torch.arange(len(ids), device=ids.device)
-    if parts.adapters is not None:
-        parts.adapters.map_none(2 * len(ids))
-    positions, hidden = torch.cat([here, here + shift]), parts.calls.embed(torch.cat([ids, ids]))
+    """Do as `self_check.compare_rotation` for the decoder, int64 [tokens]."""
+
+    def keys_of(layer: int, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        if parts.adapters is not None:
+            parts.adapters.map_none(len(ids))
+        return take_fresh(parts, layer, positions, (parts.calls.embed(ids), None), lambda keys, _: keys)
+
     with own_kernels(parts.unfused):
-        for layer in range(parts.geometry.num_layers):
-            keys = take_fresh(parts, layer, positions, (hidden.clone(), None), lambda keys, _: keys)
-            before, after = keys.chunk(2)
-            moved = rotate_keys(before, shift, parts.rotation.of_layer(layer))
-            what = f"keys that turn as the model's configuration says, by {shift} positions in layer {layer},"
-            if (problem := difference(what, moved, after, keys.dtype)) is not None:
-                raise LayoutError("rope_unknown", problem)
+        compare_rotation(token_ids, parts.longest, parts.rotation, parts.geometry.num_layers, keys_of)
 
 
 def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:

@@ -10,9 +10,8 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.kv_scales import E4M3, Scale, digest_of, scales_in
 from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
@@ -28,13 +27,14 @@ from semblend_trt.connector.engine_spec import (
 from semblend_trt.errors import ConfigurationError, LayoutError
 from semblend_trt.namespace import unknown_value
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 logger = logging.getLogger(__name__)
 
 # Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-# Options that override a model's files, and the values that change nothing.
-OVERRIDES = ("hf_overrides", "model_class_overrides", "hf_config_path", "config_format")
-HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
+# What `value_at` gives for a field that a version lacks, and for one that fails.
 ABSENT, UNREADABLE = object(), object()
 
 _lock = threading.Lock()
@@ -49,8 +49,7 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
     Scheduler and worker half meet by this object, and the runtime ends with it. Settings that cannot be used are logged
     in one sentence and turn reuse off: `refusal` is settings_invalid then."""
     key = str(vllm_config.kv_transfer_config.engine_id)
-    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
-    layers = layers if isinstance(layers, Mapping) else {}
+    layers = vllm_config.compilation_config.static_forward_context
     with _lock:
         known = _known.get(key)
         # An ended engine may wait for the garbage collector under the same id, which its user chose.
@@ -103,17 +102,15 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
     is_own_model = implementation in ("auto", "vllm")
     name = "" if version is None else f"vllm-{version[0]}.{version[1]}{'' if is_own_model else f'-{implementation}'}"
     method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
-    asked = {"quant_algo": method or "?", "options": options}
-    is_quantized = method is not None or options is not None
+    asked = AskedQuantization(str(method or "?"), options_text({"quant_algo": method or "?", "options": options}))
     # vLLM scales queries by their position if it takes long prompts (`model_executor/models/llama4.py`).
-    text = getattr(model, "hf_text_config", None)
-    scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
+    is_scaled = getattr(getattr(model, "hf_text_config", None), "attn_temperature_tuning", False)
 
     def read_caches() -> Caches:
         if reported:
             return reported[0]
         backend = _backend_of(layers)
-        layout = None if backend is None or not name else f"{name}/{backend}{scaled}"
+        layout = None if backend is None or not name else f"{name}/{backend}{'/scaled' if is_scaled else ''}"
         return Caches(described_dtype(cache_dtype, layers), layout)
 
     return EngineSpec(
@@ -125,9 +122,9 @@ def _read(config: Any, layers: Mapping[str, Any], reported: list[Caches]) -> Eng
         dtype=dtype,
         kv_dtype="float8_e4m3fn" if cache_dtype in E4M3 else dtype,
         read_caches=read_caches,
-        quantization=AskedQuantization(str(method or "?"), options_text(asked)) if is_quantized else None,
+        quantization=None if method is None and options is None else asked,
         reads_own_weights=load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None),
-        has_model_overrides=any(getattr(model, name, None) not in HARMLESS for name in OVERRIDES),
+        has_model_overrides=False,  # refused by name
         tensor_parallel_size=_size(parallel, "tensor_parallel_size"),
         pipeline_parallel_size=_size(parallel, "pipeline_parallel_size"),
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),

@@ -63,7 +63,7 @@ class PlannedForward:
         self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows, self._is_timed = failed, max_rows, is_timed
         self._stock = runner.model.forward
-        self._is_proven, self._sparse = False, False
+        self._sparse = False
         self._graphs: StepGraphs  # those of the step that is proven
         # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
@@ -103,15 +103,15 @@ class PlannedForward:
                 for plan in plans.values():
                     self._failed(plan)
         hidden = self._stock(*arguments, **options)
-        if not self._is_proven and self.step and not plans:
+        if self._runtime.mode is EngineMode.STOCK and self.step and not plans:
             self._prove(arguments, options, hidden)
         return hidden
 
     @torch.inference_mode()
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
-        batch = self._batch(options)
+        batch, blocks = self._batch(options)
         read = HostCopy(options["positions"][: sum(batch.lengths)])  # while the step is computed
-        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._runtime.note_evidence)
+        hidden = self._run(batch, blocks, plans, self._max_rows, self._runtime.note_evidence)
         _check_order(batch, read)
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
@@ -134,17 +134,15 @@ class PlannedForward:
                     return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, geometry.num_layers, ranks, sink)
 
-        def lowest(schedule: LayerSchedule) -> torch.Tensor:
+        def lowest(schedule: LayerSchedule) -> Any:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
-                found = follow(rows, schedule, geometry.num_layers, ranks)
-            assert found is not None
-            return found
+                return follow(rows, schedule, geometry.num_layers, ranks)
 
         forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
         return batch.run(plans, blocks, forward, sink)
 
-    def _batch(self, options: Mapping[str, Any]) -> Batch:
-        """The step's batch. Raises LayoutError if it cannot be read."""
+    def _batch(self, options: Mapping[str, Any]) -> tuple[Batch, list[list[int]]]:
+        """The step's batch and the blocks of its requests. Raises LayoutError if it cannot be read."""
         if options.get("inputs_embeds") is not None or options.get("intermediate_tensors") is not None:
             raise LayoutError("model_call", "the model was called with embeddings or for a part of its layers")
         told = [self.step[name] for name in self._runner.order()]
@@ -153,10 +151,8 @@ class PlannedForward:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 1 or len(ids) < sum(lengths):
             raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that were scheduled")
         numbers, begins = tuple(each.number for each in told), tuple(each.begin for each in told)
-        return Batch(numbers, begins, lengths, len(numbers), ids[: sum(lengths)])
-
-    def _blocks(self) -> list[list[int]]:
-        return [list(self.step[name].block_ids) for name in self._runner.order()]
+        batch = Batch(numbers, begins, lengths, len(numbers), ids[: sum(lengths)])
+        return batch, [list(each.block_ids) for each in told]
 
     # -- the self-check --------------------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class PlannedForward:
         """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises. They
         write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit."""
         try:
-            batch = self._batch(options)
+            batch, held = self._batch(options)
             fits = [i for i, begin in enumerate(batch.begins) if begin == 0 and batch.lengths[i] >= MIN_TOKENS]
             if not fits:
                 return
@@ -175,7 +171,7 @@ class PlannedForward:
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
                 # A graph's output, which the next replayed graph writes over.
-                blocks, ids = self._blocks()[fits[0]], batch.input_ids[rows]
+                blocks, ids = held[fits[0]], batch.input_ids[rows]
                 self._check(ids, hidden[rows].clone(), blocks)
                 if self._is_timed:
                     self._measure(ids, blocks[: self._parts.geometry.blocks_for(len(ids))])
@@ -188,7 +184,6 @@ class PlannedForward:
             self._runtime.refusal = self._runtime.refusal or reason
             self.remove()
             return
-        self._is_proven = True
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: its first prompt came out the same")
 

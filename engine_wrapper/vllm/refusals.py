@@ -8,7 +8,7 @@ from collections.abc import Sized
 from typing import Any
 
 from engine_wrapper.kv_scales import E4M3
-from engine_wrapper.vllm.engine_spec import ABSENT, HARMLESS, OVERRIDES, value_at, vllm_version
+from engine_wrapper.vllm.engine_spec import ABSENT, value_at, vllm_version
 
 OLDEST = (0, 28)
 # Backends whose metadata takes any number of sequences and outlives the next stage's. FLASHINFER copies from pinned
@@ -50,7 +50,11 @@ _ENGINE: _Rules = {
     "sliding_window": (_OFF, "cache_config.sliding_window model_config.rswa_window"),
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
-    "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
+    "model_kwargs": (
+        (*_UNSET, "auto", "hf"),
+        "model_config.hf_overrides model_config.model_class_overrides model_config.hf_config_path "
+        "model_config.config_format",
+    ),
     # Drafts from the text itself need no KV of a drafter. vLLM schedules them in turn, not ahead.
     "speculative_decoding": ((ABSENT, *TEXT_DRAFTS), "speculative_config.method"),
     "weight_transfer": (_OFF, "weight_transfer_config"),
@@ -62,7 +66,7 @@ _ENGINE: _Rules = {
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
 }
 # Unless vLLM takes no images (--language-model-only).
-_IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")}
+_WITH_IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")} | _ENGINE
 _CACHE: _Rules = {"non_causal": (_OFF, "non_causal")}
 # What SemBlend's kernel, which computes a check's sample, does not know in a layer's attention.
 _SAMPLE: _Rules = {
@@ -96,7 +100,7 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     is_text_only = value_at(vllm_config, "model_config.multimodal_config.language_model_only") is True
     if type(size := value_at(vllm_config, "parallel_config.tensor_parallel_size")) is not int or size < 1:
         return "tensor_parallel"
-    refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
+    refusal = _first(vllm_config, _ENGINE if is_text_only else _WITH_IMAGES)
     refusal = refusal or ("executor" if size == 1 and are_workers_apart(vllm_config) else None)
     return refusal or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
 

@@ -49,11 +49,6 @@ def tell_prefill(request: Any, own: int, used: int) -> None:
 class ReuseStats(KVConnectorStats):  # type: ignore[misc]
     """Counts of one interval; `data` holds them by counter and label. vLLM sends `data` from process to process."""
 
-    @classmethod
-    def of(cls, data: dict[str, Any] | None) -> ReuseStats:
-        """Return a copy of the counts in `data`."""
-        return cls().aggregate(cls(data or {}))
-
     def request_ended(self, report: ReuseReport) -> None:
         self._add("requests", report.outcome, 1)
         if report.reason:
@@ -63,9 +58,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 
     def take(self) -> ReuseStats | None:
         """Return what was counted since the last call, or None."""
-        if self.is_empty():
-            return None
-        taken = ReuseStats(dict(self.data))
+        taken = ReuseStats(dict(self.data)) if self.data else None
         self.reset()
         return taken
 

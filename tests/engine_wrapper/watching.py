@@ -1,4 +1,6 @@
-"""Calls of a function that a test watches."""
+"""Calls of a function that a test watches, or has fail."""
+
+from itertools import count
 
 
 def watched(monkeypatch, owner, name, note):
@@ -12,3 +14,16 @@ def watched(monkeypatch, owner, name, note):
 
     monkeypatch.setattr(owner, name, call)
     return found
+
+
+def failing(monkeypatch, owner, name, error, once):
+    """Have a function raise at its first call, or at all; return what says whether it has."""
+    sound, calls = getattr(owner, name), count(1)
+
+    def fails(*arguments, **options):
+        if next(calls) == 1 or not once:
+            raise error("injected")
+        return sound(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, fails)
+    return lambda: next(calls) > 1

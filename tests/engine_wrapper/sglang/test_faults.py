@@ -1,7 +1,5 @@
 """Faults around a forward with a plan: SGLang lives on, neighbours are unharmed, and no token is wrong."""
 
-from itertools import count
-
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -27,6 +25,7 @@ from semblend_trt.transfer.load import PlanLoader
 from semblend_trt.transfer.save import DonorSaver
 from tests.builders.vllm import DONOR, MOVED, NEW, assert_cold
 from tests.engine_wrapper.sglang.conftest import serving
+from tests.engine_wrapper.watching import failing
 
 INSIDE = [
     *((batch_module, name) for name in ("run_works", "works_of", "with_lowest_layers_run")),
@@ -84,18 +83,6 @@ def ready(served):
     served.ask(DONOR, max_tokens=1)
     served.settle()
     served.cache.evict(EvictParams(num_tokens=1 << 20))
-
-
-def failing(patch, owner, name, error, once):
-    sound, calls = getattr(owner, name), count(1)
-
-    def fails(*arguments, **options):
-        if next(calls) == 1 or not once:
-            raise error("injected")
-        return sound(*arguments, **options)
-
-    patch.setattr(owner, name, fails)
-    return lambda: next(calls) > 1
 
 
 def test_there_are_as_many_kinds_as_are_promised():

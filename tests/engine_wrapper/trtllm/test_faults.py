@@ -1,7 +1,5 @@
 """Faults before and inside a forward with a plan: the engine of 1.4 lives on in both loops, and no token is wrong."""
 
-from itertools import count
-
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from semblend_trt.transfer import load as load_module
 from semblend_trt.transfer.load import PlanLoader
 from tests.builders.engine import evict_prefixes, text
 from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, engine_of, runner_of
+from tests.engine_wrapper.watching import failing
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 DOCUMENT, DONOR = text(1, 90), [*text(3, 10), *text(1, 90), *text(4, 5)]
@@ -73,18 +72,6 @@ def served(tiny_qwen2_path, runner, tmp_path_factory):
 
 def tokens_of(llm, prompt):
     return llm.generate([prompt], EIGHT)[0].outputs[0].token_ids
-
-
-def failing(monkeypatch, owner, name, error, once):
-    sound, calls = getattr(owner, name), count(1)
-
-    def fails(*arguments, **options):
-        if next(calls) == 1 or not once:
-            raise error("injected")
-        return sound(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, fails)
-    return lambda: next(calls) > 1
 
 
 @pytest.mark.promise(

@@ -63,17 +63,7 @@ def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans
         manager.free_resources(request)
     assert (starts(manager.impl.tree), manager.impl.pinned) == ({100}, [])
     assert sorted(manager.impl.free) == list(range(32))
-
-
-def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans):
-    manager = guarded(v1(), plans)
-    for expected in (set(), {0}):
-        request, _ = requests()
-        manager.add_sequence(request)
-        request.context_current_position = 40
-        manager.update_resources(batch(request))
-        manager.free_resources(request, False)
-        assert starts(manager.impl.tree) == expected
+    assert not plans.withholds(FLAGGED)  # the id may be used again
 
 
 def test_v2_commits_nothing_more_of_a_flagged_request(plans):
@@ -92,20 +82,6 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans):
     manager.free_resources(flagged)
     assert not cache.is_open
     assert not plans.withholds(FLAGGED)
-
-
-@pytest.mark.parametrize("build", [v1, v2])
-def test_removal_leaves_the_manager_as_it_was_found(build, plans):
-    manager = build()
-    before = dict(vars(manager))
-    assert guard_refusal(manager) is None
-    assert vars(manager) == before
-    guard = guard_for(manager, plans)
-    assert vars(manager) == before
-    guard.install()
-    assert vars(manager) != before
-    guard.remove()
-    assert vars(manager) == before
 
 
 class OfMain(KVCacheManager):

@@ -1,7 +1,5 @@
 """Weights that TensorRT-LLM loads into a running engine: nothing that others computed is used afterwards."""
 
-import random
-
 import pytest
 import torch
 
@@ -29,25 +27,6 @@ def load(service, factor):
 def reused(service, request_id):
     report = service.report(request_id)
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
-
-
-def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path):
-    drawn, service, found = random.Random(2), Service(tiny_qwen2_path), 0
-    loads = 0
-    for request_id in range(1, 201):
-        if drawn.random() < 0.2:
-            load(service, drawn.choice([0.98, 1.03]))
-            loads += 1
-        request = LlmRequest(request_id + 100, [*DOCUMENT, *text(request_id, drawn.randrange(1, 9))])
-        logits = service.serve(request)
-        torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
-        service.manager.impl.free += service.manager.impl.held.pop(99)
-        found += reused(service, request_id + 100)
-    assert service.worker._runtime.weights_changes == loads
-    assert found > 90 * 100
-    service.close()
-    assert not vars(service.executor.model_engine.model).keys() & {"load_weights"}
-    assert not vars(service.manager).keys() & {"reset_reuse_state"}
 
 
 @pytest.mark.promise("donors", "Once the weights of a running...")

@@ -182,7 +182,7 @@ def blocks(monkeypatch):
     """Of all requests whose rows we computed alone; those of the last one are the last."""
     from engine_wrapper.vllm.planned_forward import PlannedForward
 
-    return watched(monkeypatch, PlannedForward, "_blocks", lambda found, _: found[0])
+    return watched(monkeypatch, PlannedForward, "_batch", lambda found, *_: found[1][0])
 
 
 @pytest.fixture

@@ -111,13 +111,6 @@ def test_the_profile_that_the_options_name_is_compared_with_the_engine(
     assert sentence in compared[2]
 
 
-def test_notes_on_tensorrt_llm_are_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "96")
-    found = looked_at(None, tmp_path, capsys, ("settings", "model"))
-    assert "SEMBLEND_MIN_SPAN" in found[0][2]
-    assert {status for status, _, _ in found} == {"ok"}
-
-
 @pytest.mark.parametrize(
     ("version", "status", "reason", "sentence"),
     [

@@ -18,7 +18,6 @@ from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.runtime import runtime_for
@@ -64,18 +63,15 @@ def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments_until
     assert from_vllm_config(second) is not held
 
 
-def test_only_vllms_own_code_puts_channels_into_another_order():
-    assert from_vllm_config(engine_config()).halved_model_types == LLAMA4
-    others = engine_config({"model_config.model_impl": "transformers"})
-    assert from_vllm_config(others).halved_model_types == ()
-
-
 def test_everything_of_the_namespace_is_known_and_two_engines_agree():
     first, second = namespace_of(), namespace_of()
     assert (unknown_fields(first), first) == ([], second)
     backend = "TRITON_ATTN" if torch.cuda.is_available() else "CPU_ATTN"  # FlashAttention does not take float32
     assert first.backend_cache_layout == f"vllm-{'.'.join(vllm.__version__.split('.')[:2])}/{backend}/0.1.2.3"
     assert is_content(first.model_revision)
+    # vLLM's own code alone puts channels into another order.
+    others = engine_config({"model_config.model_impl": "transformers"})
+    assert [from_vllm_config(each).halved_model_types for each in (engine_config(), others)] == [LLAMA4, ()]
     assert (first.cache_dtype, first.kv_dtype, first.extra["compute_dtype"]) == ("auto", "float32", "float32")
 
 
@@ -126,6 +122,7 @@ def test_versions(monkeypatch, text, version):
     assert (from_vllm_config(with_layers(engine_config())).read_caches().layout is None) is (version is None)
 
 
+@pytest.mark.promise("engines", "Keys of vLLM's `kv_connector_extra_config` are the...")
 @pytest.mark.parametrize(
     ("extra", "field", "value"),
     [
@@ -138,10 +135,21 @@ def test_versions(monkeypatch, text, version):
         ({"policy": "exact"}, "policy", ReusePolicy.EXACT),
         ({"donor_tenant": 7}, "donor_tenant", "7"),
         ({"profile": "/p.json"}, "profile_path", Path("/p.json")),
+        # Of the older connector.
+        ({"min_semantic_span": 512}, "min_span_tokens", 512),
+        ({"min_semantic_span": 512, "min_span": 96}, "min_span_tokens", 96),
+        ({"kv_storage_path": "/kv", "disk_bytes": 9}, "disk_path", Path("/kv")),
+        ({"mode": "discovery_only"}, "discovery_only", True),
+        ({"mode": "exact_prefix"}, "policy", ReusePolicy.EXACT),
+        ({"min_similarity": 0.7, "min_reuse_ratio": 0.5}, "min_similarity", 0.7),
+        # The environment gives another value.
+        ({"max_donors": 96}, "max_donors", 96),
     ],
 )
-def test_a_key_is_a_setting_whatever_type_its_value_has(extra, field, value):
+def test_a_key_is_a_setting_whatever_type_its_value_has(monkeypatch, caplog, extra, field, value):
+    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "3")
     assert getattr(load_settings(**settings_of(extra)), field) == value
+    assert not caplog.records
 
 
 @pytest.mark.promise(
@@ -153,34 +161,9 @@ def test_every_setting_can_be_given_by_its_variable_in_lower_case():
     assert set(settings_of(given)) == set(Settings.model_fields)
 
 
-def test_extra_configuration_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "256")
-    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "3")
-    settings = load_settings(**settings_of({"min_span": 96}))
-    assert (settings.min_span_tokens, settings.max_donors) == (96, 3)
-
-
 @pytest.mark.parametrize("value", [None, "", "  "])
 def test_an_empty_value_counts_as_unset(value):
     assert settings_of({"audit_path": value, "nonsense": value}) == {}
-
-
-@pytest.mark.promise("engines", "Keys of vLLM's `kv_connector_extra_config` are the...")
-@pytest.mark.parametrize(
-    ("extra", "settings"),
-    [
-        ({"min_semantic_span": 512}, {"min_span_tokens": "512"}),
-        ({"min_semantic_span": 512, "min_span": 96}, {"min_span_tokens": "96"}),
-        ({"kv_storage_path": "/kv", "disk_bytes": 9}, {"disk_path": "/kv", "disk_bytes": "9"}),
-        ({"mode": "discovery_only"}, {"discovery_only": "1"}),
-        ({"mode": "exact_prefix"}, {"policy": "exact"}),
-        ({"min_similarity": 0.7, "min_reuse_ratio": 0.5}, {"min_similarity": "0.7", "min_reuse_ratio": "0.5"}),
-    ],
-)
-def test_keys_of_the_older_connector_that_mean_a_setting_are_understood(caplog, extra, settings):
-    assert settings_of(extra) == settings
-    load_settings(**settings_of(extra))
-    assert not caplog.records
 
 
 def own_records(caplog):
@@ -210,23 +193,18 @@ def test_removed_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog
         {"audit_path": {"a": 1}},
         {"min_reuse_ratio": float("nan")},
         {"min_span": 64, "min_span_tokens": 65},
+        {},
     ],
     ids=str,
 )
 def test_a_value_out_of_range_turns_reuse_off_with_one_sentence(caplog, monkeypatch, extra):
+    """A variable's, too."""
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1073741824" if extra else "much")
     arguments = from_vllm_config(engine_config(**extra))
     assert arguments.refusal == "settings_invalid"
     (told,) = (record for record in own_records(caplog) if record.levelno == logging.ERROR)
-    assert next(iter(extra)).replace("min_span", "min_span_tokens") in told.getMessage()
-    assert load_settings(**arguments.settings)
-
-
-def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkeypatch):
-    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "much")
-    with pytest.raises(ConfigurationError):
-        load_settings()
-    arguments = from_vllm_config(engine_config())
-    assert arguments.refusal == "settings_invalid"
+    named = next(iter(extra), "SEMBLEND_HOST_BYTES").replace("min_span", "min_span_tokens")
+    assert named in told.getMessage()
+    # The halves can be built, and the reason that counts is settings_invalid.
     assert set(arguments.settings) == set(settings_off()) == set(Settings.model_fields)
-    # Reuse is not off by a setting: the reason that counts is settings_invalid.
     assert load_settings(**arguments.settings).enabled

@@ -3,6 +3,7 @@
 import json
 import math
 from importlib.util import find_spec
+from operator import attrgetter
 
 import pytest
 import torch
@@ -180,7 +181,8 @@ def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_run
     """In the self-check, whose plans are over the engine's own KV; rows of e4m3 are read as they are stored."""
     if kv and not ON_CARD:
         monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
-    thresholds = watched(monkeypatch, attention, "_built", lambda _, builder, __: builder.reorder_batch_threshold)
+    threshold = attrgetter("_parts.builder.reorder_batch_threshold")
+    thresholds = watched(monkeypatch, attention.VllmRows, "_metadata", lambda _, rows, *__: threshold(rows))
     served = proven(engine, models(), **kv)
     assert served.runtime.mode.value == "wrapper"
     assert max(sum(each) if ON_CARD and not kv else each[1] for each in built) > 15

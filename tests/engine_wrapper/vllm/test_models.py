@@ -13,7 +13,6 @@ from vllm.model_executor.layers import attention
 from engine_wrapper import self_check
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import engine_spec
-from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.builders.vllm import (
     CHUNK,
@@ -140,7 +139,7 @@ def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, case, monkeypatc
     for by_ours in (False, True) if case.by_ours else (None,):
         if case.by_ours:
             apart = lambda _, by_ours=by_ours: attended.append(by_ours) or by_ours  # noqa: E731
-            monkeypatch.setattr(VllmRows, "_stand_apart", apart)
+            monkeypatch.setattr("engine_wrapper.vllm.attention.stand_apart", apart)
         answer = served.ask(case.prompt, max_tokens=16)
         assert served.offered >= len(DOCUMENT) - (served.runtime.pool.chunk or WINDOW)
         assert is_cold(answer, wanted, rounding) == case.is_cold

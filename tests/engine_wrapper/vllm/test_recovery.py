@@ -75,17 +75,18 @@ def is_unread(monkeypatch, served):
     monkeypatch.setattr(half._steps, "read", fails)
 
 
+def in_both_modes(cases):
+    both = [(each, mode) for mode in (True, False) for each in cases]
+    names = [f"{each.__name__}-{'async' if mode else 'in turn'}" for each, mode in both]
+    return pytest.mark.parametrize(("fail", "is_async"), both, indirect=["is_async"], ids=names)
+
+
 # The last one takes our forward from the model, which no later test gives back.
 FAILURES = [fails_twice, cannot_be_read, is_disordered, is_unread, is_lost]
 
 
 @pytest.mark.promise("engines", "A load or a plan that...")
-@pytest.mark.parametrize(
-    ("fail", "is_async"),
-    [(fail, mode) for mode in (True, False) for fail in FAILURES],
-    indirect=["is_async"],
-    ids=lambda value: {True: "async", False: "in turn"}[value] if isinstance(value, bool) else value.__name__,
-)
+@in_both_modes(FAILURES)
 def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, monkeypatch):
     served = engine("position_fix", kept=True, max_num_batched_tokens=96, max_num_seqs=2)
     assert (taught(served).core.batch_queue is not None) == is_async
@@ -140,29 +141,24 @@ FAULTS = {
     "A load or a plan that fails in vLLM is computed, and no token of a failed step is taken",
 )
 @pytest.mark.promise("commands", "Usage, receipt, audit log, metrics and...")
-@pytest.mark.parametrize(
-    ("fault", "is_async"),
-    [(fault, mode) for mode in (True, False) for fault in FAULTS],
-    indirect=["is_async"],
-    ids=lambda value: {True: "async", False: "in turn"}[value] if isinstance(value, bool) else value.__name__,
-)
-def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
+@in_both_modes(FAULTS)
+def test_what_is_told_is_what_was_used(engine, cold, is_async, fail, monkeypatch):
     served = taught(engine("verified", kept=True, disable_log_stats=False))
-    if fault not in (is_lost, fails_twice):
+    if fail not in (is_lost, fails_twice):
         # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
         served.ask(NEW, max_tokens=1)
     told = Told(monkeypatch, served)
-    fault(monkeypatch, served)
+    fail(monkeypatch, served)
     answers = served.ask(NEW, MOVED, DONOR[:200], max_tokens=4)
-    if fault is not nothing:
+    if fail is not nothing:
         assert [each.tokens for each in answers[:2]] == [cold(NEW).tokens[:4], cold(MOVED).tokens[:4]]
-    assert set(served.faults) == FAULTS[fault]
+    assert set(served.faults) == FAULTS[fail]
     assert (told.own, told.external) == (told.total("exact_prefix"), told.total("reused"))
     assert told.hits == told.total("reused")
     for name, cached in told.cached.items():
         assert cached == told.receipts[name]["exact_prefix_tokens"] + told.receipts[name]["reused_tokens"]
     assert sum(each.cached for each in answers) == told.own + told.external
-    assert (told.total("reused") > 0) == (told.total("offered") > 0) == (fault is nothing)
+    assert (told.total("reused") > 0) == (told.total("offered") > 0) == (fail is nothing)
 
 
 def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, monkeypatch):
@@ -208,14 +204,6 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold
 
 
 @pytest.mark.every_version
-def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, monkeypatch):
-    served = taught(engine("position_fix"))
-    failures = fail_planned(monkeypatch, served)
-    assert_cold(served, cold, MOVED, NEW)
-    assert (len(failures), served.faults) == (2, {"planned_forward": 1})
-    assert_cold(served, cold, MOVED)  # served as without us from then on
-
-
 @both_modes
 def test_what_was_never_written_is_not_hit_and_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))

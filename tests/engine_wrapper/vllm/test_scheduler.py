@@ -30,10 +30,10 @@ def request(name, tokens=4 * SIZE):
     )
 
 
-def guarded(pool):
-    guard = PublicationGuard()
+def guarded():
+    pool, guard = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE), PublicationGuard()
     guard_publication(pool, guard.full, guard.partly)
-    return guard
+    return pool, guard
 
 
 def published(blocks):
@@ -43,8 +43,7 @@ def published(blocks):
 @pytest.mark.promise("engines", "Approximate blocks stay out of vLLM's...")
 @pytest.mark.every_version
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
-    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, asked, other = guarded(pool), request("a"), request("b")
+    (pool, guard), asked, other = guarded(), request("a"), request("b")
     guard.exact_tokens["a"] = 2 * SIZE + 5
     own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
     for first, end in ((0, 1), (1, 3), (3, 4)):
@@ -61,8 +60,8 @@ def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_en
     "block_mask" not in signature(BlockPool.cache_full_blocks).parameters, reason="this version leaves no block out"
 )
 def test_a_mask_of_blocks_is_cut_with_them():
-    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, own = guarded(pool), pool.get_new_blocks(4)
+    pool, guard = guarded()
+    own = pool.get_new_blocks(4)
     guard.exact_tokens["a"] = 3 * SIZE
     pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
     assert published(own) == [True, False, True, False]
@@ -70,8 +69,8 @@ def test_a_mask_of_blocks_is_cut_with_them():
 
 @pytest.mark.every_version
 def test_no_part_of_a_block_is_published():
-    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
+    pool, guard = guarded()
+    own, another = pool.get_new_blocks(2)
     guard.exact_tokens["a"] = 4 * SIZE
     pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
     pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)

@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
+from engine_wrapper.vllm.connector import SemBlendConnector
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import PlanSpan
@@ -19,6 +20,7 @@ from tests.builders.vllm import engine_config, random_tokens
 from tests.engine_wrapper.watching import watched
 from tests.semblend_trt.plans import plan_of
 from tests.test_metrics_page import series
+from validation.models import shipped_model
 
 some = random_tokens(3)
 LABELS = ["model_name", "engine"]
@@ -49,7 +51,8 @@ def test_an_interval_is_taken_once():
 
 def test_intervals_add_up_and_leave_what_they_were_made_of():
     first, second = counted(USED).data, counted(DECLINED, DECLINED).data
-    both = ReuseStats.of(first).aggregate(ReuseStats.of(second)).aggregate(ReuseStats.of(None))
+    build = SemBlendConnector.build_kv_connector_stats
+    both = build(first).aggregate(build(second)).aggregate(build())
     assert (both.reduce()["refusals deviation"], both.reduce()["tokens reused"]) == (2, 70)
     assert first == counted(USED).data
 
@@ -108,14 +111,8 @@ def test_vllm_tells_every_request_once(engine, monkeypatch):
     counts["tokens", "kind", "reused"] = evidence["reused_tokens"]
     for (name, label, value), count in counts.items():
         assert f"{name} {value}={count}" in lines[0]
-        assert _told(name, **{label: value}) == count
-
-
-def _told(name, **label):
-    family = next(each for each in REGISTRY.collect() if each.name == f"vllm:semblend_{name}")
-    found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
-    assert [each.labels["engine"] for each in found] == ["0"]
-    return found[0].value
+        labels = {"model_name": str(shipped_model()), "engine": "0", label: value}
+        assert REGISTRY.get_sample_value(f"vllm:semblend_{name}_total", labels) == count
 
 
 @pytest.mark.parametrize("hits", [None, SimpleNamespace(), PrefixCacheStats(hits=100)], ids=["none", "other", "known"])

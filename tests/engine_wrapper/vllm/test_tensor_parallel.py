@@ -15,9 +15,10 @@ from tests.builders.vllm import (
     MOVED,
     NEW,
     WHOLE,
+    assert_cold,
     checked_at,
     cold_answers,
-    near,
+    taught,
 )
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
@@ -41,22 +42,6 @@ def two(engine, monkeypatch):
         return served
 
     return make
-
-
-def assert_cold(served, prompt, cold):
-    answer = served.ask(prompt, max_tokens=16)
-    assert answer.tokens == cold(prompt).tokens
-    assert near(answer.logprobs, cold(prompt).logprobs)
-    assert answer.cached == answer.receipt["exact_prefix_tokens"] + answer.receipt["reused_tokens"]
-    return answer.receipt
-
-
-def taught(served, *donors):
-    for donor in (NEW, *donors):  # the first prompt is computed again
-        served.ask(donor, max_tokens=16)
-    served.settle()
-    served.forget()
-    assert served.runtime.mode.value == "wrapper"
 
 
 def lose_donors(worker):
@@ -88,19 +73,19 @@ def fail_forward(worker):
 @pytest.mark.promise("engines", "In vLLM two ranks answer as one, and what one of them cannot do both compute")
 def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     served = two(*WHOLE, kept=True)
-    taught(served, DONOR)
-    assert assert_cold(served, MOVED, cold)["offered_tokens"] == len(DOCUMENT)
+    taught(served, NEW, DONOR)  # the first prompt is computed again
+    assert assert_cold(served, cold, MOVED)[0].receipt["offered_tokens"] == len(DOCUMENT)
     served.settle()
     served.forget()
     served.llm.collective_rpc(lose_donors)
-    receipt = assert_cold(served, MOVED, cold)
+    receipt = assert_cold(served, cold, MOVED)[0].receipt
     assert (receipt["outcome"], receipt["reason"]) == ("backend_declined_reuse", "load_failed")
     assert served.refusal is None
     served.settle()
     served.forget()
-    taught(served, DONOR)
+    taught(served, NEW, DONOR)
     served.llm.collective_rpc(fail_forward)
-    receipt = assert_cold(served, MOVED, cold)
+    receipt = assert_cold(served, cold, MOVED)[0].receipt
     assert (receipt["reason"], served.refusal) == ("load_failed", "planned_forward")
     assert served.faults["planned_forward"] > 0
 
@@ -122,7 +107,7 @@ def test_a_check_adds_up_over_the_ranks_and_a_profile_names_their_number(engine,
     assert any("parallel layout" in each for each in profiles["one"].differences(*namespaces["both"]))
     for name, make in (("one", engine), ("both", two)):
         served = make("boundary", settings[name])
-        taught(served, DONOR)
+        taught(served, NEW, DONOR)
         found[name] = served.ask(MOVED, max_tokens=16).receipt
     one, both = found["one"], found["both"]
     assert 0 < one["reused_tokens"] < one["checked_tokens"] == both["checked_tokens"] == len(DOCUMENT)
