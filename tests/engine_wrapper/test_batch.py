@@ -8,9 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.batch import attention_of, micro_batches, with_lowest_layers_run
+from engine_wrapper.batch import EngineForward, micro_batches
 from engine_wrapper.deviation_check import window_means
 from engine_wrapper.token_schedule import SequenceSlice, works_of
+from kernels.layout import KvGeometry
 from semblend_trt.plan import BudgetLevel, SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
@@ -157,13 +158,14 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
     by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
     passes = {}
 
-    def run(parts, layer):
-        (part,) = parts
-        passes.setdefault(layer, []).append(part)
+    def lowest(schedule):
+        (part,) = schedule.check.works
+        passes.setdefault(schedule.check.layer, []).append(part)
         return torch.from_numpy(by_position[checked_positions(part)])
 
     evidence = []
-    left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
+    forward = EngineForward(KvGeometry(NUM_LAYERS, 1, 2, BLOCK_SIZE), Ranks(), None, lowest, max_rows)
+    left = forward.with_lowest_layers_run(work, "cpu", evidence.append)
     assert all(rows_of(parts) <= max_rows for parts in micro_batches([left], NUM_LAYERS, max_rows))
     if not passes:
         assert left is work
@@ -255,7 +257,7 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
     assert bool(evidence.checked_tokens) == (compares_all and (is_whole or share > 0))
-    assert len(bench.weighed) == (share > 0)
+    assert (bench.weighed > 0) == (share > 0)
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
 
 
@@ -298,8 +300,8 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         bench = Bench(model, ranks)
         place_donor(bench, plan)
         (work,) = works_of([bench.planned(plan)], NUM_LAYERS)
-        run = lambda schedule: bench.forward(schedule.to(DEVICE))  # noqa: E731
-        return attention_of([work.if_all_is_kept()], NUM_LAYERS, max_rows, ranks, run)[0]
+        (found,) = bench.engine(max_rows).attention([work.if_all_is_kept()], DEVICE)
+        return torch.from_numpy(found)
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
     assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)
