@@ -17,7 +17,7 @@ import torch
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks
-from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector
+from engine_wrapper.embedded.connector_manager import load_connector
 from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
@@ -58,10 +58,7 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._version = CONTRACTS[llm_args.contract]
-        self._is_v2 = self._version.is_v2
-        self.replays_decode = not self._version.is_own
-        self._holds_saved_blocks = self._is_v2 or self._version.is_own
+        self._is_v2, self.replays_decode = llm_args.is_v2, not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
@@ -138,11 +135,9 @@ class Executor:
         with self._guarded():
             batch = self._scheduler.schedule()
             stream = current_stream(self.model_runner.device)
-            if self.connector is not None:
-                self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
-                if len(batch):
-                    self.connector.handle_metadata()
-                    self.connector.worker.start_load_kv(stream)
+            if self.connector is not None and len(batch):
+                self.connector.handle_metadata(batch, self.block_manager.block_ids)
+                self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
             if not len(batch):
                 self._take_tokens()
@@ -207,7 +202,7 @@ class Executor:
             return logits
         except Exception as error:
             overlaps = not self.llm_args.disable_overlap_scheduler
-            if self._version.is_own or (self._is_v2 and overlaps):
+            if self.llm_args.is_own or (self._is_v2 and overlaps):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()
@@ -310,7 +305,7 @@ class Executor:
             request.complete(reason)
             return
         request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
-        if self._holds_saved_blocks:
+        if self.llm_args.holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
@@ -323,7 +318,7 @@ class Executor:
             self.connector.request_finished(request, [], is_late=True)
         self._late_ends.clear()
         for request in self.connector.get_finished():
-            if self._holds_saved_blocks:
+            if self.llm_args.holds_saved_blocks:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)

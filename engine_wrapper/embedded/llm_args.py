@@ -67,8 +67,9 @@ class LlmArgs(StrictModel):
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
-      "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
-      blocks, and pauses requests when blocks run out.
+      "1.2" has the V1 cache manager, and gives the connector's query V1's C++ request, another object than later calls
+      get. "1.4" has V2: it allocates chunk by chunk, publishes prompts only, exchanges equal blocks, and pauses
+      requests when blocks run out.
     - `transfer_timeout`: seconds to wait for a connector's saves when no request can run.
     """
 
@@ -96,9 +97,21 @@ class LlmArgs(StrictModel):
     tells_kv_scales: ClassVar[bool] = False
 
     @property
-    def holds_saved_blocks(self) -> bool:
-        """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
+    def is_v2(self) -> bool:
+        """Whether the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION."""
+        return self.contract == "1.4"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the contract is ours: as 1.4 over V1, and `request_finished` comes for cut requests, too. A failed
+        forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without hooks.
+        There a failed forward ends the running requests alone; with V2 so without the overlap scheduler."""
         return self.contract == "embedded"
+
+    @property
+    def holds_saved_blocks(self) -> bool:
+        """Whether the engine keeps an ended request's own blocks until its save has ended."""
+        return self.contract != "1.2"
 
     @field_validator("model", mode="before")
     @classmethod
