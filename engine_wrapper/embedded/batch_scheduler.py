@@ -1,11 +1,11 @@
 """Which requests run in an iteration, with how many of their tokens and in which blocks.
 
 V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
-the free blocks hold its prompt and answer, so no running request is ever paused. V1 allocates a prompt's blocks at once
-and takes the connector's whole offer. A request enters only while none with a lower priority number runs.
+the free blocks hold its prompt and answer, so no running request is ever paused. V1 allocates a prompt's blocks at
+once. A request enters only while none with a lower priority number runs.
 
-V2 (MAX_UTILIZATION) admits a request once its first chunk fits, allocates chunk by chunk, and takes the part of an
-offer that fits. It pauses the youngest requests when running ones find no block."""
+V2 (MAX_UTILIZATION) admits a request once its first chunk fits, allocates chunk by chunk, and takes the part of the
+connector's offer that fits. It pauses the youngest requests when running ones find no block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = Fa
 class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
-    Requests move from `waiting`, in the order of `line_up`, to `active`, by id and oldest first. V2's `pause` frees a
+    Requests move from `waiting`, in the order of `line_up`, to `active`, by id and oldest first. `pause` frees a
     request's blocks and puts it back into `waiting`."""
 
     def __init__(
@@ -45,12 +45,12 @@ class BatchScheduler:
         blocks: BlockManager,
         active: dict[int, LlmRequest],
         waiting: deque[LlmRequest],
-        connector: KvCacheConnectorManager | None = None,
-        pause: Callable[[LlmRequest], None] | None = None,
+        connector: KvCacheConnectorManager | None,
+        pause: Callable[[LlmRequest], None],
     ) -> None:
         self._args, self._blocks, self._connector = llm_args, blocks, connector
         self._active, self._waiting, self._pause = active, waiting, pause
-        self._is_v2 = pause is not None
+        self._is_v2 = llm_args.is_v2
         # With block reuse off the engine skips no loaded token, and does not ask the connector.
         self._asks = llm_args.kv_cache_config.enable_block_reuse
 
@@ -67,17 +67,8 @@ class BatchScheduler:
                 budget = self._add_context(batch, request, budget)
         while self._waiting and len(self._active) < self._args.max_batch_size and self._admit(batch, budget):
             budget = self._add_context(batch, batch.admitted[-1], budget)
-        if self._is_v2:
-            self._prepare_chunks(batch)
-        else:
-            self._prepare_prompts(batch)
+        self._allocate(batch)
         return batch
-
-    def resize_chunk(self, request: LlmRequest) -> None:
-        """Cut the request's chunk to its allowance again, after its position has moved."""
-        request.context_chunk_size = self._chunk(
-            request.context_remaining_length, request.context_current_position, request.chunk_allowance
-        )
 
     # -- picking --------------------------------------------------------------------------------------------------
 
@@ -101,12 +92,16 @@ class BatchScheduler:
     def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
         """Add the request's next chunk; return the budget that is left."""
         request.chunk_allowance = budget
-        self.resize_chunk(request)
+        self._resize_chunk(request)
         if not request.context_chunk_size:
             return budget
         batch.context_requests.append(request)
         # A chunk that is not the last takes the whole budget: the connector may still move its start.
         return budget - request.context_chunk_size if request.chunk_end == request.prompt_len else 0
+
+    def _resize_chunk(self, request: LlmRequest) -> None:
+        remaining, position = request.context_remaining_length, request.context_current_position
+        request.context_chunk_size = self._chunk(remaining, position, request.chunk_allowance)
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
         """Return the tokens to run from `position`: the rest of the prompt, or up to a block boundary, or 0."""
@@ -119,24 +114,8 @@ class BatchScheduler:
 
     # -- blocks, and what the connector offers --------------------------------------------------------------------
 
-    def _prepare_prompts(self, batch: ScheduledBatch) -> None:
-        """Allocate blocks for whole prompts, as the V1 cache manager."""
-        for request in batch.admitted:
-            if self._connector is not None and self._asks:
-                local = request.cached_tokens
-                request.set_prepopulated_prompt_len(local, self._connector.ask(request, local))
-                self.resize_chunk(request)
-            self._allocate_new(request, request.prompt_len)
-        for request in batch.generation_requests:
-            self._blocks.allocate(request.request_id, request.next_row()[0] + 1)
-
-    def _allocate_new(self, request: LlmRequest, end: int) -> None:
-        block_ids = self._blocks.allocate(request.request_id, end)
-        if self._connector is not None:
-            self._connector.update_state_after_alloc(request, block_ids)
-
-    def _prepare_chunks(self, batch: ScheduledBatch) -> None:
-        """Allocate blocks for chunks, as the V2 cache manager. Requests that find no room leave the batch."""
+    def _allocate(self, batch: ScheduledBatch) -> None:
+        """Allocate the batch's blocks. Requests that find no room leave it, which happens under V2 alone."""
         for request in [*batch.generation_requests, *batch.context_requests]:
             if request in batch.requests and request not in batch.admitted:
                 self._grow(batch, request)
@@ -149,7 +128,6 @@ class BatchScheduler:
 
     def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
         """Allocate the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
-        assert self._pause is not None
         end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
         while self._blocks.room_for(request.request_id) < end:
             pausable = [r for r in self._active.values() if r.state in _PAUSABLE and r not in batch.admitted]
@@ -170,7 +148,10 @@ class BatchScheduler:
             return False
         if self._connector is not None and self._asks:
             request.set_prepopulated_prompt_len(local, self._connector.ask(request, local, room - local - 1))
-        self.resize_chunk(request)
+        self._resize_chunk(request)
         request.context_chunk_size = min(request.context_chunk_size, room - request.context_current_position)
-        self._allocate_new(request, request.chunk_end)
+        end = request.chunk_end if self._is_v2 else request.prompt_len
+        block_ids = self._blocks.allocate(request.request_id, end)
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, block_ids)
         return True

@@ -28,46 +28,35 @@ DEFAULT_POOL_BYTES = 1 << 30
 # -- the pool ---------------------------------------------------------------------------------------------------------
 
 
-class KvPool:
-    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone.
+def pool_of(
+    args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return the pool, [blocks, layers, kv_factor, kv_heads * block_size * head_dim]: K then V, or latent rows alone.
 
-    It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
-    CapacityError when there is no memory for it."""
-
-    def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
-        try:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            raise CapacityError(
-                f"a KV pool of {num_blocks} blocks of {geometry.block_size} tokens does not fit into the memory of "
-                f"{device}; lower kv_cache_config.max_tokens"
-            ) from error
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's KV of all layers."""
-        self.tensor[target].copy_(self.tensor[source])
-
-
-def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Return the number of blocks of the pool: `kv_cache_config.max_tokens` rounded down.
-
-    By default they hold `max_batch_size` sequences of `max_seq_len` tokens, in at most DEFAULT_POOL_BYTES. Raises
-    CapacityError when that is no block at all."""
+    It holds `kv_cache_config.max_tokens` rounded down, by default `max_batch_size` sequences of `max_seq_len` tokens in
+    at most DEFAULT_POOL_BYTES. Raises CapacityError when that is no block, or when there is no memory for it."""
     block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
-    if wanted is not None:
-        if wanted < block_size:
-            raise CapacityError(
-                f"kv_cache_config.max_tokens {wanted} holds no block of {block_size} tokens; give at least {block_size}"
-            )
-        return wanted // block_size
+    if wanted is not None and wanted < block_size:
+        raise CapacityError(
+            f"kv_cache_config.max_tokens {wanted} holds no block of {block_size} tokens; give at least {block_size}"
+        )
     affordable = DEFAULT_POOL_BYTES // (geometry.bytes_per_token(dtype) * block_size)
-    if affordable < 1:
+    if wanted is None and affordable < 1:
         raise CapacityError(
             f"one block of this model needs more than the default pool of {DEFAULT_POOL_BYTES} bytes; "
             "set kv_cache_config.max_tokens"
         )
-    return min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+    by_default = min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+    blocks = by_default if wanted is None else wanted // block_size
+    shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+    try:
+        # Zeros: attention masks rows that no request has written, but a masked NaN would still spread.
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"a KV pool of {blocks} blocks of {block_size} tokens does not fit into the memory of {device}; "
+            "lower kv_cache_config.max_tokens"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

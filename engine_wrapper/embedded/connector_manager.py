@@ -56,19 +56,19 @@ class KvCacheConnectorManager:
 
     # -- a new request --------------------------------------------------------------------------------------------
 
-    def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
+    def ask(self, request: LlmRequest, num_computed_tokens: int, room: int) -> int:
         """Ask for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
-        V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
+        It takes at most `room`, and never the prompt's last one; V1 takes all or refuses. All are loaded before the
+        next forward."""
         left = request.prompt_len - 1 - num_computed_tokens
         handed: Any = request.bound() if self._is_12 else request
         matched, asynchronous = answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
         fits = matched >= 0 and (self._is_v2 or matched <= left)
         _require(fits and not asynchronous, f"of {left} tokens request {request.request_id} was offered {answer!r}")
-        taken: int = min(matched, left if most is None else min(left, most))
-        if taken:
+        if taken := min(matched, left, room):
             self._synchronous_loads[request.request_id] = taken
-        return taken
+        return int(taken)
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
         """Report to the scheduler which blocks the request has."""

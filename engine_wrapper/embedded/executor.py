@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
-from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks
+from engine_wrapper.embedded.block_manager import BlockManager, cache_layout, pool_of
 from engine_wrapper.embedded.connector_manager import load_connector
 from engine_wrapper.embedded.request import LlmRequestState, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
@@ -61,10 +61,9 @@ class Executor:
         self._is_v2, self.replays_decode = llm_args.is_v2, not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
-        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
-        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
-        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
-        self.block_manager = BlockManager(blocks, cache, self.pool.copy_block, is_v2=self._is_v2)
+        self.pool = pool_of(llm_args, self.max_seq_len, geometry, kv_dtype, runner.device)
+        self.model_runner.attach_pool(self.pool, geometry, llm_args.max_num_tokens)
+        self.block_manager = BlockManager(len(self.pool), cache, self._copy_block, is_v2=self._is_v2)
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
@@ -78,14 +77,16 @@ class Executor:
         self.connector = load_connector(llm_args)
         if self.connector is not None:
             self._register(self.connector)
-        pause = self._pause if self._is_v2 else None
         self._scheduler = BatchScheduler(
-            llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
+            llm_args, self.block_manager, self._active, self._waiting, self.connector, self._pause
         )
 
     def _register(self, connector: KvCacheConnectorManager) -> None:
-        layout = cache_layout(self.pool.tensor, self.block_manager.block_size) if self._is_v2 else None
-        connector.register(self.pool.tensor, layout)
+        layout = cache_layout(self.pool, self.block_manager.block_size) if self._is_v2 else None
+        connector.register(self.pool, layout)
+
+    def _copy_block(self, source: int, target: int) -> None:
+        self.pool[target].copy_(self.pool[source])
 
     # -- requests -------------------------------------------------------------------------------------------------
 

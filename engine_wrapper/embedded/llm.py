@@ -212,7 +212,7 @@ class LLM:
             max_new_tokens=params.max_tokens if forced is None else len(forced),
             cache_salt=cache_salt,
             lora_task_id=None if lora_request is None else adapters[lora_request],
-            lora_path=lora_request,
+            py_lora_path=lora_request,
             arrival_time=arrival_time,
             **options,
         )

@@ -27,7 +27,7 @@ class StrictModel(BaseModel):
 
 
 class KvCacheConfig(StrictModel):
-    """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
+    """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_of`. `dtype` is the model's or
     "fp8": e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.cost import CostModel
     from semblend_trt.model_files import FileState
-    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
 SUPPORTED_MODEL_TYPES = (
@@ -52,22 +52,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(
-    model: str, dtype: str | torch.dtype, device: str | torch.device
-) -> tuple[Any, Any, ModelFacts, dict[str, FileState] | None]:
-    """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
-
-    Returns the model, its tokenizer, its facts and the states of its files. Raises ConfigurationError when something
-    cannot be read or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not
-    supported."""
-    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
-    facts = _supported_facts(model)
-    files = _states(model)
-    loaded_tokenizer = load_tokenizer(model)
+def _load_weights(model: str, dtype: torch.dtype | None) -> Any:
+    """Return a Transformers model in `dtype`, None for the checkpoint's. Raises ConfigurationError."""
     try:
         loaded, loading = AutoModelForCausalLM.from_pretrained(
             model,
-            dtype=target_dtype or "auto",
+            dtype=dtype or "auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
         )
@@ -78,23 +68,16 @@ def load_model(
             raise ConfigurationError(
                 f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
-    weights = _text_part(loaded).to(target_device)
-    files = files or _states(model)  # the model was downloaded just now
-    return weights, loaded_tokenizer, facts, files
+    return loaded
 
 
-def adopt_model(model: Any, config_path: str) -> tuple[Any, ModelFacts]:
-    """Return a model that is in memory and its facts; `config_path` is a folder with its config.json.
-
-    Raises as `load_model` does, and ConfigurationError for a folder that describes another model."""
-    facts = _supported_facts(config_path)
-    read = AutoConfig.from_pretrained(config_path, local_files_only=True)
-    if _digest(read) != _digest(model.config):
+def _check_describes(folder: str, model: Any) -> None:
+    """Raise ConfigurationError if the config.json of `folder` is another model's."""
+    if _digest(AutoConfig.from_pretrained(folder, local_files_only=True)) != _digest(model.config):
         raise ConfigurationError(
-            f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
+            f"{folder} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    return _text_part(model), facts
 
 
 def _digest(config: Any) -> str:
@@ -181,34 +164,38 @@ class ModelRunner:
     checks of a forward found. Every layer of every forward calls `before_layer` and `after_layer` with its index."""
 
     def __init__(
-        self, model_path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
+        self,
+        model_path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        *,
+        model: Any = None,
     ) -> None:
-        """Load the model; see `load_model` for the settings and errors."""
-        model, tokenizer, facts, files = load_model(str(model_path), dtype, device)
-        self._own(model, tokenizer, facts, str(model_path), files)
+        """Load a folder or a hub id in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    @classmethod
-    def from_model(cls, model: Any, config_path: str | Path) -> ModelRunner:
-        """Return a runner of a model in memory, as it is: on its device, in its dtype. Prompts are token ids.
-
-        `config_path` is a folder with the model's config.json, which engine and connector read again. No file
-        identifies the weights, so no other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises
-        UnsupportedModelError and ConfigurationError as loading does."""
-        runner = cls.__new__(cls)
-        own, facts = adopt_model(model, str(config_path))
-        runner._own(own, None, facts, str(config_path), None)
-        return runner
-
-    def _own(
-        self, model: Any, tokenizer: Any, facts: ModelFacts, path: str, files: dict[str, FileState] | None
-    ) -> None:
-        # The Transformers model; called directly, it runs plain SDPA and touches no pool.
-        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        A `model` in memory is taken as it is, on its device, in its dtype; prompts are token ids. `model_path` is then
+        a folder with its config.json, which engine and connector read again. No file identifies the weights, so no
+        other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises ConfigurationError if something
+        cannot be read, a setting is unknown, or the folder describes another model, UnsupportedModelError if the
+        model's architecture or positions are not supported."""
+        self._path, self.tokenizer = str(model_path), None
+        target, place = resolve_dtype(dtype), resolve_device(device)
+        self.facts = _supported_facts(self._path)
         # The model's files as they were read; None for weights of no file.
-        self.facts, self._path, self.files = facts, path, files
+        self.files: dict[str, FileState] | None = None
+        if model is None:
+            files = _states(self._path)
+            self.tokenizer = load_tokenizer(self._path)
+            # The Transformers model; called directly, it runs plain SDPA and touches no pool.
+            self.model = _text_part(_load_weights(self._path, target)).to(place)
+            self.files = files or _states(self._path)  # the model was downloaded just now
+        else:
+            _check_describes(self._path, model)
+            self.model = _text_part(model)
+        self.config = self.model.config
         # Of weights and hidden rows, and of the pool unless it is in fp8.
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
+        self.dtype: torch.dtype = self.model.dtype
+        self.device: torch.device = self.model.device
         self._detach()
 
     def _detach(self) -> None:
@@ -266,12 +253,7 @@ class ModelRunner:
             works = [replace(work, outputs=1) for work in works]
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
-            found: list[CheckEvidence] = []
-            hidden = decoder(schedule, self._before_layer(), self.after_layer, found.append)
-            if sink is not None:
-                for evidence in found:
-                    sink(evidence)
-            return hidden
+            return decoder(schedule, self._before_layer(), self.after_layer, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
             return decoder.lowest(schedule, self._before_layer(), self.after_layer)

@@ -5,12 +5,12 @@ Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, cast
 
 import torch
 
@@ -130,6 +130,7 @@ class LlmRequestState(str, Enum):
     GENERATION_COMPLETE = "generation_complete"
 
 
+@dataclass(eq=False, repr=False)
 class LlmRequest:
     """A prompt, the tokens generated so far, and the engine's progress with it. Times are of `time.perf_counter`.
 
@@ -140,52 +141,45 @@ class LlmRequest:
     engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
 
     # Attributes that the connector may read and that have one value in this engine.
-    multimodal_hashes = None
-    is_dummy_request = False
-    sampling_config = SimpleNamespace(beam_width=1)
+    multimodal_hashes: ClassVar[None] = None
+    is_dummy_request: ClassVar[bool] = False
+    sampling_config: ClassVar[Any] = SimpleNamespace(beam_width=1)
 
-    state = LlmRequestState.QUEUED
-    context_current_position = 0
-    context_chunk_size = 0
-    chunk_allowance = 0
-    prepopulated_prompt_len = 0
-    cached_tokens = 0
-    py_num_connector_matched_tokens = 0
-    is_paused = False
+    request_id: int
+    prompt_token_ids: InitVar[Sequence[int]]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    max_new_tokens: int
+    cache_salt: str | None = None
+    lora_task_id: int | None = None
+    py_lora_path: str | None = None
+    arrival_time: float = field(default_factory=perf_counter)
+    priority: int = 0
+    exact_only: bool = False
+    cold: bool = False
+    state: LlmRequestState = LlmRequestState.QUEUED
+    context_current_position: int = 0
+    context_chunk_size: int = 0
+    chunk_allowance: int = 0
+    prepopulated_prompt_len: int = 0
+    cached_tokens: int = 0
+    py_num_connector_matched_tokens: int = 0
+    is_paused: bool = False
     pending_token: int | None = None
     finish_reason: str | None = None
     error: str | None = None
     first_token_time: float | None = None
     reuse_report: Any = None
+    generation_logits: list[torch.Tensor] = field(default_factory=list)
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        max_new_tokens: int,
-        cache_salt: str | None = None,
-        lora_task_id: int | None = None,
-        lora_path: str | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        exact_only: bool = False,
-        cold: bool = False,
-    ) -> None:
-        self.request_id = self.py_request_id = request_id
+    def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.py_request_id = self.request_id
         self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
-        self.max_new_tokens = max_new_tokens
-        self.sampling_params = sampling_params
-        self.cache_salt, self.cache_salt_id = cache_salt, None
-        if cache_salt is not None:
-            digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
-            self.cache_salt_id = int.from_bytes(digest[:8], "little")
-        self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
-        self.arrival_time = perf_counter() if arrival_time is None else arrival_time
-        self.priority, self.exact_only, self.cold = priority, exact_only, cold
-        self.generation_logits: list[torch.Tensor] = []
         self._tokens = list(prompt_token_ids)
+        self.cache_salt_id: int | None = None
+        if self.cache_salt is not None:
+            digest = hashlib.sha256(self.cache_salt.encode("utf-8", "surrogatepass")).digest()
+            self.cache_salt_id = int.from_bytes(digest[:8], "little")
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Return prompt and generated tokens."""

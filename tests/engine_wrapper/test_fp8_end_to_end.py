@@ -71,7 +71,7 @@ def any_engine(request, tiny_model_paths, engines_of):
 )
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
     llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
-    assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
+    assert llm.executor.pool.dtype == cold.executor.pool.dtype == FP8
     outputs, expected = ([serve(each, prompt) for prompt in (DONOR, SHIFTED)] for each in (llm, cold))
     assert llm.connector_scheduler.reuse_of(outputs[1].request_id).offered_tokens > 100
     for output, wanted in zip(outputs, expected, strict=True):
@@ -83,7 +83,7 @@ def held_while_served(llm, prompt, positions):
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     next(stream)
     blocks = llm.block_manager.block_ids(stream.request_id)
-    kv = pool_view(llm.executor.pool.tensor, geometry_of(llm))[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    kv = pool_view(llm.executor.pool, geometry_of(llm))[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     stream.close()
     return kv[:, :, :, positions.start : positions.stop]
 

@@ -109,7 +109,7 @@ def test_spans_of_two_donors_with_holes_between(taught):
 
 @pytest.mark.known_defect(14)
 def test_every_layer_of_a_reused_span_is_written(taught):
-    taught.executor.pool.tensor.fill_(float("nan"))
+    taught.executor.pool.fill_(float("nan"))
     output = serve(taught, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert torch.isfinite(serving.logits_of(output)).all()

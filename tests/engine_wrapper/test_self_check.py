@@ -137,7 +137,7 @@ def test_reuse_in_an_engine_has_to_pay(engine, share, costs, reason):
     llm = engine(MIN_SAVING=share)
     runtime = llm.connector_scheduler._runtime
     assert (runtime.costs is None) is (share == 0)
-    assert not llm.executor.pool.tensor.any()
+    assert not llm.executor.pool.any()
     runtime.costs = costs or runtime.costs
     teach(llm, DONOR)
     answer = serve(llm, SHIFTED)

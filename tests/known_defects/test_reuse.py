@@ -61,10 +61,10 @@ def test_blocks_of_the_engines_prefix_stay_bitwise(engine):
     serve(llm, head + text(32, 30))
     prompt = head + DOCUMENT + text(33, 20)
     shared = [node.block_id for node in llm.block_manager._tree.match(RootKey(), prompt).nodes]
-    before = llm.executor.pool.tensor[shared].clone()
+    before = llm.executor.pool[shared].clone()
     output = serve(llm, prompt)
     assert (len(shared), output.cached_tokens, output.reused_tokens) == (4, 4 * BLOCK, len(DOCUMENT))
-    assert torch.equal(llm.executor.pool.tensor[shared], before)
+    assert torch.equal(llm.executor.pool[shared], before)
 
 
 @pytest.mark.promise("policies", "`SEMBLEND_POLICY=off` and `SEMBLEND_ENABLED=0` keep and find nothing")

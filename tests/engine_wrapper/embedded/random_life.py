@@ -77,7 +77,7 @@ def random_life(case, folder):
     model = random_model("qwen2")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    pattern = PatternRunner.from_model(model, folder)
+    pattern = PatternRunner(folder, model=model)
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     least = {"MIN_SPAN": "32", "MIN_REUSE_RATIO": "0.1", "MIN_DONOR_TOKENS": "32"}

@@ -23,7 +23,7 @@ def difference(folder, family, arms, **changes):
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    engines = EmbeddedEngines(ModelRunner.from_model(model, folder))
+    engines = EmbeddedEngines(ModelRunner(folder, model=model))
     return stock_difference(engines, str(folder), "the engine", tokens, MIN_SPAN, arms).difference
 
 

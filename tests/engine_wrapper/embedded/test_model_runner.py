@@ -130,4 +130,4 @@ def test_a_model_that_computes_otherwise_than_the_one_described_is_refused(model
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     change_config(model_folder, **changes)
     with pytest.raises(ConfigurationError, match="describes a model that computes otherwise"):
-        ModelRunner.from_model(model, model_folder)
+        ModelRunner(model_folder, model=model)

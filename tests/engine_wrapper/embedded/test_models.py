@@ -25,7 +25,7 @@ def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(tmp_path, fa
         runner = ModelRunner(whole, "float32", "cpu")
     else:
         model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32)
-        runner = ModelRunner.from_model(model, whole)
+        runner = ModelRunner(whole, model=model)
     assert runner.facts.model_type == family
     assert sum(each.numel() for each in runner.model.parameters()) < 2 * sum(
         each.numel() for each in model_at(text).parameters()

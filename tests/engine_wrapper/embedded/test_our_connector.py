@@ -115,7 +115,9 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
     """Main's V1 tells whole blocks of its own prefix alone."""
     ask = KvCacheConnectorManager.ask
     if floors:
-        monkeypatch.setattr(KvCacheConnectorManager, "ask", lambda self, each, own: ask(self, each, own - own % BLOCK))
+        monkeypatch.setattr(
+            KvCacheConnectorManager, "ask", lambda *args: ask(*args[:2], args[2] // BLOCK * BLOCK, args[3])
+        )
     llm = make_ours("1.2", cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
     llm.generate([prompt(20)], TWO)
     llm.generate([prompt(15)], TWO)
