@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import EngineForward, micro_batches
-from engine_wrapper.deviation_check import window_means
+from engine_wrapper.deviation_check import window_means, windows_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry
 from semblend_trt.plan import BudgetLevel, SpanCheck
@@ -283,7 +283,8 @@ def test_if_not_all_are_compared_the_samples_windows_and_attention_choose_and_no
     if share:
         assert evidence is None
         left, evidence = left.weighed(attention)
-    means = window_means(compared, found, work.pending.lengths, 4) * attention[work.positions[checked]]
+    window_of = windows_of(work.pending.lengths, 4)
+    means = window_means(compared, found, window_of)[window_of] * attention[work.positions[checked]]
     means[:8] = np.inf
     computed = np.sort(np.argsort(-means)[: max(8, round(share * len(checked)))])
     assert left.positions.tolist() == np.delete(work.positions, np.delete(checked, computed)).tolist()

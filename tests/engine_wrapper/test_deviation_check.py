@@ -197,8 +197,8 @@ def test_a_sample_that_deviates_more_is_given_no_smaller_share(lower, higher):
 def test_a_sample_that_is_no_number_exceeds_every_level(value):
     plan = SimpleNamespace(execution=SimpleNamespace(check=LEVELLED), exact_tokens=0, matched_tokens=32)
     values = np.array([0.0, value, 0.0], dtype=np.float32)
-    suspects, sample, share = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
-    assert (share, suspects.all(), math.isfinite(sample.deviation)) == (None, True, False)
+    suspects, judged = PendingCheck(plan, (range(32),)).judge(np.array([0, 8, 16]), values)
+    assert (judged.share, suspects.all(), math.isfinite(judged.sampled_deviation)) == (None, True, False)
 
 
 def test_a_short_last_window_is_judged_by_its_own_mean():

@@ -218,7 +218,7 @@ MUTANTS = (
        ("slice-of-prompt", "a plan is executed for its own prompt", ".tolist()) != sequence.token_ids",
         ".tolist()) == ()", "test_a_plan_that_does_not_fit_its_slice_is_refused")),
     *of("engine_wrapper/token_schedule.py", "engine_wrapper/test_batch.py",
-       ("risk-above-bound", "risk above the bound computes everything", "if share is None:", "if False:",
+       ("risk-above-bound", "risk above the bound computes everything", "if judged.share is None:", "if False:",
         "test_a_samples_mean_deviation_gives_the_share_that_is_computed")),
     *of("engine_wrapper/batch.py", "engine_wrapper/test_batch.py",
        ("speculative-kept", "what ran ahead of a failed sample is computed again",
