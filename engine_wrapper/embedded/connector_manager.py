@@ -145,12 +145,12 @@ class KvCacheConnectorManager:
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
-        num_tokens = request.get_num_tokens()
+        num_tokens = len(request.all_tokens)
         self._reported[request.request_id] = num_tokens, len(block_ids)
         position = request.context_current_position if request.is_in_context else num_tokens - 1
         data = (
             request.request_id,
-            request.tokens(known_tokens, num_tokens),
+            request.all_tokens[known_tokens:],
             block_ids[known_blocks:],
             # A synchronous load has not run yet: the position is that of its first token.
             position - self._synchronous_loads.get(request.request_id, 0),

@@ -203,7 +203,6 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._closed = False
         self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args)
@@ -284,11 +283,8 @@ class Executor:
             self._poll_transfers()
 
     def shutdown(self) -> None:
-        """Abort what is left and close the connector. Safe to call twice."""
+        """Abort what is left and close the connector. Call once."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             try:
                 for request in [*self._waiting, *self._active.values()]:
                     self.abort(request)
@@ -350,7 +346,7 @@ class Executor:
             position, token = request.next_row()
             return SequenceSlice(request.request_id, position, (token,), block_ids)
         begin = request.context_current_position
-        return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, request.chunk_end)), block_ids)
+        return SequenceSlice(request.request_id, begin, tuple(request.all_tokens[begin : request.chunk_end]), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Update every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
@@ -378,7 +374,7 @@ class Executor:
             if not request.is_finished:
                 written = request.context_current_position
                 written = written if self._is_v2 else min(written, request.prompt_len - 1)
-                self.block_manager.publish(request.request_id, request.tokens(0, written))
+                self.block_manager.publish(request.request_id, request.all_tokens[:written])
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
@@ -408,7 +404,7 @@ class Executor:
         if token is None or request.is_finished:
             return
         request.pending_token = None
-        request.add_new_token(token)
+        request.all_tokens.append(token)
         if request.first_token_time is None:
             request.first_token_time = perf_counter()
         if request.reuse_report is None and self.connector is not None:
@@ -430,7 +426,7 @@ class Executor:
         request.finish_reason = reason
         del self._active[request_id]
         if not request.was_cut_short and not self._is_v2:  # V2 publishes prompts only
-            self.block_manager.publish(request_id, request.tokens(0, request.num_written_tokens))
+            self.block_manager.publish(request_id, request.all_tokens[:-1])  # the newest token's KV is not written
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)

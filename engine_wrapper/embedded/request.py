@@ -175,7 +175,8 @@ class LlmRequest:
     def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.py_request_id = self.request_id
         self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
-        self._tokens = list(prompt_token_ids)
+        # Do not change or keep this list.
+        self.all_tokens = list(prompt_token_ids)
         self.cache_salt_id: int | None = None
         if self.cache_salt is not None:
             digest = hashlib.sha256(self.cache_salt.encode("utf-8", "surrogatepass")).digest()
@@ -183,21 +184,7 @@ class LlmRequest:
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Return prompt and generated tokens."""
-        return list(self._tokens)
-
-    def get_num_tokens(self) -> int:
-        return len(self._tokens)
-
-    def tokens(self, begin: int, end: int) -> list[int]:
-        return self._tokens[begin:end]
-
-    @property
-    def all_tokens(self) -> Sequence[int]:
-        """The list that `get_tokens` copies: do not change or keep it."""
-        return self._tokens
-
-    def add_new_token(self, token: int) -> None:
-        self._tokens.append(token)
+        return list(self.all_tokens)
 
     def is_generation_only_request(self) -> bool:
         """Return False: a method, as in upstream's Python subclass."""
@@ -209,7 +196,7 @@ class LlmRequest:
 
     @property
     def num_generated(self) -> int:
-        return len(self._tokens) - self.orig_prompt_len
+        return len(self.all_tokens) - self.orig_prompt_len
 
     @property
     def max_total_tokens(self) -> int:
@@ -227,11 +214,6 @@ class LlmRequest:
     @property
     def is_in_context(self) -> bool:
         return self.state is LlmRequestState.CONTEXT_INIT
-
-    @property
-    def num_written_tokens(self) -> int:
-        """Leading tokens whose KV is written: never the newest generated one."""
-        return self.context_current_position if len(self._tokens) == self.prompt_len else len(self._tokens) - 1
 
     @property
     def is_finished(self) -> bool:
@@ -256,12 +238,12 @@ class LlmRequest:
     def next_row(self) -> tuple[int, int]:
         """Return position and token of the row that generation computes next."""
         if self.pending_token is not None:
-            return len(self._tokens), self.pending_token
-        return len(self._tokens) - 1, self._tokens[-1]
+            return len(self.all_tokens), self.pending_token
+        return len(self.all_tokens) - 1, self.all_tokens[-1]
 
     def pause(self) -> None:
         """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
-        self.prompt_len = len(self._tokens)
+        self.prompt_len = len(self.all_tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
         self.state, self.is_paused, self.reuse_report = LlmRequestState.QUEUED, True, None
@@ -328,7 +310,7 @@ class RequestOutput:
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
     """Return the output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
-    token_ids = request.tokens(request.orig_prompt_len, request.get_num_tokens())[:num_tokens]
+    token_ids = request.all_tokens[request.orig_prompt_len :][:num_tokens]
     finished = request.is_finished and len(token_ids) == request.num_generated
     reason = request.finish_reason if finished else None
     shown = token_ids[:-1] if reason == "stop" else token_ids
@@ -340,7 +322,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
-        prompt_token_ids=request.tokens(0, request.orig_prompt_len),
+        prompt_token_ids=request.all_tokens[: request.orig_prompt_len],
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
         cached_tokens=cached,
         reused_tokens=reused,
