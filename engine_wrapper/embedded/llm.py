@@ -129,13 +129,9 @@ class LLM:
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
         salts = one_each("cache_salt", cache_salt, len(texts), str)
-        requests = [
-            self._request(prompt, param, salt, lora_request)
-            for prompt, param, salt in zip(texts, params, salts, strict=True)
-        ]
-        self._enqueue(requests)
-        streams = [self._stream(request, prompt, False) for request, prompt in zip(requests, texts, strict=True)]
-        return [next(stream) for stream in streams]
+        given = zip(texts, params, salts, strict=True)
+        requests = [self._request(prompt, param, salt, lora_request) for prompt, param, salt in given]
+        return [next(stream) for stream in self._streams(requests, texts, streaming=False)]
 
     def generate_async(
         self,
@@ -161,8 +157,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         options = {"priority": priority, "exact_only": exact_only, "cold": cold}
         request = self._request(prompt, params, salt, lora_request, **options)
-        self._enqueue([request])
-        return self._stream(request, prompt, streaming)
+        return self._streams([request], [prompt], streaming)[0]
 
     def abort(self, request_id: int) -> bool:
         """End a request with finish reason "cancelled"; False when it is unknown or has finished."""
@@ -217,13 +212,12 @@ class LLM:
             **options,
         )
 
-    def _stream(self, request: LlmRequest, prompt: Prompt, streaming: bool) -> RequestStream:
-        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
-
-    def _enqueue(self, requests: list[LlmRequest]) -> None:
+    def _streams(self, requests: list[LlmRequest], prompts: list[Prompt], streaming: bool) -> list[RequestStream]:
         self.executor.enqueue(requests)
         self._deadline = None
         self._live.update((request.request_id, request) for request in requests)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return [RequestStream(self, request, text, streaming) for request, text in zip(requests, texts, strict=True)]
 
     def forget(self, request: LlmRequest) -> None:
         """Drop a request for good; end it if it still runs."""

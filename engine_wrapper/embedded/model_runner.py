@@ -5,8 +5,8 @@ Reuse plans that are pending for the slices are run as well."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from semblend_trt.ranks import Ranks
 from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.sparse_forward import LayerHook
@@ -42,9 +42,6 @@ SUPPORTED_MODEL_TYPES = (
     *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
     *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
-
-# Returns the plan that is pending for a request.
-PlanSource = Callable[[int], "SemanticKvPlan | None"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -85,11 +82,6 @@ def _digest(config: Any) -> str:
     return configuration_digest(
         config.get_text_config().to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"})
     )
-
-
-def _place(name: str) -> Path | str:
-    folder = snapshot(name)
-    return name if folder is None else folder.resolve()
 
 
 def _states(model: str) -> dict[str, FileState] | None:
@@ -201,7 +193,7 @@ class ModelRunner:
     def _detach(self) -> None:
         self._forward: SparseForward | None = None
         self._max_rows: int | None = None
-        self.plan_source: PlanSource | None = None
+        self.plan_source: Callable[[int], SemanticKvPlan | None] | None = None
         self.readiness: LayerReadiness | None = None
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
@@ -209,7 +201,8 @@ class ModelRunner:
 
     def check_source(self, model: str) -> None:
         """Raise ConfigurationError if `model` is another than the runner's, or its files have changed since."""
-        if _place(model) != _place(self._path):
+        own, other = (snapshot(name) or name for name in (self._path, model))
+        if Path(own).resolve() != Path(other).resolve():
             raise ConfigurationError(
                 f"model is {model}, and the runner holds {self._path}; lend a runner of the same model, or none"
             )
