@@ -212,8 +212,6 @@ class PagedDecoder:
     def run(self, layer: int) -> None:
         if layer != self._compared:
             self._run(layer, None)
-        if self._after is not None:
-            self._after(layer)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -247,6 +245,8 @@ class PagedDecoder:
             paged=paged,
             **{cache_keyword(type(run).forward): held},
         )
+        if self._after is not None:
+            self._after(layer)
 
 
 class SparseForward:
@@ -284,10 +284,7 @@ class SparseForward:
         the deviations of the checked tokens, float32, without waiting for them."""
         rows = PagedDecoder(self._model.model, schedule, self._pool, self.geometry, before_layer, after_layer)
         deviations = follow(rows, schedule, self.geometry.num_layers, self._ranks)
-        assert schedule.check is not None
         assert deviations is not None
-        if after_layer is not None:
-            after_layer(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()

@@ -5,16 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from engine_wrapper.batch import EngineForward, micro_batches
 from engine_wrapper.deviation_check import window_means, windows_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
-from kernels.layout import KvGeometry
 from semblend_trt.plan import BudgetLevel, SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -136,103 +132,6 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     deviating = 5 * len(SPANS)
     assert deviating + 4 * keys_per_row == evidence.recomputed_tokens
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    cuts=st.lists(st.integers(0, 80), min_size=2, max_size=8, unique=True).map(sorted),
-    terms=st.sampled_from(list(TERMS)),
-    exact=st.booleans(),
-    max_rows=st.integers(1, 100),
-    seed=st.integers(0, 100),
-)
-def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
-    make_plan, cuts, terms, exact, max_rows, seed
-):
-    """The decision is a function of the deviations alone, not of the parts: the very same bits."""
-    tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
-    options = {"exact": {0} if exact else (), **TERMS[terms]}
-    plan = make_plan(tokens, spans, prefix_end=85, **options)
-    blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
-    (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
-    by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
-    passes = {}
-
-    def lowest(schedule):
-        (part,) = schedule.check.works
-        passes.setdefault(schedule.check.layer, []).append(part)
-        return torch.from_numpy(by_position[checked_positions(part)])
-
-    evidence = []
-    forward = EngineForward(KvGeometry(NUM_LAYERS, 1, 2, BLOCK_SIZE), Ranks(), None, lowest, max_rows)
-    left = forward.with_lowest_layers_run(work, "cpu", evidence.append)
-    assert all(rows_of(parts) <= max_rows for parts in micro_batches([left], NUM_LAYERS, max_rows))
-    if not passes:
-        assert left is work
-        return
-    decided, told = work, []
-    if work.pending is not None:
-        decided, of_all = work.decide(by_position[checked_positions(work)])
-        told.append(of_all)
-    assert evidence == told
-    source = work
-    for layer, parts in passes.items():
-        assert all(0 < len(part.positions) <= max_rows for part in parts)
-        rows = np.concatenate([part.positions for part in parts])
-        assert rows.tolist() == source.positions[: source.together(NUM_LAYERS).stop].tolist()
-        source = decided.above(layer, NUM_LAYERS)
-    for name in ("positions", "token_ids", "drops_at"):
-        assert getattr(left, name).tolist() == getattr(source, name).tolist()
-    assert (left.outputs, left.pending) == (work.outputs, None)
-    assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
-
-
-def rows_of(parts):
-    return sum(len(part.work.positions) for part in parts)
-
-
-def checked_positions(work):
-    none = np.empty(0, dtype=np.int64)
-    return none if work.pending is None else work.positions[work.pending.checked]
-
-
-def slice_of(make_plan, request_id, terms, begin, length):
-    """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
-    tokens = tuple(range(begin + length))
-    blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
-    slice_ = SequenceSlice(request_id, begin, tokens[begin:], blocks)
-    if begin < 12:
-        return slice_
-    spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
-    options = {**TERMS[terms]}
-    return replace(slice_, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    parts=st.lists(
-        st.tuples(st.sampled_from(list(TERMS)), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4
-    ),
-    slack=st.integers(0, 30),
-)
-def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
-    slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
-    works = works_of(slices, NUM_LAYERS)
-    max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
-    found = micro_batches(works, NUM_LAYERS, max_rows)
-    assert all(0 < rows_of(parts) <= max_rows for parts in found)
-    every = [part for parts in found for part in parts]
-    assert [part.owner for part in every] == sorted(part.owner for part in every)
-    for owner, work in enumerate(works):
-        own = [part for part in every if part.owner == owner]
-        for name in ("token_ids", "positions", "drops_at"):
-            joined = np.concatenate([getattr(part.work, name) for part in own])
-            assert joined.tolist() == getattr(work, name).tolist()
-        assert sum(part.scheduled for part in own) == work.outputs
-        assert all(part.work.outputs == max(1, part.scheduled) for part in own)
-        assert all((part.work.drops_at[-part.work.outputs :] == NUM_LAYERS).all() for part in own)
-        checks = [checked_positions(part.work).tolist() for part in own if part.work.pending is not None]
-        assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
 KEEP_ALL = 1e30
