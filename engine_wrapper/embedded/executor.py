@@ -76,73 +76,39 @@ class BatchScheduler:
         budget = self._args.max_num_tokens - len(batch.generation_requests)
         for request in running:
             if request.is_in_context:
-                budget = self._add_context(batch, request, budget)
+                budget -= self._add_context(batch, request, budget)
+        waiting = len(self.waiting)
+        for request in batch.requests:
+            if request in batch.requests:
+                self._grow(batch, request)
+        if len(self.waiting) > waiting:
+            return batch  # what was paused would enter at once
         while self.waiting and len(self.active) < self._args.max_batch_size and self._admit(batch, budget):
-            budget = self._add_context(batch, batch.admitted[-1], budget)
-        self._allocate(batch)
+            budget -= batch.context_requests[-1].context_chunk_size
         return batch
 
-    # -- picking --------------------------------------------------------------------------------------------------
-
-    def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
-        """Admit the next waiting request with its cached prefix; False when it has to wait."""
-        request, blocks = self.waiting[0], self._blocks
-        if any(running.priority < request.priority for running in self.active.values()):
-            return False
-        match = blocks.match(request.root_key, request.all_tokens)
-        matched = len(match.nodes) * blocks.block_size + match.partial_tokens
-        chunk = self._chunk(request.prompt_len - matched, matched, budget)
-        if not chunk or not blocks.fits(match, matched + chunk if self._args.is_v2 else request.max_total_tokens):
-            return False
-        blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
-        request.set_prepopulated_prompt_len(matched, 0)
-        request.state = LlmRequestState.CONTEXT_INIT
-        self.active[request.request_id] = self.waiting.popleft()
-        batch.admitted.append(request)
-        return True
+    # -- requests that run ----------------------------------------------------------------------------------------
 
     def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
-        """Add the request's next chunk; return the budget that is left."""
-        request.chunk_allowance = budget
-        self._resize_chunk(request)
-        if not request.context_chunk_size:
-            return budget
-        batch.context_requests.append(request)
-        # A chunk that is not the last takes the whole budget: the connector may still move its start.
-        return budget - request.context_chunk_size if request.chunk_end == request.prompt_len else 0
-
-    def _resize_chunk(self, request: LlmRequest) -> None:
-        remaining, position = request.context_remaining_length, request.context_current_position
-        request.context_chunk_size = self._chunk(remaining, position, request.chunk_allowance)
+        """Add the request's next chunk, if one fits into the budget; return its tokens."""
+        chunk = self._chunk(request.context_remaining_length, request.context_current_position, budget)
+        request.context_chunk_size = chunk
+        if chunk:
+            batch.context_requests.append(request)
+        return chunk
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
         """Return the tokens to run from `position`: the rest of the prompt, or up to a block boundary, or 0."""
         block = self._blocks.block_size
         if remaining <= budget:
             return remaining
-        if budget < block:
-            return 0
-        return (position + budget) // block * block - position
-
-    # -- blocks, and what the connector offers --------------------------------------------------------------------
-
-    def _allocate(self, batch: ScheduledBatch) -> None:
-        """Allocate the batch's blocks. Requests that find no room leave it, which happens under V2 alone."""
-        for request in [*batch.generation_requests, *batch.context_requests]:
-            if request in batch.requests and request not in batch.admitted:
-                self._grow(batch, request)
-        for request in reversed([request for request in list(batch.admitted) if not self._enter(request)]):
-            batch.remove(request)
-            self._blocks.release(request.request_id)
-            del self.active[request.request_id]
-            request.state = LlmRequestState.QUEUED
-            self.line_up(request, first=True)
+        return 0 if budget < block else (position + budget) // block * block - position
 
     def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
         """Allocate the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
         end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
         while self._blocks.room_for(request.request_id) < end:
-            pausable = [r for r in self.active.values() if r.state in _PAUSABLE and r not in batch.admitted]
+            pausable = [each for each in self.active.values() if each.state in _PAUSABLE]
             if not pausable or pausable == [request]:
                 batch.remove(request)  # transfers hold the missing blocks, and will end
                 return
@@ -153,18 +119,30 @@ class BatchScheduler:
                 return
         self._blocks.allocate(request.request_id, end)
 
-    def _enter(self, request: LlmRequest) -> bool:
-        """Ask about a new request and take the part of the offer that fits; False when no token fits now."""
-        local, room = request.cached_tokens, self._blocks.room_for(request.request_id)
-        if room <= local:
+    # -- new requests ---------------------------------------------------------------------------------------------
+
+    def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
+        """Admit the next waiting request with its cached prefix and what fits of the connector's offer; False when it
+        has to wait."""
+        request, blocks, is_v2 = self.waiting[0], self._blocks, self._args.is_v2
+        if any(running.priority < request.priority for running in self.active.values()):
             return False
+        match = blocks.match(request.root_key, request.all_tokens)
+        local = len(match.nodes) * blocks.block_size + match.partial_tokens
+        chunk = self._chunk(request.prompt_len - local, local, budget)
+        if not chunk or not blocks.fits(match, local + chunk if is_v2 else request.max_total_tokens):
+            return False
+        blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
+        request.state = LlmRequestState.CONTEXT_INIT
+        self.active[request.request_id] = self.waiting.popleft()
+        room, offered = blocks.room_for(request.request_id), 0
         # With block reuse off the engine skips no loaded token, and does not ask the connector.
         if self._connector is not None and self._args.kv_cache_config.enable_block_reuse:
-            request.set_prepopulated_prompt_len(local, self._connector.ask(request, local, room - local - 1))
-        self._resize_chunk(request)
+            offered = self._connector.ask(request, local, room - local - 1)
+        request.set_prepopulated_prompt_len(local, offered)
+        self._add_context(batch, request, budget)
         request.context_chunk_size = min(request.context_chunk_size, room - request.context_current_position)
-        end = request.chunk_end if self._args.is_v2 else request.prompt_len
-        block_ids = self._blocks.allocate(request.request_id, end)
+        block_ids = blocks.allocate(request.request_id, request.chunk_end if is_v2 else request.prompt_len)
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, block_ids)
         return True

@@ -160,7 +160,6 @@ class LlmRequest:
     state: LlmRequestState = LlmRequestState.QUEUED
     context_current_position: int = 0
     context_chunk_size: int = 0
-    chunk_allowance: int = 0
     prepopulated_prompt_len: int = 0
     cached_tokens: int = 0
     py_num_connector_matched_tokens: int = 0
@@ -338,11 +337,10 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One iteration's requests in the order of its rows; context requests in `admitted` entered in this iteration."""
+    """One iteration's requests in the order of its rows."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
-    admitted: list[LlmRequest] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context_requests) + len(self.generation_requests)
@@ -358,6 +356,6 @@ class ScheduledBatch:
 
     def remove(self, request: LlmRequest) -> None:
         """Take the request out of the iteration."""
-        for requests in (self.context_requests, self.generation_requests, self.admitted):
+        for requests in (self.context_requests, self.generation_requests):
             if request in requests:
                 requests.remove(request)
