@@ -136,23 +136,19 @@ class RadixTree:
 
         The last token is never matched: its row has to run, for its logits. With `partial`, the match also names the
         child that shares the longest beginning with the rest, the first of several."""
-        node = self._roots.get(key)
-        nodes: list[BlockNode] = []
-        limit = len(tokens) - 1
-        while node is not None:
-            start = len(nodes) * self._block_size
-            rest = tuple(tokens[start : min(start + self._block_size, limit)])
-            child = node.children.get(rest) if len(rest) == self._block_size else None
-            if child is not None:
-                nodes.append(child)
-                node = child
-                continue
-            # Of thousands of children, few stay after the first tokens.
-            left, length = list(node.children) if partial else [], 0
-            while length < len(rest) and (fitting := [each for each in left if each[length] == rest[length]]):
-                left, length = fitting, length + 1
-            return PrefixMatch(tuple(nodes), node.children[left[0]] if length else None, length)
-        return PrefixMatch()
+        node, nodes, size = self._roots.get(key), list[BlockNode](), self._block_size
+        if node is None:
+            return PrefixMatch()
+        rest = tuple(tokens[: min(size, len(tokens) - 1)])
+        while (child := node.children.get(rest)) is not None:
+            nodes.append(child)
+            node, start = child, len(nodes) * size
+            rest = tuple(tokens[start : min(start + size, len(tokens) - 1)])
+        # Of thousands of children, few stay after the first tokens.
+        left, length = list(node.children) if partial else [], 0
+        while length < len(rest) and (fitting := [each for each in left if each[length] == rest[length]]):
+            left, length = fitting, length + 1
+        return PrefixMatch(tuple(nodes), node.children[left[0]] if length else None, length)
 
     def child(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...]) -> BlockNode | None:
         """Return the node of the block `tokens` below `parent`, or below the root of `key`."""
