@@ -13,7 +13,6 @@ from engine_wrapper.embedded.executor import Executor
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import (
-    CompletionOutput,
     LlmRequest,
     Prompt,
     RequestOutput,
@@ -29,15 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "KvCacheConfig",
-    "KvCacheConnectorConfig",
-    "LlmArgs",
-    "RequestOutput",
-    "SamplingParams",
-]
+__all__ = ["LLM", "KvCacheConfig", "KvCacheConnectorConfig", "SamplingParams"]
 
 IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
 
