@@ -104,9 +104,6 @@ class EngineForward:
             divided = [self.with_lowest_layers_run(work, device, sink) for work in left]
             return self.outputs(divided, device, sink, input_ids)
 
-        def layer_of(index: int) -> int:
-            return _layer_of(works[index])
-
         compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
         if not compared:
             return run(works)

@@ -228,7 +228,7 @@ MUTANTS = (
        ("self-check-nan", "NaN fails the self-check", "None if difference <= bound else",
         "None if not difference > bound else", "test_rows_that_are_no_numbers_differ"),
        ("self-check-ranks", "what another rank has found counts here", "ranks.gather(own)", "[own]",
-        "test_what_another_rank_has_found_is_raised_here")),
+        "test_all_is_run_and_the_first_difference_of_any_rank_is_raised")),
     *of("engine_wrapper/self_check.py", "engine_wrapper/trtllm/test_planned_forward.py",
        ("self-check-bound", "another result fails the self-check", "_EXACT_BOUND, _ROUNDED_BOUND = 1e-3,",
         "_EXACT_BOUND, _ROUNDED_BOUND = 1e3,", "test_what_differs_is_named")),

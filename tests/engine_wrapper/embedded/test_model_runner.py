@@ -25,18 +25,6 @@ def runner(tiny_qwen2_path):
     return runner
 
 
-def test_a_pending_plan_runs_and_its_check_is_reported(runner, make_plan):
-    tokens, block_ids = tokens_of(40), tuple(range(5))
-    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    plans, found = ActivePlans(), []
-    plans.put(make_plan(tokens, [(4, 24)], check=SpanCheck(1, 0.1)))
-    runner.plan_source, runner.evidence_sink = plans.take, found.append
-    logits = runner.forward([SequenceSlice(1, 24, tokens[24:], block_ids)])
-    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
-    (evidence,) = found
-    assert (evidence.request_id, evidence.checked_tokens, evidence.recomputed_tokens) == (1, 20, 0)
-
-
 @pytest.mark.promise("engines", "What is computed before a sample is...")
 def test_a_sample_runs_before_what_it_leaves_and_needs_no_kv_of_higher_layers(runner, make_plan):
     tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
