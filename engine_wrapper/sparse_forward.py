@@ -265,9 +265,9 @@ class SparseForward:
     def __call__(
         self,
         schedule: LayerSchedule,
+        evidence_sink: EvidenceSink | None = None,
         before_layer: LayerHook | None = None,
         after_layer: LayerHook | None = None,
-        evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
         """Return the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from semblend_trt.transformers_version import embedded_engine_refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink
     from engine_wrapper.sparse_forward import LayerHook
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
@@ -245,13 +246,9 @@ class ModelRunner:
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
 
-        def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
-            return decoder(schedule, self._before_layer(), self.after_layer, sink)
-
-        def lowest(schedule: LayerSchedule) -> torch.Tensor:
-            return decoder.lowest(schedule, self._before_layer(), self.after_layer)
-
-        forward = EngineForward(decoder.geometry, Ranks(), run, lowest, self._max_rows)
+        hooks = {"before_layer": self._before, "after_layer": self.after_layer}
+        own = partial(decoder, **hooks), partial(decoder.lowest, **hooks)
+        forward = EngineForward(decoder.geometry, Ranks(), *own, self._max_rows)
         return decoder.logits(forward.hidden(works, self.device, self.evidence_sink))
 
     def replay(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -282,16 +279,9 @@ class ModelRunner:
             indexable(kv.memory)[kv.block_ids] = 0
         return found
 
-    def _before_layer(self) -> LayerHook | None:
-        """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""
-        readiness, hook = self.readiness, self.before_layer
-        if readiness is None or not readiness.is_arriving:
-            return hook
-        stream = current_stream(self.device)
-
-        def wait_and_call(layer: int) -> None:
-            readiness.wait(layer, stream)
-            if hook is not None:
-                hook(layer)
-
-        return wait_and_call
+    def _before(self, layer: int) -> None:
+        """Wait for the layer's KV, then call `before_layer`."""
+        if self.readiness is not None:
+            self.readiness.wait(layer, current_stream(self.device))
+        if self.before_layer is not None:
+            self.before_layer(layer)

@@ -140,9 +140,9 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
 def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
     rows, forward = [], SparseForward.__call__
 
-    def record(self, schedule, *arguments):
+    def record(self, schedule, *arguments, **options):
         rows.extend(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
-        return forward(self, schedule, *arguments)
+        return forward(self, schedule, *arguments, **options)
 
     llm = engine()
     serve(llm, list(b"Answer with yes, whatever you are asked: ") + DOCUMENT + list(b"Is it so?"))
