@@ -24,7 +24,7 @@ import torch
 
 from engine_wrapper.embedded.block_manager import BlockManager, cache_layout, pool_of
 from engine_wrapper.embedded.connector_manager import load_connector
-from engine_wrapper.embedded.request import LlmRequestState, ScheduledBatch, largest_of
+from engine_wrapper.embedded.request import ScheduledBatch, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
 from kernels.layout import KvGeometry
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.request import LlmRequest
 
 logger = logging.getLogger(__name__)
-
-_PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRESS)
 
 
 class BatchScheduler:
@@ -72,7 +70,7 @@ class BatchScheduler:
         The budget goes to generation first (one row each), then to prompts already in work, then to new ones."""
         running = list(self.active.values())
         batch = ScheduledBatch()
-        batch.generation_requests = [r for r in running if r.state is LlmRequestState.GENERATION_IN_PROGRESS]
+        batch.generation_requests = [request for request in running if not request.is_in_context]
         budget = self._args.max_num_tokens - len(batch.generation_requests)
         for request in running:
             if request.is_in_context:
@@ -108,12 +106,10 @@ class BatchScheduler:
         """Allocate the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
         end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
         while self._blocks.room_for(request.request_id) < end:
-            pausable = [each for each in self.active.values() if each.state in _PAUSABLE]
-            if not pausable or pausable == [request]:
-                batch.remove(request)  # transfers hold the missing blocks, and will end
-                return
-            youngest = pausable[-1]
+            youngest = list(self.active.values())[-1]
             batch.remove(youngest)
+            if len(self.active) == 1:
+                return  # transfers hold the missing blocks, and will end
             self._pause(youngest)
             if youngest is request:
                 return
@@ -133,7 +129,6 @@ class BatchScheduler:
         if not chunk or not blocks.fits(match, local + chunk if is_v2 else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
-        request.state = LlmRequestState.CONTEXT_INIT
         self.active[request.request_id] = self.waiting.popleft()
         room, offered = blocks.room_for(request.request_id), 0
         # With block reuse off the engine skips no loaded token, and does not ask the connector.
@@ -217,14 +212,14 @@ class Executor:
         with self._guarded():
             if request in self._waiting:
                 self._waiting.remove(request)
-                request.complete("cancelled")
+                request.finish_reason = "cancelled"
                 if request.is_paused and self.connector is not None:
                     self.connector.request_finished(request, [])
             else:
                 self._finish(request, "cancelled")
                 if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
                     self._late_ends.append(request)
-                if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
+                if request.request_id in self.pending_transfers:
                     # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
             return True
@@ -283,7 +278,7 @@ class Executor:
                 for request in [*self._waiting, *self._active.values()]:
                     if not request.is_finished:
                         request.error = f"the engine stopped: {self.failure}"
-                        request.complete("error")
+                        request.finish_reason = "error"
                     self.block_manager.release(request.request_id)
                 self._waiting.clear()
                 self._active.clear()
@@ -339,9 +334,8 @@ class Executor:
                 continue
             if request.is_in_context:
                 request.context_current_position = request.chunk_end
-                if request.context_remaining_length:
+                if request.is_in_context:
                     continue
-                request.state = LlmRequestState.GENERATION_IN_PROGRESS
             ready.append((row, request))
         largest = largest_of(logits) if ready else []
         for row, request in ready:
@@ -408,10 +402,7 @@ class Executor:
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
-            request.complete(reason)
-            return
-        request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
-        if self.llm_args.holds_saved_blocks:
+        elif self.llm_args.holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
@@ -428,7 +419,6 @@ class Executor:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)
-            request.state = LlmRequestState.GENERATION_COMPLETE
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from enum import Enum
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
@@ -120,22 +119,12 @@ _BOUND_ATTRIBUTES = (
 )
 
 
-class LlmRequestState(str, Enum):
-    """Upstream's names: a save is "context in transmission"."""
-
-    QUEUED = "queued"
-    CONTEXT_INIT = "context_init"
-    GENERATION_IN_PROGRESS = "generation_in_progress"
-    DISAGG_CONTEXT_TRANS_IN_PROGRESS = "disagg_context_trans_in_progress"
-    GENERATION_COMPLETE = "generation_complete"
-
-
 @dataclass(eq=False, repr=False)
 class LlmRequest:
     """A prompt, the tokens generated so far, and the engine's progress with it. Times are of `time.perf_counter`.
 
-    `context_current_position` is the first prompt token not computed yet. `prepopulated_prompt_len` tokens needed no
-    computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`. A request waits
+    `context_current_position` is the first prompt token not computed yet. At the start that is after `cached_tokens`
+    from the reuse tree and `py_num_connector_matched_tokens`. A request waits
     while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
     from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
     engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
@@ -157,10 +146,8 @@ class LlmRequest:
     priority: int = 0
     exact_only: bool = False
     cold: bool = False
-    state: LlmRequestState = LlmRequestState.QUEUED
     context_current_position: int = 0
     context_chunk_size: int = 0
-    prepopulated_prompt_len: int = 0
     cached_tokens: int = 0
     py_num_connector_matched_tokens: int = 0
     is_paused: bool = False
@@ -212,7 +199,7 @@ class LlmRequest:
 
     @property
     def is_in_context(self) -> bool:
-        return self.state is LlmRequestState.CONTEXT_INIT
+        return self.context_remaining_length > 0
 
     @property
     def is_finished(self) -> bool:
@@ -224,15 +211,11 @@ class LlmRequest:
         """The request failed or was cancelled."""
         return self.finish_reason in ("error", "cancelled")
 
-    def complete(self, reason: str) -> None:
-        """End the request, which holds no blocks any more."""
-        self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
-
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
         """Set how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
         self.cached_tokens = cached
         self.py_num_connector_matched_tokens = connector_matched
-        self.prepopulated_prompt_len = self.context_current_position = cached + connector_matched
+        self.context_current_position = cached + connector_matched
 
     def next_row(self) -> tuple[int, int]:
         """Return position and token of the row that generation computes next."""
@@ -245,7 +228,7 @@ class LlmRequest:
         self.prompt_len = len(self.all_tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state, self.is_paused, self.reuse_report = LlmRequestState.QUEUED, True, None
+        self.is_paused, self.reuse_report = True, None
 
     def bound(self) -> SimpleNamespace:
         """Return what V1's C++ manager gives to the connector's query: another object, with what nanobind binds."""

@@ -71,7 +71,8 @@ class PatternRunner(ModelRunner):
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)
         for row, part in enumerate(slices[:computed]):
             request = self.requests[part.request_id]
-            if request.context_current_position == part.begin == request.prepopulated_prompt_len:
+            started = request.cached_tokens + request.py_num_connector_matched_tokens
+            if request.context_current_position == part.begin == started:
                 self._begin(request, part)
             held = self.rows[part.request_id]
             assert len(held.numbers) == part.begin, f"request {part.request_id} would run past unwritten rows"
