@@ -40,7 +40,7 @@ class KvCacheConnectorManager:
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
         # Requests that are saved, and those of them that `get_finished` has not named yet.
-        self._saving: dict[int, LlmRequest] = {}
+        self.saving: dict[int, LlmRequest] = {}
         self._unnamed: list[int] = []
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -109,22 +109,17 @@ class KvCacheConnectorManager:
         saving = self._call("request_finished", request, block_ids)
         _require(bool(block_ids) or not saving, f"request {request.request_id} has no blocks, and is saved")
         if saving:
-            self._saving[request.request_id] = request
+            self.saving[request.request_id] = request
             self._unnamed.append(request.request_id)
         return bool(saving)
-
-    @property
-    def pending_transfers(self) -> list[int]:
-        """Ids of the requests being saved."""
-        return sorted(self._saving)
 
     def get_finished(self) -> list[LlmRequest]:
         """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
         named, self._unnamed = self._unnamed, []
         saved_ids, loaded_ids = self.worker.get_finished(named, [])
-        is_known = not loaded_ids and len(set(saved_ids)) == len(saved_ids) and self._saving.keys() >= set(saved_ids)
+        is_known = not loaded_ids and len(set(saved_ids)) == len(saved_ids) and self.saving.keys() >= set(saved_ids)
         _require(is_known, f"{saved_ids!r} were reported as saved, {loaded_ids!r} as loaded")
-        return [self._saving.pop(request_id) for request_id in saved_ids]
+        return [self.saving.pop(request_id) for request_id in saved_ids]
 
     def reuse_of(self, request_id: int) -> Any:
         """Return the connector's report on a request's reuse; None where it offers none."""
@@ -167,14 +162,8 @@ class KvCacheConnectorManager:
 
 # What TensorRT-LLM's own classes declare as abstract.
 _SCHEDULER_CALLS = "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"
-_WORKER_CALLS = (
-    "register_kv_caches",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_finished",
-)
+_FORWARD_CALLS = "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"
+_WORKER_CALLS = "register_kv_caches", *_FORWARD_CALLS, "get_finished"
 
 
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
@@ -191,18 +180,15 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         raise ConfigurationError(
             f"connector_module {config.connector_module} cannot be imported: {error}; check the name and the path"
         ) from error
-    scheduler_class = _class(module, config.connector_scheduler_class, _SCHEDULER_CALLS)
-    worker_class = _class(module, config.connector_worker_class, _WORKER_CALLS)
-    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), llm_args)
-
-
-def _class(module: Any, name: str, calls: Sequence[str]) -> Any:
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
-    missing = [each for each in calls if not callable(getattr(found, each, None))]
-    if missing:
-        raise ConfigurationError(
-            f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
-        )
-    return found
+    halves, names = [], (config.connector_scheduler_class, config.connector_worker_class)
+    for name, calls in zip(names, (_SCHEDULER_CALLS, _WORKER_CALLS), strict=True):
+        found = getattr(module, name, None)
+        if not isinstance(found, type):
+            raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
+        if missing := [each for each in calls if not callable(getattr(found, each, None))]:
+            raise ConfigurationError(
+                f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
+            )
+        halves.append(found)
+    scheduler, worker = halves
+    return KvCacheConnectorManager(worker(llm_args), scheduler(llm_args), llm_args)

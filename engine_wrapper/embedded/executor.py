@@ -227,7 +227,7 @@ class Executor:
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is saving."""
-        return [] if self.connector is None else self.connector.pending_transfers
+        return [] if self.connector is None else sorted(self.connector.saving)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
