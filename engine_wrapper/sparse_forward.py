@@ -173,16 +173,10 @@ class PagedDecoder:
     when they are compared; dropped rows leave after that layer."""
 
     def __init__(
-        self,
-        decoder: Any,
-        schedule: LayerSchedule,
-        pool: torch.Tensor,
-        geometry: KvGeometry,
-        before: LayerHook | None,
-        after: LayerHook | None,
+        self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry, *hooks: LayerHook | None
     ) -> None:
         self._decoder, self._pool, self._geometry = decoder, pool, geometry
-        self._before, self._after = before, after
+        self._before, self._after = hooks
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None])
         if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:

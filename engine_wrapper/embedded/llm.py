@@ -58,9 +58,8 @@ class RequestStream:
 
     def close(self) -> None:
         """End the iteration, and the request if it still runs."""
-        if not self._ended:
-            self._ended = True
-            self._llm.forget(self._request)
+        self._ended = True
+        self._llm.forget(self._request)
 
     def __del__(self) -> None:
         self.close()
