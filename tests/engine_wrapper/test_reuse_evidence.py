@@ -74,6 +74,10 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
 
 
 @pytest.mark.promise("commands", "Every answer has a receipt, in...")
+@pytest.mark.promise(
+    "commands",
+    "The audit log says of every request what the metrics count; a log that fails costs no request",
+)
 @pytest.mark.parametrize(
     ("variables", "check", "figures"),
     [

@@ -121,7 +121,10 @@ def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, fa
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
-@pytest.mark.promise("policies", "`verified` runs the lowest layers on...")
+@pytest.mark.promise(
+    "policies",
+    "`verified` runs the lowest layers on all tokens and computes tokens that deviate in all layers",
+)
 @pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, layer, kind):
