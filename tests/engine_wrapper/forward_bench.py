@@ -98,15 +98,6 @@ class Bench:
         return logits, kv
 
 
-def attach_pool(runner):
-    facts = runner.facts
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
-    shape = (40, facts.num_layers, 2, geometry.row_elements)
-    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
-    runner.attach_pool(pool, geometry)
-    return pool
-
-
 def load(path, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
 

@@ -79,7 +79,10 @@ def test_adapters_isolate(engine):
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
 
 
-@pytest.mark.promise("reuse", "An engine with the wrapper reuses...")
+@pytest.mark.promise(
+    "reuse",
+    "An engine with the wrapper reuses any run of equal tokens, and computes what lies between",
+)
 @pytest.mark.known_defect(28)
 def test_spans_of_two_donors_with_holes_between(taught):
     teach(taught, text(60, 17) + SECOND_DOCUMENT)

@@ -51,19 +51,6 @@ def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
     assert close(torch.cat(decoded), family_bench.reference(second)[37:])
 
 
-@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-@pytest.mark.parametrize("spans", [[(0, 24)], [(5, 17), (17, 23), (30, 41)], [(8, 40)]])
-def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_plan, boundary, spans):
-    """NaN outside the spans: nothing but placed and computed KV is ever read."""
-    tokens = tokens_of(50)
-    logits, kv = bench.cold(tokens)
-    for start, end in spans:
-        bench.place(1, kv, start, end)
-    plan = make_plan(tokens, spans, boundary=boundary)
-    assert close(bench.run(bench.planned(plan))[0], logits[plan.prefix_end :])
-    assert close(bench.kv(1, 50), kv[:, :, :, :50])
-
-
 @pytest.mark.parametrize("terms", [{"boundary": 0}, {"boundary": 2}, {"check": SpanCheck(1, 0.1)}], ids=str)
 def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     """The engine's prefix of 8, an exact span up to 24, and behind it a span that a check finds to deviate in one."""

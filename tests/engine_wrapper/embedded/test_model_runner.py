@@ -8,38 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.token_schedule import SequenceSlice
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import ActivePlans
-from semblend_trt.transfer.load import LayerReadiness
-from tests.engine_wrapper.forward_bench import TOLERANCE, attach_pool, tokens_of
-
-
-@pytest.fixture
-def runner(tiny_qwen2_path):
-    runner = ModelRunner(tiny_qwen2_path, device="cpu")
-    attach_pool(runner)
-    return runner
-
-
-@pytest.mark.promise("engines", "What is computed before a sample is...")
-def test_a_sample_runs_before_what_it_leaves_and_needs_no_kv_of_higher_layers(runner, make_plan):
-    tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
-    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
-    plans = ActivePlans()
-    plans.put(make_plan(tokens, [(4, 56)], check=check))
-    runner.plan_source, runner.readiness = plans.take, LayerReadiness()
-    runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
-    runner.model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
-    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
-    sampled, left = 4 + len(sample_of([52], 8, check.window_tokens, 0)), 4 + 4
-    assert rows == [sampled, left]
-    assert not runner.readiness.is_arriving
 
 
 @pytest.fixture
