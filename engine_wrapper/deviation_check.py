@@ -32,10 +32,6 @@ class SpanChoice:
     is_dropped: bool
     largest_kept: float
 
-    @property
-    def kept_tokens(self) -> int:
-        return int(self.computed.size - np.count_nonzero(self.computed))
-
 
 def choose(
     check: SpanCheck,
@@ -302,7 +298,7 @@ class PendingCheck:
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         """Return what the check and its sample have found."""
-        offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
+        offered, reused = self.plan.reused_tokens, self.saved_tokens + int(np.count_nonzero(~choice.computed))
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,

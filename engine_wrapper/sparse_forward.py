@@ -124,16 +124,14 @@ def paged_attention(
     sinks of gpt-oss. With latent rows K and V are those of all tokens, from the pool. Without `paged`, when the model
     itself is called, Transformers' own attention runs; its mask holds the window."""
     if paged is None and s_aux is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)[0], None
     if paged is None:
         if (mask := attention_mask) is None:
             rows, tokens = query.shape[2], key.shape[2]
             mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)
         # What is added to scores: 0 where the mask shows a token.
         added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        output, _ = eager_attention_forward(module, query, key, value, added, scaling)
-        return output, None
+        return eager_attention_forward(module, query, key, value, added, scaling)[0], None
     if paged.geometry.kv_factor == 1:
         return latent_attention(query, key, value, paged.sequences, scaling), None
     kv = PoolLayer(paged.pool, int(module.layer_idx), paged.geometry)  # type: ignore[arg-type]

@@ -118,18 +118,13 @@ class PrefixMatch:
 class RadixTree:
     """Reusable blocks of one engine: exact prefixes by token, one tree for each adapter and salt. Not thread safe.
 
-    Unreferenced nodes are kept in least-recently-used order, children before their parents: the first is always a leaf.
+    `unreferenced` nodes are in least-recently-used order, children before their parents: the first is always a leaf.
     That holds because a sequence that references a node references all nodes above it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._roots: dict[RootKey, BlockNode] = {}
-        self._unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
-
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that `evict` could free."""
-        return len(self._unreferenced)
+        self.unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
         """Return the longest prefix of `tokens` that the tree holds below `key`; change nothing.
@@ -165,27 +160,27 @@ class RadixTree:
         """Reference each node of `path`, which starts below a root."""
         for node in path:
             node.references += 1
-            self._unreferenced.pop(node, None)
+            self.unreferenced.pop(node, None)
 
     def release(self, path: Sequence[BlockNode]) -> None:
         """Take the references back, from the deepest node up, so that leaves are evicted before their parents."""
         for node in reversed(path):
             node.references -= 1
             if node.references == 0:
-                self._unreferenced[node] = None
+                self.unreferenced[node] = None
 
     def touch(self, node: BlockNode) -> None:
         """Make an unreferenced node and those above it the most recently used."""
         step: BlockNode | None = node
-        while step is not None and step in self._unreferenced:
-            self._unreferenced.move_to_end(step)
+        while step is not None and step in self.unreferenced:
+            self.unreferenced.move_to_end(step)
             step = step.parent
 
     def evict(self) -> int | None:
         """Remove the least recently used unreferenced leaf and return its block; None without such a leaf."""
-        if not self._unreferenced:
+        if not self.unreferenced:
             return None
-        node, _ = self._unreferenced.popitem(last=False)
+        node, _ = self.unreferenced.popitem(last=False)
         parent = cast("BlockNode", node.parent)
         del parent.children[node.tokens]
         if parent.parent is None and not parent.children:
@@ -235,7 +230,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds: free ones, and reusable ones without a reader."""
-        return len(self._free) + self._tree.num_evictable
+        return len(self._free) + len(self._tree.unreferenced)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -130,8 +130,6 @@ class KvCacheConnectorManager:
         for part in (self.scheduler, self.worker):
             getattr(part, "close", lambda: None)()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     def _call(self, name: str, request: LlmRequest, block_ids: Sequence[int]) -> Any:
         """Call the scheduler with a request's blocks, by layer group under V2."""
         if self._is_v2:
@@ -155,9 +153,6 @@ class KvCacheConnectorManager:
             return ScheduledRequest(*data)
         groups = [block_ids[known_blocks:]] if self._is_v2 else []
         return RequestData(*data, cache_salt=request.cache_salt, new_block_ids_by_layer_group=groups)
-
-
-# -- building it ------------------------------------------------------------------------------------------------------
 
 
 # What TensorRT-LLM's own classes declare as abstract.

@@ -170,7 +170,9 @@ class Executor:
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
         self.pool = pool_of(llm_args, self.max_seq_len, geometry, kv_dtype, runner.device)
         self.model_runner.attach_pool(self.pool, geometry, llm_args.max_num_tokens)
-        self.block_manager = BlockManager(len(self.pool), cache, self._copy_block, is_v2=self._is_v2)
+        self.block_manager = BlockManager(
+            len(self.pool), cache, lambda source, target: self.pool[target].copy_(self.pool[source]), is_v2=self._is_v2
+        )
         self._lock = threading.RLock()
         # Requests with a token that is not handled yet: the overlap scheduler handles tokens one iteration late.
         self._sampled: list[LlmRequest] = []
@@ -187,9 +189,6 @@ class Executor:
     def _register(self, connector: KvCacheConnectorManager) -> None:
         layout = cache_layout(self.pool, self.block_manager.block_size) if self._is_v2 else None
         connector.register(self.pool, layout)
-
-    def _copy_block(self, source: int, target: int) -> None:
-        self.pool[target].copy_(self.pool[source])
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -289,13 +288,12 @@ class Executor:
         """Return the logits of each request's last row, float32 [requests, vocabulary].
 
         If the forward fails, end all running requests and return None. A version that does not survive that raises."""
-        connector = self.connector
+        connector, runner = self.connector, self.model_runner
         try:
             if connector is not None:
                 worker = connector.worker
-                self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
-                self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
-            runner = self.model_runner
+                runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
+                runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
             forward = runner.replay if self.replays_decode and batch.runs_as_decode else runner.forward
             logits = forward([self._slice(request) for request in batch.requests])
             if connector is not None:

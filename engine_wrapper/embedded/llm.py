@@ -39,8 +39,7 @@ class RequestStream:
     def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
         self.request_id = request.request_id
         self._llm, self._request, self._prompt, self._streaming = llm, request, prompt, streaming
-        self._given = 0
-        self._ended = False
+        self._given, self._ended = 0, False
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -173,8 +172,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **options: Any

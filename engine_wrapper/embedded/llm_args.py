@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from semblend_trt.errors import ConfigurationError
 
@@ -73,7 +73,7 @@ class LlmArgs(StrictModel):
     - `transfer_timeout`: seconds to wait for a connector's saves when no request can run.
     """
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, BeforeValidator(lambda at: str(at) if isinstance(at, Path) else at)] = Field(min_length=1)
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
@@ -112,11 +112,6 @@ class LlmArgs(StrictModel):
     def holds_saved_blocks(self) -> bool:
         """Whether the engine keeps an ended request's own blocks until its save has ended."""
         return self.contract != "1.2"
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _path_to_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:

@@ -213,11 +213,10 @@ class ModelRunner:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends a generation by the model's generation settings or its tokenizer."""
-        found: set[int] = set()
-        sources = (self.model.generation_config, self.config, self.tokenizer)
-        for ids in (getattr(source, "eos_token_id", None) for source in sources):
-            found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
-        return frozenset(found)
+        sources = self.model.generation_config, self.config, self.tokenizer
+        given = (getattr(source, "eos_token_id", None) for source in sources)
+        lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in given if ids is not None)
+        return frozenset(token for ids in lists for token in ids)
 
     def share(self) -> ModelRunner:
         """Return a runner with the same weights for another engine: without pool, plan source and hooks."""

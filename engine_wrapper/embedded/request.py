@@ -161,7 +161,6 @@ class LlmRequest:
     def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.py_request_id = self.request_id
         self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
-        # Do not change or keep this list.
         self.all_tokens = list(prompt_token_ids)
         self.cache_salt_id: int | None = None
         if self.cache_salt is not None:
