@@ -1,7 +1,6 @@
 """A tiny model over a pool of its own, for tests of forwards with and without plans."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -68,11 +67,6 @@ class Bench:
             return self.forward.lowest(schedule)
 
         return EngineForward(self.geometry, self.ranks, run, lowest, max_rows)
-
-    def run_steps(self, tokens, begin, *ends):
-        """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""
-        cuts = [begin, *ends, *range(ends[-1] + 1, len(tokens) + 1)]
-        return [self.run(self.slice(1, tokens, *cut))[0] for cut in pairwise(cuts)]
 
     @torch.inference_mode()
     def reference(self, tokens):

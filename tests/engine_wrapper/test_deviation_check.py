@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import (
-    Budget,
-    PendingCheck,
-    choose,
-    sample_of,
-    suspects_of,
-)
+from engine_wrapper.deviation_check import Budget, PendingCheck, choose, sample_of, suspects_of
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
 
