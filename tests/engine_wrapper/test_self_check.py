@@ -87,7 +87,7 @@ def test_prices_are_those_of_the_forwards_that_ran_up_to_the_longest_prompt(monk
     assert max((length for length, _, _ in clock.ran), default=0) == last
     assert all(tokens == {1, 2, 3} and blocks == {1, 2, 3, 4} for _, tokens, blocks in clock.ran)
     assert (found is None) is (last == 0)
-    if found is not None:
+    if last == 256:  # fewer lengths do not tell a row from a pair
         assert found.cold_prices == pytest.approx((100, 1, 0), abs=1e-6)
         assert found.cold(0, 1000) == pytest.approx(1100)
         assert found.move_price < 1e-9
