@@ -206,10 +206,9 @@ class PendingCheck:
     `rows`: the request's compared rows, a range for each checked span; all are computed until the check has decided.
     `keys_per_row`: as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows` is
     empty. Afterwards `share` of the checked tokens have to be computed, None for all, and `budget` says which, once
-    their attention is known. Of the sample's tokens it holds the number, and the mean that they estimate of all; of
-    those in windows that passed the number, and the largest deviation. `of_rows`, float32: those of other windows, 0.0
-    if not sampled; None without a sample. If no more is compared, these are the means of windows, infinite if one
-    fails."""
+    their attention is known. `sampled_deviation` is the mean that the sample estimates of all checked tokens, and
+    `largest_passed` the largest deviation in windows that passed. `of_rows`, float32: those of other windows, 0.0 if
+    not sampled; None without a sample. If no more is compared: the means of windows, infinite if one fails."""
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]

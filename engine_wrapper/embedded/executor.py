@@ -57,7 +57,8 @@ class BatchScheduler:
     ) -> None:
         self.waiting: deque[LlmRequest] = deque()
         self.active: dict[int, LlmRequest] = {}
-        self._args, self._blocks, self._connector, self._pause = llm_args, blocks, connector, pause
+        self._args, self._is_v2 = llm_args, llm_args.is_v2
+        self._blocks, self._connector, self._pause = blocks, connector, pause
 
     def line_up(self, request: LlmRequest, *, first: bool = False) -> None:
         """Insert a request after those of its priority that wait, or with `first` ahead of them."""
@@ -120,7 +121,7 @@ class BatchScheduler:
     def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
         """Admit the next waiting request with its cached prefix and what fits of the connector's offer; False when it
         has to wait."""
-        request, blocks, is_v2 = self.waiting[0], self._blocks, self._args.is_v2
+        request, blocks, is_v2 = self.waiting[0], self._blocks, self._is_v2
         if any(running.priority < request.priority for running in self.active.values()):
             return False
         match = blocks.match(request.root_key, request.all_tokens)
@@ -165,7 +166,8 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._is_v2, self.replays_decode = llm_args.is_v2, not llm_args.is_own
+        self._is_v2, self._holds_saved_blocks = llm_args.is_v2, llm_args.holds_saved_blocks
+        self.replays_decode = not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
         self.pool = pool_of(llm_args, self.max_seq_len, geometry, kv_dtype, runner.device)
@@ -400,7 +402,7 @@ class Executor:
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
-        elif self.llm_args.holds_saved_blocks:
+        elif self._holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
@@ -413,7 +415,7 @@ class Executor:
             self.connector.request_finished(request, [], is_late=True)
         self._late_ends.clear()
         for request in self.connector.get_finished():
-            if self.llm_args.holds_saved_blocks:
+            if self._holds_saved_blocks:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)

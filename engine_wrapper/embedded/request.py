@@ -123,11 +123,11 @@ _BOUND_ATTRIBUTES = (
 class LlmRequest:
     """A prompt, the tokens generated so far, and the engine's progress with it. Times are of `time.perf_counter`.
 
-    `context_current_position` is the first prompt token not computed yet. At the start that is after `cached_tokens`
-    from the reuse tree and `py_num_connector_matched_tokens`. A request waits
-    while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
-    from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
-    engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
+    `context_current_position` is the first prompt token not computed yet, at the start that after `cached_tokens` from
+    the reuse tree and `py_num_connector_matched_tokens`. A request waits while one with a lower `priority` number waits
+    or runs. With `exact_only`, our connector reuses nothing that differs from a cold run, so that the request becomes a
+    donor. With `cold`, the request reuses nothing and keeps nothing. The engine has sampled `pending_token`, but not
+    handled it. `reuse_report` is the connector's, of the present run."""
 
     # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes: ClassVar[None] = None
