@@ -1,5 +1,6 @@
 """What a check decides, against a decision written token by token; which rows of gaps are computed."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.deviation_check import Budget, PendingCheck, choose, sample_of, suspects_of
+from engine_wrapper.deviation_check import Budget, PendingCheck, choose, closed, sample_of, suspects_of
 from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
 
@@ -76,6 +77,25 @@ def test_the_largest_share_is_the_share_that_deviates_most(spans, share):
     if 0 < count < values.size:
         assert values[choice.computed].min() >= values[~choice.computed].max()
     assert choice.is_dropped == (count == values.size)
+
+
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=40), keys_per_row=st.integers(0, 8)
+)
+def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_row):
+    """Where two rows' positions are more than 1 apart, positions without a row lie between them."""
+    computed, steps = (np.array(column) for column in zip(*rows, strict=True))
+    positions = np.cumsum(steps)
+    found = closed(computed, positions, keys_per_row)
+    assert (found >= computed).all()
+    bounds = np.flatnonzero(computed).tolist()
+    for low, high in itertools.pairwise(bounds):
+        gap = high - low - 1
+        short = keys_per_row and gap == positions[high] - positions[low] - 1 and gap * keys_per_row <= positions[high]
+        assert found[low + 1 : high].tolist() == [bool(short)] * (high - low - 1)
+    outer = bounds and [*range(bounds[0]), *range(bounds[-1] + 1, len(rows))]
+    assert not found[outer].any()
+    assert closed(found, positions, keys_per_row).tolist() == found.tolist()
 
 
 @pytest.mark.promise(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import EngineForward
@@ -179,6 +179,7 @@ class Walk:
         return torch.tensor([active[row] for row in schedule.output_rows.tolist()])
 
 
+@settings(max_examples=200)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=4),
     keys_per_row=st.sampled_from([0, 1, 4, 12, 30]),
