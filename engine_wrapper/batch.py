@@ -116,8 +116,8 @@ class EngineForward:
         left, known = list(works), dict[int, "CheckEvidence | None"]()
         for indices, deviations in queued:
             ends = np.cumsum([len(compared[index]) for index in indices])
-            for index, found in zip(indices, np.split(deviations.read(), ends[:-1]), strict=True):
-                left[index], known[index] = works[index].after_sample(compared[index], found)
+            for index, own in zip(indices, np.split(deviations.read(), ends[:-1]), strict=True):
+                left[index], known[index] = works[index].after_sample(compared[index], own)
         asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
         masses = self.attention([works[index].if_all_is_kept() for index in asked], device, input_ids) if asked else ()
         for index, mass in zip(asked, masses, strict=True):

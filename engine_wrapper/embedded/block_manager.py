@@ -214,7 +214,7 @@ class BlockManager:
         self,
         num_blocks: int,
         config: KvCacheConfig,
-        copy_block: Callable[[int, int], None],
+        copy_block: Callable[[int, int], object],
         *,
         is_v2: bool = False,
     ) -> None:

@@ -171,8 +171,8 @@ class ModelRunner:
         other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises ConfigurationError if something
         cannot be read, a setting is unknown, or the folder describes another model, UnsupportedModelError if the
         model's architecture or positions are not supported."""
-        self._path, self.tokenizer = str(model_path), None
-        target, place = resolve_dtype(dtype), resolve_device(device)
+        self._path, target, place = str(model_path), resolve_dtype(dtype), resolve_device(device)
+        self.tokenizer: Any = None
         self.facts = _supported_facts(self._path)
         # The model's files as they were read; None for weights of no file.
         self.files: dict[str, FileState] | None = None
@@ -245,7 +245,7 @@ class ModelRunner:
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
 
-        hooks = {"before_layer": self._before, "after_layer": self.after_layer}
+        hooks: dict[str, Any] = {"before_layer": self._before, "after_layer": self.after_layer}
         own = partial(decoder, **hooks), partial(decoder.lowest, **hooks)
         forward = EngineForward(decoder.geometry, Ranks(), *own, self._max_rows)
         return decoder.logits(forward.hidden(works, self.device, self.evidence_sink))
