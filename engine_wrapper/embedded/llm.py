@@ -93,9 +93,8 @@ class LLM:
         self.tokenizer = runner.tokenizer
         self.executor = self.executor_type(args, runner)
         self.block_manager = self.executor.block_manager
-        connector = self.executor.connector
-        self.connector_scheduler: Any = None if connector is None else connector.scheduler
-        self.connector_worker: Any = None if connector is None else connector.worker
+        self.connector_scheduler: Any = getattr(self.executor.connector, "scheduler", None)
+        self.connector_worker: Any = getattr(self.executor.connector, "worker", None)
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
         # When the wait for the connector's transfers ends; None while iterations run.

@@ -11,17 +11,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders import engine as serving
-from tests.builders.engine import (
-    DOCUMENT,
-    DONOR,
-    SHIFTED,
-    assert_same,
-    evict_prefixes,
-    geometry_of,
-    serve,
-    serve_and_drain,
-    teach,
-)
+from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, geometry_of, serve, serve_and_drain, teach
 from tests.conftest import FAMILIES
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
@@ -227,7 +217,7 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
     late = settings | {"MIN_DONOR_TOKENS": 4096}
     again = ready(engine(**late))
     assert serve_and_drain(again, SHIFTED).reuse_reason == "donor_on_disk"
-    evict_prefixes(again)
+    serving.evict_prefixes(again)
     output = serve_and_drain(again, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert_same(output, expected, tolerance=0.0)

@@ -8,17 +8,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
-from tests.builders.engine import (
-    DONOR,
-    KEPT_BY_LEVEL,
-    NONE_KEPT,
-    NONE_SAMPLED,
-    SHIFTED,
-    SOME_KEPT,
-    cases_of,
-    serve,
-    teach,
-)
+from tests.builders import engine as serving
+from tests.builders.engine import DONOR, KEPT_BY_LEVEL, NONE_KEPT, NONE_SAMPLED, SHIFTED, SOME_KEPT, serve, teach
 from validation.models import PROFILE_NAME, shipped_model
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
@@ -187,7 +178,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(engines_of,
         changed.write(path)
     engines = engines_of(str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
-    cases = cases_of(cold.tokenizer, "header_trap", groups=2)
+    cases = serving.cases_of(cold.tokenizer, "header_trap", groups=2)
     for case in cases:
         teach(llm, *case.donors)
     for case in cases:

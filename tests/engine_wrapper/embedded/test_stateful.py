@@ -139,8 +139,7 @@ class Told:
         take = self._life._take_finished
 
         def watched():
-            answered = [each for each in self._life._live if each.finish_reason == "length" and each.is_finished]
-            for request in answered:
+            for request in [each for each in self._life._live if each.finish_reason == "length"]:
                 self._compare(request)
             take()
 
