@@ -166,7 +166,7 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._is_v2, self._holds_saved_blocks = llm_args.is_v2, llm_args.holds_saved_blocks
+        self._is_v2, self._holds_saved_blocks = llm_args.is_v2, llm_args.is_v2 or llm_args.is_own
         self.replays_decode = not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)

@@ -13,6 +13,7 @@ from engine_wrapper.embedded.executor import Executor
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import (
+    CompletionOutput,
     LlmRequest,
     Prompt,
     RequestOutput,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["LLM", "KvCacheConfig", "KvCacheConnectorConfig", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "KvCacheConfig", "KvCacheConnectorConfig", "SamplingParams"]
 
 IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
 
@@ -100,8 +101,6 @@ class LLM:
         # When the wait for the connector's transfers ends; None while iterations run.
         self._deadline: float | None = None
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
-
-    # -- requests -------------------------------------------------------------------------------------------------
 
     def generate(
         self,

@@ -110,8 +110,8 @@ class LlmArgs(StrictModel):
 
     @property
     def holds_saved_blocks(self) -> bool:
-        """Whether the engine keeps an ended request's own blocks until its save has ended."""
-        return self.contract != "1.2"
+        """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
+        return self.is_own
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:
