@@ -11,10 +11,8 @@ because the parts' hidden rows are not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from kernels.device import HostCopy
 from kernels.layout import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -34,12 +32,6 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
-
-# Runs the `lowest_schedule` of works up to a layer; returns the deviations of their checked tokens, float32 [tokens].
-RunLowest = Callable[["Sequence[SequenceWork]", int], torch.Tensor]
-# Runs works without a check; returns for each the attention that its positions get, float32 [tokens].
-RunMass = Callable[["Sequence[SequenceWork]"], list[torch.Tensor]]
-Output = TypeVar("Output")
 
 # At most this many rows run before a sample is read: if it fails, they are computed again.
 MAX_SPECULATIVE_ROWS = 512
@@ -53,11 +45,11 @@ class Part(NamedTuple):
     scheduled: int
 
 
-def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[list[Part]]:
+def micro_batches(works: Sequence[SequenceWork], num_layers: int | None, max_rows: int | None) -> list[list[Part]]:
     """Divide `works` into as few forwards of at most `max_rows` rows as possible; None puts them into one.
 
-    A forward is larger only if rows that stay together, with one row after them, are more than `max_rows`;
-    `with_lowest_layers_run` leaves no such work."""
+    A forward is larger only if rows that stay together, with one row after them, are more than `max_rows`. Without
+    `num_layers` no rows stay together."""
     found: list[list[Part]] = [[]]
     for owner, work in enumerate(works):
         rest = work
@@ -66,7 +58,7 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
             room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
             end = rows
             if rows > room:
-                together = rest.together(num_layers)
+                together = range(0) if num_layers is None else rest.together(num_layers)
                 end = together.start if together.start < room <= together.stop else max(0, room)
             if not end and found[-1]:
                 found.append([])
@@ -79,144 +71,6 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
             found[-1].append(Part(rest.part(0, end, max(1, scheduled)), owner, scheduled))
             rest = rest.part(end, rows, rest.outputs - scheduled)
     return found
-
-
-def run_works(
-    works: Sequence[SequenceWork],
-    num_layers: int,
-    max_rows: int | None,
-    lowest: RunLowest,
-    mass: RunMass,
-    evidence_sink: EvidenceSink | None,
-    run: Callable[[Sequence[SequenceWork]], Output],
-) -> Output:
-    """Run the samples of checks, the lowest layers of what needs parts, then `run` with what they leave of `works`.
-
-    Returns what `run` does; `evidence_sink` gets what is known before. Few rows are left if every sample passes. They
-    run before the host has read the samples. If a sample fails, `run` writes over what they wrote."""
-
-    def run_left(left: Sequence[SequenceWork]) -> Output:
-        return run([with_lowest_layers_run(work, num_layers, max_rows, lowest, evidence_sink) for work in left])
-
-    compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
-    if not compared:
-        return run_left(works)
-    sampled = _queue_samples(works, compared, max_rows, lowest)
-    expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
-    may_pass = all(work.pending is None or share_for(work.pending.check, 0.0) == 0.0 for work in works)
-    is_likely = may_pass and all(work.pending is None for work in expected)
-    is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
-    speculative = run_left(expected) if is_likely and is_short else None
-    left, known = list(works), dict[int, "CheckEvidence | None"]()
-    for index, deviations in _read_samples(sampled, compared):
-        left[index], known[index] = works[index].after_sample(compared[index], deviations)
-    asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
-    if asked:
-        masses = mass([works[index].if_all_is_kept() for index in asked])
-        read = np.split(HostCopy(torch.cat(masses)).read(), np.cumsum([len(each) for each in masses[:-1]]))
-        for index, own in zip(asked, read, strict=True):
-            left[index], known[index] = left[index].weighed(own)
-    for evidence in known.values():
-        if evidence is not None and evidence_sink is not None:
-            evidence_sink(evidence)
-    if speculative is not None and all(
-        len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True)
-    ):
-        return speculative
-    return run_left(left)
-
-
-def _queue_samples(
-    works: Sequence[SequenceWork], compared: Mapping[int, npt.NDArray[np.int64]], max_rows: int | None, run: RunLowest
-) -> list[tuple[list[int], HostCopy]]:
-    """Run the samples of all works together; return their deviations on the way to the host, with the works' indices
-    for each layer that compares."""
-    samples = {index: works[index].sample(found) for index, found in compared.items()}
-    by_layer = dict[int, list[int]]()
-    for index, sample in samples.items():
-        by_layer.setdefault(_layer_of(sample), []).append(index)
-    return [
-        (indices, HostCopy(_run_parts([samples[index] for index in indices], layer, max_rows, run)))
-        for layer, indices in by_layer.items()
-    ]
-
-
-def _read_samples(
-    queued: Sequence[tuple[list[int], HostCopy]], compared: Mapping[int, npt.NDArray[np.int64]]
-) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Wait for the samples; yield by the work's index what the `compared` tokens deviate by."""
-    for indices, deviations in queued:
-        ends = np.cumsum([len(compared[index]) for index in indices])
-        yield from zip(indices, np.split(deviations.read(), ends[:-1]), strict=True)
-
-
-def attention_of(
-    works: Sequence[SequenceWork],
-    num_layers: int,
-    max_rows: int | None,
-    ranks: Ranks,
-    run: Callable[[LayerSchedule], object],
-) -> list[torch.Tensor]:
-    """Run works without a check, in forwards of at most `max_rows` rows. Return for each the attention that its last
-    MASS_ROWS rows give to its tokens, float32 [tokens], over all heads of all ranks."""
-    after, found = [len(work.positions) for work in works], dict[int, torch.Tensor]()
-    for parts in micro_batches(works, num_layers, max_rows):
-        counts = []
-        for part in parts:
-            rows = len(part.work.positions)
-            after[part.owner] -= rows
-            counts.append(max(0, min(MASS_ROWS - after[part.owner], rows)))
-        own = [part.work for part in parts]
-        mass = AttentionMass(own, counts, num_layers) if any(counts) else None
-        run(replace(schedule_of(own, num_layers), mass=mass))
-        reading = [part.owner for part, count in zip(parts, counts, strict=True) if count]
-        for owner, total in zip(reading, () if mass is None else mass.totals(ranks), strict=True):
-            if (earlier := found.get(owner)) is not None:
-                total[: len(earlier)] += earlier
-            found[owner] = total
-    return [found[owner] for owner in range(len(works))]
-
-
-def with_lowest_layers_run(
-    work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
-) -> SequenceWork:
-    """Return `work`, or its rest, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
-    Most works need nothing. For others `run` gets their parts, `evidence_sink` the evidence, and the host waits."""
-    while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
-        layer = _layer_of(work)
-        found = _run_parts([work.part(0, rows.stop, 0)], layer, max_rows, run)
-        if work.pending is not None:
-            work, evidence = work.decide(found.cpu().numpy())
-            if evidence_sink is not None:
-                evidence_sink(evidence)
-        work = work.above(layer, num_layers)
-    return work
-
-
-def _layer_of(work: SequenceWork) -> int:
-    """Return the layer in which rows are compared, else the last one before rows leave."""
-    return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
-
-
-def _run_parts(works: Sequence[SequenceWork], layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:
-    """Run the lowest layers of all rows; return the deviations of the checked ones, float32, on the device."""
-    return torch.cat([run(parts, layer) for parts in _filled(works, max_rows)])
-
-
-def _filled(works: Sequence[SequenceWork], max_rows: int | None) -> Iterator[list[SequenceWork]]:
-    """Yield all rows of the works, in forwards of at most `max_rows` rows."""
-    parts, room = list[SequenceWork](), max_rows or sum(len(work.positions) for work in works)
-    for work in works:
-        start, rows = 0, len(work.positions)
-        while start < rows:
-            held = sum(len(part.positions) for part in parts)
-            if held == room:
-                yield parts
-                parts, held = [], 0
-            stop = min(rows, start + room - held)
-            parts.append(work.part(start, stop, 0))
-            start = stop
-    yield parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,20 +97,98 @@ class EngineForward:
     ) -> torch.Tensor:
         """Run the forwards that `works` need; return the hidden rows of their outputs, [rows, hidden].
 
-        `input_ids`: [rows], the tokens of these rows if the engine knows them on its device alone."""
+        `input_ids`: [rows], the tokens of these rows if the engine knows them on its device alone. Few rows are left if
+        every sample passes. They run before the host has read the samples. If one fails, others write over theirs."""
+
+        def run(left: Sequence[SequenceWork]) -> torch.Tensor:
+            divided = [self.with_lowest_layers_run(work, device, sink) for work in left]
+            return self.outputs(divided, device, sink, input_ids)
+
+        compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
+        if not compared:
+            return run(works)
+        queued = self._queue_samples(works, compared, device)
+        expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
+        may_pass = all(work.pending is None or share_for(work.pending.check, 0.0) == 0.0 for work in works)
+        is_likely = may_pass and all(work.pending is None for work in expected)
+        is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
+        speculative = run(expected) if is_likely and is_short else None
+        left, known = list(works), dict[int, "CheckEvidence | None"]()
+        for indices, deviations in queued:
+            ends = np.cumsum([len(compared[index]) for index in indices])
+            for index, own in zip(indices, np.split(deviations.read(), ends[:-1]), strict=True):
+                left[index], known[index] = works[index].after_sample(compared[index], own)
+        asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
+        masses = self.attention([works[index].if_all_is_kept() for index in asked], device, input_ids) if asked else ()
+        for index, mass in zip(asked, masses, strict=True):
+            left[index], known[index] = left[index].weighed(mass)
+        for evidence in known.values():
+            if evidence is not None and sink is not None:
+                sink(evidence)
+        if speculative is not None and all(
+            len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True)
+        ):
+            return speculative
+        return run(left)
+
+    def _queue_samples(
+        self, works: Sequence[SequenceWork], compared: Mapping[int, npt.NDArray[np.int64]], device: torch.device
+    ) -> list[tuple[list[int], HostCopy]]:
+        """Run the samples of works together; return their deviations on the way to the host, with the works' indices
+        for each layer that compares."""
+        by_layer = dict[int, list[int]]()
+        for index in compared:
+            by_layer.setdefault(_layer_of(works[index]), []).append(index)
+        return [
+            (own, HostCopy(self._compare([works[index].sample(compared[index]) for index in own], layer, device)))
+            for layer, own in by_layer.items()
+        ]
+
+    def attention(
+        self, works: Sequence[SequenceWork], device: torch.device, input_ids: torch.Tensor | None = None
+    ) -> list[npt.NDArray[np.float32]]:
+        """Run one or more works without a check. Return for each the attention that its last MASS_ROWS rows give to its
+        tokens, float32 [tokens], over all heads of all ranks."""
         num_layers = self.geometry.num_layers
+        after, found = [len(work.positions) for work in works], dict[int, torch.Tensor]()
+        for parts in micro_batches(works, num_layers, self.max_rows):
+            counts = []
+            for part in parts:
+                rows = len(part.work.positions)
+                after[part.owner] -= rows
+                counts.append(max(0, min(MASS_ROWS - after[part.owner], rows)))
+            own = [part.work for part in parts]
+            mass = AttentionMass(own, counts, num_layers) if any(counts) else None
+            self.run(replace(_moved(schedule_of(own, num_layers), device, input_ids), mass=mass), None)
+            reading = [part.owner for part, count in zip(parts, counts, strict=True) if count]
+            for owner, total in zip(reading, () if mass is None else mass.totals(self.ranks), strict=True):
+                if (earlier := found.get(owner)) is not None:
+                    total[: len(earlier)] += earlier
+                found[owner] = total
+        copies = [HostCopy(found[owner]) for owner in range(len(works))]
+        return [copy.read() for copy in copies]
 
-        def lowest(works: Sequence[SequenceWork], layer: int) -> torch.Tensor:
-            return self.lowest(lowest_schedule(works, layer, num_layers).to(device))
+    def with_lowest_layers_run(
+        self, work: SequenceWork, device: torch.device, sink: EvidenceSink | None
+    ) -> SequenceWork:
+        """Return `work`, or its rest, such that `micro_batches` can divide it. Most works need nothing. For others the
+        lowest layers of their parts run, `sink` gets the evidence, and the host waits."""
+        num_layers, most = self.geometry.num_layers, self.max_rows
+        while most is not None and len(work.positions) > most <= len(rows := work.together(num_layers)):
+            layer = _layer_of(work)
+            found = self._compare([work.part(0, rows.stop, 0)], layer, device)
+            if work.pending is not None:
+                work, evidence = work.decide(found.cpu().numpy())
+                if sink is not None:
+                    sink(evidence)
+            work = work.above(layer, num_layers)
+        return work
 
-        def weigh(works: Sequence[SequenceWork]) -> list[torch.Tensor]:
-            def alone(schedule: LayerSchedule) -> None:
-                self.run(_moved(schedule, device, input_ids), None)
-
-            return attention_of(works, num_layers, self.max_rows, self.ranks, alone)
-
-        run = partial(self.outputs, device=device, sink=sink, input_ids=input_ids)
-        return run_works(works, num_layers, self.max_rows, lowest, weigh, sink, run)
+    def _compare(self, works: Sequence[SequenceWork], layer: int, device: torch.device) -> torch.Tensor:
+        """Run the lowest layers of all rows; return the deviations of the checked ones, float32, on the device."""
+        batches = ([part.work for part in parts] for parts in micro_batches(works, None, self.max_rows))
+        num_layers = self.geometry.num_layers
+        return torch.cat([self.lowest(lowest_schedule(own, layer, num_layers).to(device)) for own in batches])
 
     def outputs(
         self,
@@ -279,6 +211,11 @@ class EngineForward:
             hidden.append(own)
             done = end
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+
+def _layer_of(work: SequenceWork) -> int:
+    """Return the layer in which rows are compared, else the last one before rows leave."""
+    return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
 
 
 def _moved(schedule: LayerSchedule, device: torch.device, input_ids: torch.Tensor | None) -> LayerSchedule:

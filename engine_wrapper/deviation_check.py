@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,10 +31,6 @@ class SpanChoice:
     computed: npt.NDArray[np.bool_]
     is_dropped: bool
     largest_kept: float
-
-    @property
-    def kept_tokens(self) -> int:
-        return int(self.computed.size - np.count_nonzero(self.computed))
 
 
 def choose(
@@ -121,16 +117,15 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
 
 
 def window_means(
-    compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32], lengths: Sequence[int], window: int
+    compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32], window_of: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return what a sample says of each checked token: the mean of the sampled ones in its window, infinite without
-    one, float64. Their mean estimates that of all tokens. The rest is as for `suspects_of`."""
-    window_of = windows_of(lengths, window)
-    sums, counts = (np.bincount(window_of[compared], each, int(window_of[-1]) + 1) for each in (deviations, None))
+    """Return what a sample says of each window: the mean of its `compared` tokens, infinite without one, float64.
+    `window_of`: as `windows_of` returns it."""
+    own, windows = window_of[compared], int(window_of[-1]) + 1
+    sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
     with np.errstate(divide="ignore", invalid="ignore"):
         means = sums / counts
-    found: npt.NDArray[np.float64] = np.where(np.isnan(means), np.inf, means)[window_of]
-    return found
+    return np.where(np.isnan(means), np.inf, means)
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
@@ -154,11 +149,9 @@ def suspects_of(
     `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`."""
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     window_of = windows_of(lengths, check.window_tokens)
-    own, windows = window_of[compared], int(window_of[-1]) + 1
-    sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
-    fails = ~(sums <= check.sample_threshold * counts) | (counts == 0)
-    fails[own[_deviating(check, deviations)]] = True
-    has_next = np.ones(windows, dtype=bool)
+    fails = window_means(compared, deviations, window_of) > check.sample_threshold
+    fails[window_of[compared[_deviating(check, deviations)]]] = True
+    has_next = np.ones_like(fails)
     has_next[window_of[np.cumsum(lengths) - 1]] = False
     wider = fails.copy()
     wider[1:] |= fails[:-1] & has_next[:-1]
@@ -207,35 +200,27 @@ def closed(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SampleFound:
-    """What a check's sample of `tokens` tokens found. `kept_tokens` are in windows that passed, `largest_kept` is the
-    largest deviation there. `of_rows`, float32: those of other windows, 0.0 if not sampled; None without a sample. If
-    no more is compared, `of_rows` are the means of windows, infinite where it fails. `deviation`: the mean that it
-    estimates, of all checked tokens."""
-
-    tokens: int = 0
-    kept_tokens: int = 0
-    largest_kept: float = 0.0
-    of_rows: npt.NDArray[np.float32] | None = None
-    deviation: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PendingCheck:
     """A plan whose check has not decided yet.
 
     `rows`: the request's compared rows, a range for each checked span; all are computed until the check has decided.
     `keys_per_row`: as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows` is
-    empty; afterwards `sample` is what it found. `share` of the checked tokens have to be computed, and `budget` says
-    which, once their attention is known."""
+    empty. Afterwards `share` of the checked tokens have to be computed, None for all, and `budget` says which, once
+    their attention is known. `sampled_deviation` is the mean that the sample estimates of all checked tokens, and
+    `largest_passed` the largest deviation in windows that passed. `of_rows`, float32: those of other windows, 0.0 if
+    not sampled; None without a sample. If no more is compared: the means of windows, infinite if one fails."""
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
     keys_per_row: int = 0
     sampled: npt.NDArray[np.int64] | None = None
-    sample: SampleFound = field(default_factory=SampleFound)
-    share: float = 0.0
+    share: float | None = 0.0
     budget: Budget | None = None
+    sampled_tokens: int = 0
+    sampled_deviation: float = 0.0
+    passed_tokens: int = 0
+    largest_passed: float = 0.0
+    of_rows: npt.NDArray[np.float32] | None = None
 
     @property
     def check(self) -> SpanCheck:
@@ -256,7 +241,7 @@ class PendingCheck:
     @property
     def saved_tokens(self) -> int:
         """Tokens that are reused whatever the check finds: exact ones, and those that passed the sample."""
-        return self.plan.exact_tokens + self.sample.kept_tokens
+        return self.plan.exact_tokens + self.passed_tokens
 
     def within(self, start: int, stop: int) -> PendingCheck | None:
         """Return the check of the rows start..stop-1, counted from `start`; None if no row is compared."""
@@ -269,25 +254,29 @@ class PendingCheck:
 
     def judge(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.bool_], SampleFound, float | None]:
-        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], what it found, and the share
-        of the checked tokens that has to be computed, as `share_for` does."""
-        means = window_means(compared, deviations, self.lengths, self.check.window_tokens)
+    ) -> tuple[npt.NDArray[np.bool_], PendingCheck]:
+        """Return what a sample of `compared` tokens leaves suspect, bool [checked tokens], and the check after it."""
+        check, lengths = self.check, self.lengths
+        window_of = windows_of(lengths, check.window_tokens)
+        means = window_means(compared, deviations, window_of)[window_of]
         mean = float(means.mean())
-        share = share_for(self.check, mean)
-        suspects = suspects_of(
-            self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
-        )
-        if self.check.compares_all:
-            found = np.zeros(len(suspects), dtype=np.float32)
+        share = share_for(check, mean)
+        suspects = suspects_of(check, compared, deviations, lengths, self.saved_tokens, self.plan.matched_tokens)
+        found = np.where(suspects, np.inf, means).astype(np.float32)
+        if check.compares_all:
+            found[:] = 0.0
             found[compared] = deviations
-        else:
-            found = np.where(suspects, np.inf, means).astype(np.float32)
         suspects |= share != 0.0
         kept = deviations[~suspects[compared]]
-        passed = int(np.count_nonzero(~suspects))
-        sample = SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects], mean)
-        return suspects, sample, share
+        return suspects, replace(
+            self,
+            share=share,
+            sampled_tokens=len(compared),
+            sampled_deviation=mean,
+            passed_tokens=int(np.count_nonzero(~suspects)),
+            largest_passed=float(kept.max(initial=0.0)),
+            of_rows=found[suspects],
+        )
 
     def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
         """Decide from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
@@ -300,24 +289,24 @@ class PendingCheck:
             found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
             return found
 
-        if self.sample.of_rows is not None:
+        if self.of_rows is not None:
             # The pool holds the sample's own KV by now, and a token does not deviate from itself.
-            deviations = np.maximum(deviations, self.sample.of_rows)
+            deviations = np.maximum(deviations, self.of_rows)
         promised = self.plan.matched_tokens
         return choose(self.check, deviations, self.lengths, self.saved_tokens, promised, widened, self.budget)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         """Return what the check and its sample have found."""
-        offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
+        offered, reused = self.plan.reused_tokens, self.saved_tokens + int(np.count_nonzero(~choice.computed))
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
             checked_tokens=choice.computed.size if self.check.compares_all else 0,
             reused_tokens=reused,
             recomputed_tokens=offered - reused,
-            largest_kept=max(choice.largest_kept, self.sample.largest_kept),
+            largest_kept=max(choice.largest_kept, self.largest_passed),
             is_dropped=choice.is_dropped,
-            sampled_tokens=self.sample.tokens,
-            sampled_deviation=self.sample.deviation,
-            exceeds_levels=share_for(self.check, self.sample.deviation) in (None, 1.0),
+            sampled_tokens=self.sampled_tokens,
+            sampled_deviation=self.sampled_deviation,
+            exceeds_levels=share_for(self.check, self.sampled_deviation) in (None, 1.0),
         )

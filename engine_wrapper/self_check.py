@@ -94,7 +94,8 @@ def differences(
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
         for max_rows in (None, tokens // 4):  # half of the span
-            yield _after_span("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
+            own = _suffix_rows(plan, token_ids, run, max_rows)
+            yield difference("hidden rows of a plan", own, expected[plan.prefix_end :], kv_dtype)
 
 
 def sample_difference(
@@ -102,21 +103,13 @@ def sample_difference(
 ) -> str | None:
     """Do as `differences`, by a plan whose whole span is a check's sample, in all layers."""
     plan = _check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
-    return _after_span("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
+    own = _suffix_rows(plan, token_ids, run, None)
+    return difference("hidden rows of a sampled plan", own, engine_rows[plan.prefix_end :], kv_dtype)
 
 
-def _after_span(
-    what: str,
-    plan: SemanticKvPlan,
-    token_ids: torch.Tensor,
-    engine_rows: torch.Tensor,
-    kv_dtype: torch.dtype,
-    run: Run,
-    max_rows: int | None,
-) -> str | None:
+def _suffix_rows(plan: SemanticKvPlan, token_ids: torch.Tensor, run: Run, max_rows: int | None) -> torch.Tensor:
     start = plan.prefix_end
-    suffix = Batch((0,), (start,), (len(token_ids) - start,), 1, token_ids[start:])
-    return difference(f"hidden rows of {what}", run(suffix, {0: plan}, max_rows), engine_rows[start:], kv_dtype)
+    return run(Batch((0,), (start,), (len(token_ids) - start,), 1, token_ids[start:]), {0: plan}, max_rows)
 
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:

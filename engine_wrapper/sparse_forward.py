@@ -124,16 +124,14 @@ def paged_attention(
     sinks of gpt-oss. With latent rows K and V are those of all tokens, from the pool. Without `paged`, when the model
     itself is called, Transformers' own attention runs; its mask holds the window."""
     if paged is None and s_aux is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)[0], None
     if paged is None:
         if (mask := attention_mask) is None:
             rows, tokens = query.shape[2], key.shape[2]
             mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)
         # What is added to scores: 0 where the mask shows a token.
         added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        output, _ = eager_attention_forward(module, query, key, value, added, scaling)
-        return output, None
+        return eager_attention_forward(module, query, key, value, added, scaling)[0], None
     if paged.geometry.kv_factor == 1:
         return latent_attention(query, key, value, paged.sequences, scaling), None
     kv = PoolLayer(paged.pool, int(module.layer_idx), paged.geometry)  # type: ignore[arg-type]
@@ -173,16 +171,10 @@ class PagedDecoder:
     when they are compared; dropped rows leave after that layer."""
 
     def __init__(
-        self,
-        decoder: Any,
-        schedule: LayerSchedule,
-        pool: torch.Tensor,
-        geometry: KvGeometry,
-        before: LayerHook | None,
-        after: LayerHook | None,
+        self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry, *hooks: LayerHook | None
     ) -> None:
         self._decoder, self._pool, self._geometry = decoder, pool, geometry
-        self._before, self._after = before, after
+        self._before, self._after = hooks
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None])
         if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:
@@ -212,8 +204,6 @@ class PagedDecoder:
     def run(self, layer: int) -> None:
         if layer != self._compared:
             self._run(layer, None)
-        if self._after is not None:
-            self._after(layer)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -247,6 +237,8 @@ class PagedDecoder:
             paged=paged,
             **{cache_keyword(type(run).forward): held},
         )
+        if self._after is not None:
+            self._after(layer)
 
 
 class SparseForward:
@@ -265,9 +257,9 @@ class SparseForward:
     def __call__(
         self,
         schedule: LayerSchedule,
+        evidence_sink: EvidenceSink | None = None,
         before_layer: LayerHook | None = None,
         after_layer: LayerHook | None = None,
-        evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
         """Return the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
@@ -284,10 +276,7 @@ class SparseForward:
         the deviations of the checked tokens, float32, without waiting for them."""
         rows = PagedDecoder(self._model.model, schedule, self._pool, self.geometry, before_layer, after_layer)
         deviations = follow(rows, schedule, self.geometry.num_layers, self._ranks)
-        assert schedule.check is not None
         assert deviations is not None
-        if after_layer is not None:
-            after_layer(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()

@@ -102,37 +102,41 @@ class SequenceWork:
         that passed have no rows any more. If nothing is left to decide, the evidence is known. If a share of the tokens
         has to be computed, `weighed` comes next."""
         assert self.pending is not None
-        suspects, sample, share = self.pending.judge(compared, deviations)
-        if share is None:
+        suspects, judged = self.pending.judge(compared, deviations)
+        if judged.share is None:
             choice = SpanChoice(np.ones(len(suspects), dtype=bool), is_dropped=True, largest_kept=0.0)
-            return replace(self, pending=None), replace(self.pending, sample=sample).evidence(choice)
+            return replace(self, pending=None), judged.evidence(choice)
         if not suspects.any():
             nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
-            return self.if_all_is_kept(), replace(self.pending, sample=sample).evidence(nothing)
+            return self.if_all_is_kept(), judged.evidence(nothing)
         stays, parts = self._unchecked(), list(stretches(self.pending.rows, suspects))
         for part in parts:
             stays[part.start : part.stop] = True
         firsts = [int(np.count_nonzero(stays[: part.start])) for part in parts]
         rows = tuple(range(first, first + len(part)) for first, part in zip(firsts, parts, strict=True))
-        work = replace(self._of(stays), pending=replace(self.pending, rows=rows, sample=sample, share=share))
-        return (work, None) if share or self.pending.check.compares_all else work._decide_by_sample()
+        work = replace(self._of(stays), pending=replace(judged, rows=rows))
+        return (work, None) if judged.share else work._decided_by_sample()
 
     def weighed(self, attention: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence | None]:
         """Return the work whose budget chooses by `attention`, float32, of each position from 0 on. If no more is
         compared, the evidence is known."""
         pending = self.pending
         assert pending is not None
+        assert pending.share is not None
         budget = Budget(pending.share, attention[self.positions[pending.checked]])
-        work = replace(self, pending=replace(pending, budget=budget))
-        return (work, None) if pending.check.compares_all else work._decide_by_sample()
+        return replace(self, pending=replace(pending, budget=budget))._decided_by_sample()
 
-    def _decide_by_sample(self) -> tuple[SequenceWork, CheckEvidence]:
-        """Return the work without the rows that keep the donor's KV, and the check's evidence."""
-        assert self.pending is not None
-        assert self.pending.sample.of_rows is not None
-        work, evidence = self.decide(self.pending.sample.of_rows)
+    def _decided_by_sample(self) -> tuple[SequenceWork, CheckEvidence | None]:
+        """Return the work as it is if more is compared; else without the rows that keep the donor's KV, and the check's
+        evidence."""
+        pending = self.pending
+        assert pending is not None
+        if pending.check.compares_all:
+            return self, None
+        assert pending.of_rows is not None
+        work, evidence = self.decide(pending.of_rows)
         stays = self.active(0)
-        stays[self.pending.checked] = work.drops_at[self.pending.checked] > self.pending.check.layer
+        stays[pending.checked] = work.drops_at[pending.checked] > pending.check.layer
         return work._of(stays), evidence
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:

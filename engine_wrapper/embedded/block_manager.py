@@ -28,46 +28,35 @@ DEFAULT_POOL_BYTES = 1 << 30
 # -- the pool ---------------------------------------------------------------------------------------------------------
 
 
-class KvPool:
-    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone.
+def pool_of(
+    args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return the pool, [blocks, layers, kv_factor, kv_heads * block_size * head_dim]: K then V, or latent rows alone.
 
-    It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
-    CapacityError when there is no memory for it."""
-
-    def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
-        try:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            raise CapacityError(
-                f"a KV pool of {num_blocks} blocks of {geometry.block_size} tokens does not fit into the memory of "
-                f"{device}; lower kv_cache_config.max_tokens"
-            ) from error
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's KV of all layers."""
-        self.tensor[target].copy_(self.tensor[source])
-
-
-def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Return the number of blocks of the pool: `kv_cache_config.max_tokens` rounded down.
-
-    By default they hold `max_batch_size` sequences of `max_seq_len` tokens, in at most DEFAULT_POOL_BYTES. Raises
-    CapacityError when that is no block at all."""
+    It holds `kv_cache_config.max_tokens` rounded down, by default `max_batch_size` sequences of `max_seq_len` tokens in
+    at most DEFAULT_POOL_BYTES. Raises CapacityError when that is no block, or when there is no memory for it."""
     block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
-    if wanted is not None:
-        if wanted < block_size:
-            raise CapacityError(
-                f"kv_cache_config.max_tokens {wanted} holds no block of {block_size} tokens; give at least {block_size}"
-            )
-        return wanted // block_size
+    if wanted is not None and wanted < block_size:
+        raise CapacityError(
+            f"kv_cache_config.max_tokens {wanted} holds no block of {block_size} tokens; give at least {block_size}"
+        )
     affordable = DEFAULT_POOL_BYTES // (geometry.bytes_per_token(dtype) * block_size)
-    if affordable < 1:
+    if wanted is None and affordable < 1:
         raise CapacityError(
             f"one block of this model needs more than the default pool of {DEFAULT_POOL_BYTES} bytes; "
             "set kv_cache_config.max_tokens"
         )
-    return min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+    by_default = min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+    blocks = by_default if wanted is None else wanted // block_size
+    shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+    try:
+        # Zeros: attention masks rows that no request has written, but a masked NaN would still spread.
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"a KV pool of {blocks} blocks of {block_size} tokens does not fit into the memory of {device}; "
+            "lower kv_cache_config.max_tokens"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,41 +118,32 @@ class PrefixMatch:
 class RadixTree:
     """Reusable blocks of one engine: exact prefixes by token, one tree for each adapter and salt. Not thread safe.
 
-    Unreferenced nodes are kept in least-recently-used order, children before their parents: the first is always a leaf.
+    `unreferenced` nodes are in least-recently-used order, children before their parents: the first is always a leaf.
     That holds because a sequence that references a node references all nodes above it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._roots: dict[RootKey, BlockNode] = {}
-        self._unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
-
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that `evict` could free."""
-        return len(self._unreferenced)
+        self.unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
         """Return the longest prefix of `tokens` that the tree holds below `key`; change nothing.
 
         The last token is never matched: its row has to run, for its logits. With `partial`, the match also names the
         child that shares the longest beginning with the rest, the first of several."""
-        node = self._roots.get(key)
-        nodes: list[BlockNode] = []
-        limit = len(tokens) - 1
-        while node is not None:
-            start = len(nodes) * self._block_size
-            rest = tuple(tokens[start : min(start + self._block_size, limit)])
-            child = node.children.get(rest) if len(rest) == self._block_size else None
-            if child is not None:
-                nodes.append(child)
-                node = child
-                continue
-            # Of thousands of children, few stay after the first tokens.
-            left, length = list(node.children) if partial else [], 0
-            while length < len(rest) and (fitting := [each for each in left if each[length] == rest[length]]):
-                left, length = fitting, length + 1
-            return PrefixMatch(tuple(nodes), node.children[left[0]] if length else None, length)
-        return PrefixMatch()
+        node, nodes, size = self._roots.get(key), list[BlockNode](), self._block_size
+        if node is None:
+            return PrefixMatch()
+        rest = tuple(tokens[: min(size, len(tokens) - 1)])
+        while (child := node.children.get(rest)) is not None:
+            nodes.append(child)
+            node, start = child, len(nodes) * size
+            rest = tuple(tokens[start : min(start + size, len(tokens) - 1)])
+        # Of thousands of children, few stay after the first tokens.
+        left, length = list(node.children) if partial else [], 0
+        while length < len(rest) and (fitting := [each for each in left if each[length] == rest[length]]):
+            left, length = fitting, length + 1
+        return PrefixMatch(tuple(nodes), node.children[left[0]] if length else None, length)
 
     def child(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...]) -> BlockNode | None:
         """Return the node of the block `tokens` below `parent`, or below the root of `key`."""
@@ -180,27 +160,27 @@ class RadixTree:
         """Reference each node of `path`, which starts below a root."""
         for node in path:
             node.references += 1
-            self._unreferenced.pop(node, None)
+            self.unreferenced.pop(node, None)
 
     def release(self, path: Sequence[BlockNode]) -> None:
         """Take the references back, from the deepest node up, so that leaves are evicted before their parents."""
         for node in reversed(path):
             node.references -= 1
             if node.references == 0:
-                self._unreferenced[node] = None
+                self.unreferenced[node] = None
 
     def touch(self, node: BlockNode) -> None:
         """Make an unreferenced node and those above it the most recently used."""
         step: BlockNode | None = node
-        while step is not None and step in self._unreferenced:
-            self._unreferenced.move_to_end(step)
+        while step is not None and step in self.unreferenced:
+            self.unreferenced.move_to_end(step)
             step = step.parent
 
     def evict(self) -> int | None:
         """Remove the least recently used unreferenced leaf and return its block; None without such a leaf."""
-        if not self._unreferenced:
+        if not self.unreferenced:
             return None
-        node, _ = self._unreferenced.popitem(last=False)
+        node, _ = self.unreferenced.popitem(last=False)
         parent = cast("BlockNode", node.parent)
         del parent.children[node.tokens]
         if parent.parent is None and not parent.children:
@@ -234,7 +214,7 @@ class BlockManager:
         self,
         num_blocks: int,
         config: KvCacheConfig,
-        copy_block: Callable[[int, int], None],
+        copy_block: Callable[[int, int], object],
         *,
         is_v2: bool = False,
     ) -> None:
@@ -250,7 +230,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds: free ones, and reusable ones without a reader."""
-        return len(self._free) + self._tree.num_evictable
+        return len(self._free) + len(self._tree.unreferenced)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.contract import RequestData, ScheduledRequest, SchedulerOutput
@@ -30,62 +30,18 @@ def _require(holds: bool, broken: str) -> None:
         raise SemBlendError(f"the connector broke its contract: {broken}")
 
 
-# -- contracts --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class SchedulerOutputV12:
-    """What one iteration runs in 1.2: requests seen for the first time, and requests seen before."""
-
-    new_requests: list[ScheduledRequest] = field(default_factory=list)
-    cached_requests: list[ScheduledRequest] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """What the engine gives to a connector, and how the engine behaves.
-
-    - `is_v1_query`: the connector's query gets V1's C++ request, another object than later calls get.
-    - `is_v2`: the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION.
-    - `is_own`: the contract is ours. The engine calls `request_finished` for a request that fails or is cancelled, too.
-      A failed forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without
-      hooks. There a failed forward ends the running requests alone; with V2 so without the overlap scheduler.
-    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches."""
-
-    request_data: type[ScheduledRequest] = RequestData
-    scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput] = SchedulerOutput
-    is_v1_query: bool = False
-    is_v2: bool = False
-    is_own: bool = False
-    waits_for_initialization: bool = True
-
-
-CONTRACTS = {
-    "1.2": Contract(ScheduledRequest, SchedulerOutputV12, is_v1_query=True, waits_for_initialization=False),
-    "1.4": Contract(is_v2=True),
-    # The default: as 1.4, but over V1, and the connector learns of every end and of exact requests.
-    "embedded": Contract(is_own=True),
-}
-
-
-# -- the manager ------------------------------------------------------------------------------------------------------
-
-
 class KvCacheConnectorManager:
-    """One connector: its `scheduler` decides; its `worker` moves KV.
+    """One connector: its `scheduler` decides; its `worker` moves KV. The engine's arguments name the contract."""
 
-    The contract's `version` says whether block ids are flat, as V1's, or by layer group, as V2's."""
-
-    def __init__(self, worker: Any, scheduler: Any, version: Contract) -> None:
-        self.worker, self.scheduler, self.version = worker, scheduler, version
-        self._is_v2 = version.is_v2
+    def __init__(self, worker: Any, scheduler: Any, llm_args: LlmArgs) -> None:
+        self.worker, self.scheduler = worker, scheduler
+        self._is_v2, self._is_own, self._is_12 = llm_args.is_v2, llm_args.is_own, llm_args.contract == "1.2"
         # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
         # Requests that are saved, and those of them that `get_finished` has not named yet.
-        self._saving: dict[int, LlmRequest] = {}
+        self.saving: dict[int, LlmRequest] = {}
         self._unnamed: list[int] = []
-        self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
@@ -95,32 +51,28 @@ class KvCacheConnectorManager:
             self.worker.register_kv_caches(pool)
         else:
             self.worker.register_kv_cache_layout(layout)
-        if self.version.waits_for_initialization:
+        if not self._is_12:
             self.scheduler.wait_for_initialization()
 
     # -- a new request --------------------------------------------------------------------------------------------
 
-    def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
+    def ask(self, request: LlmRequest, num_computed_tokens: int, room: int) -> int:
         """Ask for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
-        V1 takes all, V2 at most `most` and never the prompt's last one. All are loaded before the next forward."""
+        It takes at most `room`, and never the prompt's last one; V1 takes all or refuses. All are loaded before the
+        next forward."""
         left = request.prompt_len - 1 - num_computed_tokens
-        handed: Any = request.bound() if self.version.is_v1_query else request
-        answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
-        matched, asynchronous = answer
+        handed: Any = request.bound() if self._is_12 else request
+        matched, asynchronous = answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
         fits = matched >= 0 and (self._is_v2 or matched <= left)
         _require(fits and not asynchronous, f"of {left} tokens request {request.request_id} was offered {answer!r}")
-        taken: int = min(matched, left if most is None else min(left, most))
-        if taken:
+        if taken := min(matched, left, room):
             self._synchronous_loads[request.request_id] = taken
-        return taken
+        return int(taken)
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
         """Report to the scheduler which blocks the request has."""
-        if self._is_v2:
-            self.scheduler.update_state_after_alloc_by_layer_group(request, [list(block_ids)])
-        else:
-            self.scheduler.update_state_after_alloc(request, list(block_ids))
+        self._call("update_state_after_alloc", request, block_ids)
 
     def forget(self, request_id: int) -> None:
         """Drop an ended or a paused request: a paused one is asked about and described in full again."""
@@ -129,20 +81,16 @@ class KvCacheConnectorManager:
 
     # -- an iteration ---------------------------------------------------------------------------------------------
 
-    def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
-        """Describe the batch to the connector: new requests in full, known ones as deltas."""
-        output: Any = self.version.scheduler_output()
+    def handle_metadata(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
+        """Describe the batch to the scheduler: new requests in full, known ones as deltas. Bind a pickled copy of the
+        metadata that it builds, as every rank gets one."""
+        output: Any = SimpleNamespace(new_requests=[], cached_requests=[]) if self._is_12 else SchedulerOutput()
         for request in batch.requests:
             known = request.request_id in self._reported
             data = self._request_data(request, block_ids_of(request.request_id))
             (output.cached_requests if known else output.new_requests).append(data)
         self._synchronous_loads.clear()
-        self._scheduler_output = output
-
-    def handle_metadata(self) -> None:
-        """Have the scheduler build the metadata, and bind a pickled copy, as every rank gets one."""
-        metadata = self.scheduler.build_connector_meta(self._scheduler_output)
-        self.worker.bind_connector_meta(pickle.loads(pickle.dumps(metadata)))
+        self.worker.bind_connector_meta(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
 
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
@@ -156,31 +104,22 @@ class KvCacheConnectorManager:
 
         With `is_late` it is reported in any case: the request has ended before this iteration."""
         self.forget(request.request_id)
-        if request.was_cut_short and not self.version.is_own and not is_late:
+        if request.was_cut_short and not self._is_own and not is_late:
             return False
-        if self._is_v2:
-            groups = [list(block_ids)]
-            saving = self.scheduler.request_finished_by_layer_group(request, groups)
-        else:
-            saving = self.scheduler.request_finished(request, list(block_ids))
+        saving = self._call("request_finished", request, block_ids)
         _require(bool(block_ids) or not saving, f"request {request.request_id} has no blocks, and is saved")
         if saving:
-            self._saving[request.request_id] = request
+            self.saving[request.request_id] = request
             self._unnamed.append(request.request_id)
         return bool(saving)
-
-    @property
-    def pending_transfers(self) -> list[int]:
-        """Ids of the requests being saved."""
-        return sorted(self._saving)
 
     def get_finished(self) -> list[LlmRequest]:
         """Hand in new saves; return the requests that are saved. The executor calls it in idle iterations too."""
         named, self._unnamed = self._unnamed, []
         saved_ids, loaded_ids = self.worker.get_finished(named, [])
-        is_known = not loaded_ids and len(set(saved_ids)) == len(saved_ids) and self._saving.keys() >= set(saved_ids)
+        is_known = not loaded_ids and len(set(saved_ids)) == len(saved_ids) and self.saving.keys() >= set(saved_ids)
         _require(is_known, f"{saved_ids!r} were reported as saved, {loaded_ids!r} as loaded")
-        return [self._saving.pop(request_id) for request_id in saved_ids]
+        return [self.saving.pop(request_id) for request_id in saved_ids]
 
     def reuse_of(self, request_id: int) -> Any:
         """Return the connector's report on a request's reuse; None where it offers none."""
@@ -191,36 +130,35 @@ class KvCacheConnectorManager:
         for part in (self.scheduler, self.worker):
             getattr(part, "close", lambda: None)()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    def _call(self, name: str, request: LlmRequest, block_ids: Sequence[int]) -> Any:
+        """Call the scheduler with a request's blocks, by layer group under V2."""
+        if self._is_v2:
+            return getattr(self.scheduler, f"{name}_by_layer_group")(request, [list(block_ids)])
+        return getattr(self.scheduler, name)(request, list(block_ids))
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
-        num_tokens = request.get_num_tokens()
+        num_tokens = len(request.all_tokens)
         self._reported[request.request_id] = num_tokens, len(block_ids)
         position = request.context_current_position if request.is_in_context else num_tokens - 1
-        new_block_ids = block_ids[known_blocks:]
-        values: dict[str, Any] = {
-            "request_id": request.request_id,
-            "new_tokens": request.tokens(known_tokens, num_tokens),
-            "new_block_ids": new_block_ids,
+        data = (
+            request.request_id,
+            request.all_tokens[known_tokens:],
+            block_ids[known_blocks:],
             # A synchronous load has not run yet: the position is that of its first token.
-            "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
-            "num_scheduled_tokens": request.context_chunk_size if request.is_in_context else 1,
-            "cache_salt": request.cache_salt,
-            "new_block_ids_by_layer_group": [list(new_block_ids)] if self._is_v2 else [],
-        }
-        names = {each.name for each in fields(self.version.request_data)}
-        return self.version.request_data(**{name: value for name, value in values.items() if name in names})
-
-
-# -- building it ------------------------------------------------------------------------------------------------------
+            position - self._synchronous_loads.get(request.request_id, 0),
+            request.context_chunk_size if request.is_in_context else 1,
+        )
+        if self._is_12:
+            return ScheduledRequest(*data)
+        groups = [block_ids[known_blocks:]] if self._is_v2 else []
+        return RequestData(*data, cache_salt=request.cache_salt, new_block_ids_by_layer_group=groups)
 
 
 # What TensorRT-LLM's own classes declare as abstract.
 _SCHEDULER_CALLS = "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"
-_WORKER_CALLS = (
-    *("register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished"),
-)
+_FORWARD_CALLS = "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"
+_WORKER_CALLS = "register_kv_caches", *_FORWARD_CALLS, "get_finished"
 
 
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
@@ -237,18 +175,15 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         raise ConfigurationError(
             f"connector_module {config.connector_module} cannot be imported: {error}; check the name and the path"
         ) from error
-    scheduler_class = _class(module, config.connector_scheduler_class, _SCHEDULER_CALLS)
-    worker_class = _class(module, config.connector_worker_class, _WORKER_CALLS)
-    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), CONTRACTS[llm_args.contract])
-
-
-def _class(module: Any, name: str, calls: Sequence[str]) -> Any:
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
-    missing = [each for each in calls if not callable(getattr(found, each, None))]
-    if missing:
-        raise ConfigurationError(
-            f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
-        )
-    return found
+    halves, names = [], (config.connector_scheduler_class, config.connector_worker_class)
+    for name, calls in zip(names, (_SCHEDULER_CALLS, _WORKER_CALLS), strict=True):
+        found = getattr(module, name, None)
+        if not isinstance(found, type):
+            raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
+        if missing := [each for each in calls if not callable(getattr(found, each, None))]:
+            raise ConfigurationError(
+                f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
+            )
+        halves.append(found)
+    scheduler, worker = halves
+    return KvCacheConnectorManager(worker(llm_args), scheduler(llm_args), llm_args)

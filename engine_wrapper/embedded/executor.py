@@ -1,24 +1,30 @@
 """The iteration loop: schedule, ask and feed the connector, run, sample, finish, publish, poll transfers.
 
 An iteration has TensorRT-LLM's order (`PyExecutor._executor_loop`, or `_executor_loop_overlap`): a connector sees here
-what it would see there."""
+what it would see there.
+
+V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
+the free blocks hold its prompt and answer, so no running request is ever paused. V1 allocates a prompt's blocks at
+once. V2 (MAX_UTILIZATION) admits a request once its first chunk fits, allocates chunk by chunk, and takes the part of
+the connector's offer that fits. It pauses the youngest requests when running ones find no block."""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
+from bisect import bisect_left, bisect_right
 from collections import deque
 from contextlib import contextmanager
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
-from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks
-from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector
-from engine_wrapper.embedded.request import LlmRequestState, largest_of
+from engine_wrapper.embedded.block_manager import BlockManager, cache_layout, pool_of
+from engine_wrapper.embedded.connector_manager import load_connector
+from engine_wrapper.embedded.request import ScheduledBatch, largest_of
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.device import current_stream
 from kernels.layout import KvGeometry
@@ -26,14 +32,116 @@ from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
+    from engine_wrapper.embedded.request import LlmRequest
 
 logger = logging.getLogger(__name__)
+
+
+class BatchScheduler:
+    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
+
+    Requests move from `waiting` to `active`, by id and oldest first; one enters only while none with a lower priority
+    number runs. `pause` frees a request's blocks and puts it back into `waiting`."""
+
+    def __init__(
+        self,
+        llm_args: LlmArgs,
+        blocks: BlockManager,
+        connector: KvCacheConnectorManager | None,
+        pause: Callable[[LlmRequest], None],
+    ) -> None:
+        self.waiting: deque[LlmRequest] = deque()
+        self.active: dict[int, LlmRequest] = {}
+        self._args, self._is_v2 = llm_args, llm_args.is_v2
+        self._blocks, self._connector, self._pause = blocks, connector, pause
+
+    def line_up(self, request: LlmRequest, *, first: bool = False) -> None:
+        """Insert a request after those of its priority that wait, or with `first` ahead of them."""
+        find = bisect_left if first else bisect_right
+        self.waiting.insert(find(self.waiting, request.priority, key=attrgetter("priority")), request)
+
+    def schedule(self) -> ScheduledBatch:
+        """Pick the next iteration, ask the connector about new requests, and allocate all blocks.
+
+        The budget goes to generation first (one row each), then to prompts already in work, then to new ones."""
+        running = list(self.active.values())
+        batch = ScheduledBatch()
+        batch.generation_requests = [request for request in running if not request.is_in_context]
+        budget = self._args.max_num_tokens - len(batch.generation_requests)
+        for request in running:
+            if request.is_in_context:
+                budget -= self._add_context(batch, request, budget)
+        waiting = len(self.waiting)
+        for request in batch.requests:
+            if request in batch.requests:
+                self._grow(batch, request)
+        if len(self.waiting) > waiting:
+            return batch  # what was paused would enter at once
+        while self.waiting and len(self.active) < self._args.max_batch_size and self._admit(batch, budget):
+            budget -= batch.context_requests[-1].context_chunk_size
+        return batch
+
+    # -- requests that run ----------------------------------------------------------------------------------------
+
+    def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
+        """Add the request's next chunk, if one fits into the budget; return its tokens."""
+        chunk = self._chunk(request.context_remaining_length, request.context_current_position, budget)
+        request.context_chunk_size = chunk
+        if chunk:
+            batch.context_requests.append(request)
+        return chunk
+
+    def _chunk(self, remaining: int, position: int, budget: int) -> int:
+        """Return the tokens to run from `position`: the rest of the prompt, or up to a block boundary, or 0."""
+        block = self._blocks.block_size
+        if remaining <= budget:
+            return remaining
+        return 0 if budget < block else (position + budget) // block * block - position
+
+    def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
+        """Allocate the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
+        end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
+        while self._blocks.room_for(request.request_id) < end:
+            youngest = list(self.active.values())[-1]
+            batch.remove(youngest)
+            if len(self.active) == 1:
+                return  # transfers hold the missing blocks, and will end
+            self._pause(youngest)
+            if youngest is request:
+                return
+        self._blocks.allocate(request.request_id, end)
+
+    # -- new requests ---------------------------------------------------------------------------------------------
+
+    def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
+        """Admit the next waiting request with its cached prefix and what fits of the connector's offer; False when it
+        has to wait."""
+        request, blocks, is_v2 = self.waiting[0], self._blocks, self._is_v2
+        if any(running.priority < request.priority for running in self.active.values()):
+            return False
+        match = blocks.match(request.root_key, request.all_tokens)
+        local = len(match.nodes) * blocks.block_size + match.partial_tokens
+        chunk = self._chunk(request.prompt_len - local, local, budget)
+        if not chunk or not blocks.fits(match, local + chunk if is_v2 else request.max_total_tokens):
+            return False
+        blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
+        self.active[request.request_id] = self.waiting.popleft()
+        room, offered = blocks.room_for(request.request_id), 0
+        # With block reuse off the engine skips no loaded token, and does not ask the connector.
+        if self._connector is not None and self._args.kv_cache_config.enable_block_reuse:
+            offered = self._connector.ask(request, local, room - local - 1)
+        request.set_prepopulated_prompt_len(local, offered)
+        self._add_context(batch, request, budget)
+        request.context_chunk_size = min(request.context_chunk_size, room - request.context_current_position)
+        block_ids = blocks.allocate(request.request_id, request.chunk_end if is_v2 else request.prompt_len)
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, block_ids)
+        return True
 
 
 class Executor:
@@ -58,37 +166,31 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._version = CONTRACTS[llm_args.contract]
-        self._is_v2 = self._version.is_v2
-        self.replays_decode = not self._version.is_own
-        self._holds_saved_blocks = self._is_v2 or self._version.is_own
+        self._is_v2, self._holds_saved_blocks = llm_args.is_v2, llm_args.is_v2 or llm_args.is_own
+        self.replays_decode = not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
-        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
-        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
-        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
-        self.block_manager = BlockManager(blocks, cache, self.pool.copy_block, is_v2=self._is_v2)
+        self.pool = pool_of(llm_args, self.max_seq_len, geometry, kv_dtype, runner.device)
+        self.model_runner.attach_pool(self.pool, geometry, llm_args.max_num_tokens)
+        self.block_manager = BlockManager(
+            len(self.pool), cache, lambda source, target: self.pool[target].copy_(self.pool[source]), is_v2=self._is_v2
+        )
         self._lock = threading.RLock()
-        self._waiting: deque[LlmRequest] = deque()
-        self._active: dict[int, LlmRequest] = {}
         # Requests with a token that is not handled yet: the overlap scheduler handles tokens one iteration late.
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._closed = False
         self._late_ends: list[LlmRequest] = []
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args)
+        self._scheduler = BatchScheduler(llm_args, self.block_manager, self.connector, self._pause)
+        self._waiting, self._active = self._scheduler.waiting, self._scheduler.active
         if self.connector is not None:
             self._register(self.connector)
-        pause = self._pause if self._is_v2 else None
-        self._scheduler = BatchScheduler(
-            llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
-        )
 
     def _register(self, connector: KvCacheConnectorManager) -> None:
-        layout = cache_layout(self.pool.tensor, self.block_manager.block_size) if self._is_v2 else None
-        connector.register(self.pool.tensor, layout)
+        layout = cache_layout(self.pool, self.block_manager.block_size) if self._is_v2 else None
+        connector.register(self.pool, layout)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -99,7 +201,7 @@ class Executor:
             for request in requests:
                 self._check_fits(request)
             for request in requests:
-                line_up(self._waiting, request)
+                self._scheduler.line_up(request)
 
     def abort(self, request: LlmRequest) -> bool:
         """End an unfinished request; False when it has finished already.
@@ -111,14 +213,14 @@ class Executor:
         with self._guarded():
             if request in self._waiting:
                 self._waiting.remove(request)
-                request.complete("cancelled")
+                request.finish_reason = "cancelled"
                 if request.is_paused and self.connector is not None:
                     self.connector.request_finished(request, [])
             else:
                 self._finish(request, "cancelled")
                 if self._is_v2 and not self.llm_args.disable_overlap_scheduler:
                     self._late_ends.append(request)
-                if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
+                if request.request_id in self.pending_transfers:
                     # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
             return True
@@ -126,7 +228,7 @@ class Executor:
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of requests whose KV the connector is saving."""
-        return [] if self.connector is None else self.connector.pending_transfers
+        return [] if self.connector is None else sorted(self.connector.saving)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -138,11 +240,9 @@ class Executor:
         with self._guarded():
             batch = self._scheduler.schedule()
             stream = current_stream(self.model_runner.device)
-            if self.connector is not None:
-                self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
-                if len(batch):
-                    self.connector.handle_metadata()
-                    self.connector.worker.start_load_kv(stream)
+            if self.connector is not None and len(batch):
+                self.connector.handle_metadata(batch, self.block_manager.block_ids)
+                self.connector.worker.start_load_kv(stream)
             ran = len(batch) > 0 or len(self._sampled) > 0
             if not len(batch):
                 self._take_tokens()
@@ -157,11 +257,8 @@ class Executor:
             self._poll_transfers()
 
     def shutdown(self) -> None:
-        """Abort what is left and close the connector. Safe to call twice."""
+        """Abort what is left and close the connector. Call once."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             try:
                 for request in [*self._waiting, *self._active.values()]:
                     self.abort(request)
@@ -182,7 +279,7 @@ class Executor:
                 for request in [*self._waiting, *self._active.values()]:
                     if not request.is_finished:
                         request.error = f"the engine stopped: {self.failure}"
-                        request.complete("error")
+                        request.finish_reason = "error"
                     self.block_manager.release(request.request_id)
                 self._waiting.clear()
                 self._active.clear()
@@ -193,13 +290,12 @@ class Executor:
         """Return the logits of each request's last row, float32 [requests, vocabulary].
 
         If the forward fails, end all running requests and return None. A version that does not survive that raises."""
-        connector = self.connector
+        connector, runner = self.connector, self.model_runner
         try:
             if connector is not None:
                 worker = connector.worker
-                self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
-                self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
-            runner = self.model_runner
+                runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
+                runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
             forward = runner.replay if self.replays_decode and batch.runs_as_decode else runner.forward
             logits = forward([self._slice(request) for request in batch.requests])
             if connector is not None:
@@ -207,7 +303,7 @@ class Executor:
             return logits
         except Exception as error:
             overlaps = not self.llm_args.disable_overlap_scheduler
-            if self._version.is_own or (self._is_v2 and overlaps):
+            if self.llm_args.is_own or (self._is_v2 and overlaps):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()
@@ -223,7 +319,7 @@ class Executor:
             position, token = request.next_row()
             return SequenceSlice(request.request_id, position, (token,), block_ids)
         begin = request.context_current_position
-        return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, request.chunk_end)), block_ids)
+        return SequenceSlice(request.request_id, begin, tuple(request.all_tokens[begin : request.chunk_end]), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Update every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
@@ -238,9 +334,8 @@ class Executor:
                 continue
             if request.is_in_context:
                 request.context_current_position = request.chunk_end
-                if request.context_remaining_length:
+                if request.is_in_context:
                     continue
-                request.state = LlmRequestState.GENERATION_IN_PROGRESS
             ready.append((row, request))
         largest = largest_of(logits) if ready else []
         for row, request in ready:
@@ -251,7 +346,7 @@ class Executor:
             if not request.is_finished:
                 written = request.context_current_position
                 written = written if self._is_v2 else min(written, request.prompt_len - 1)
-                self.block_manager.publish(request.request_id, request.tokens(0, written))
+                self.block_manager.publish(request.request_id, request.all_tokens[:written])
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +376,7 @@ class Executor:
         if token is None or request.is_finished:
             return
         request.pending_token = None
-        request.add_new_token(token)
+        request.all_tokens.append(token)
         if request.first_token_time is None:
             request.first_token_time = perf_counter()
         if request.reuse_report is None and self.connector is not None:
@@ -303,14 +398,11 @@ class Executor:
         request.finish_reason = reason
         del self._active[request_id]
         if not request.was_cut_short and not self._is_v2:  # V2 publishes prompts only
-            self.block_manager.publish(request_id, request.tokens(0, request.num_written_tokens))
+            self.block_manager.publish(request_id, request.all_tokens[:-1])  # the newest token's KV is not written
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
-            request.complete(reason)
-            return
-        request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
-        if self._holds_saved_blocks:
+        elif self._holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
@@ -327,7 +419,6 @@ class Executor:
                 self.block_manager.release(request.request_id)
             else:
                 self.block_manager.unpin(request.request_id)
-            request.state = LlmRequestState.GENERATION_COMPLETE
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""
@@ -339,7 +430,7 @@ class Executor:
         request.pause()
         if self.connector is not None:
             self.connector.forget(request.request_id)
-        line_up(self._waiting, request, first=True)
+        self._scheduler.line_up(request, first=True)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

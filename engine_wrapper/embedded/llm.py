@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "KvCacheConfig",
-    "KvCacheConnectorConfig",
-    "LlmArgs",
-    "RequestOutput",
-    "SamplingParams",
-]
+__all__ = ["LLM", "CompletionOutput", "KvCacheConfig", "KvCacheConnectorConfig", "SamplingParams"]
 
 IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
 
@@ -48,8 +40,7 @@ class RequestStream:
     def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
         self.request_id = request.request_id
         self._llm, self._request, self._prompt, self._streaming = llm, request, prompt, streaming
-        self._given = 0
-        self._ended = False
+        self._given, self._ended = 0, False
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -67,9 +58,8 @@ class RequestStream:
 
     def close(self) -> None:
         """End the iteration, and the request if it still runs."""
-        if not self._ended:
-            self._ended = True
-            self._llm.forget(self._request)
+        self._ended = True
+        self._llm.forget(self._request)
 
     def __del__(self) -> None:
         self.close()
@@ -104,16 +94,13 @@ class LLM:
         self.tokenizer = runner.tokenizer
         self.executor = self.executor_type(args, runner)
         self.block_manager = self.executor.block_manager
-        connector = self.executor.connector
-        self.connector_scheduler: Any = None if connector is None else connector.scheduler
-        self.connector_worker: Any = None if connector is None else connector.worker
+        self.connector_scheduler: Any = getattr(self.executor.connector, "scheduler", None)
+        self.connector_worker: Any = getattr(self.executor.connector, "worker", None)
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
         # When the wait for the connector's transfers ends; None while iterations run.
         self._deadline: float | None = None
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
-
-    # -- requests -------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -129,13 +116,9 @@ class LLM:
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
         salts = one_each("cache_salt", cache_salt, len(texts), str)
-        requests = [
-            self._request(prompt, param, salt, lora_request)
-            for prompt, param, salt in zip(texts, params, salts, strict=True)
-        ]
-        self._enqueue(requests)
-        streams = [self._stream(request, prompt, False) for request, prompt in zip(requests, texts, strict=True)]
-        return [next(stream) for stream in streams]
+        given = zip(texts, params, salts, strict=True)
+        requests = [self._request(prompt, param, salt, lora_request) for prompt, param, salt in given]
+        return [next(stream) for stream in self._streams(requests, texts, streaming=False)]
 
     def generate_async(
         self,
@@ -161,8 +144,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         options = {"priority": priority, "exact_only": exact_only, "cold": cold}
         request = self._request(prompt, params, salt, lora_request, **options)
-        self._enqueue([request])
-        return self._stream(request, prompt, streaming)
+        return self._streams([request], [prompt], streaming)[0]
 
     def abort(self, request_id: int) -> bool:
         """End a request with finish reason "cancelled"; False when it is unknown or has finished."""
@@ -189,8 +171,6 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     def _request(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **options: Any
     ) -> LlmRequest:
@@ -212,18 +192,17 @@ class LLM:
             max_new_tokens=params.max_tokens if forced is None else len(forced),
             cache_salt=cache_salt,
             lora_task_id=None if lora_request is None else adapters[lora_request],
-            lora_path=lora_request,
+            py_lora_path=lora_request,
             arrival_time=arrival_time,
             **options,
         )
 
-    def _stream(self, request: LlmRequest, prompt: Prompt, streaming: bool) -> RequestStream:
-        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
-
-    def _enqueue(self, requests: list[LlmRequest]) -> None:
+    def _streams(self, requests: list[LlmRequest], prompts: list[Prompt], streaming: bool) -> list[RequestStream]:
         self.executor.enqueue(requests)
         self._deadline = None
         self._live.update((request.request_id, request) for request in requests)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return [RequestStream(self, request, text, streaming) for request, text in zip(requests, texts, strict=True)]
 
     def forget(self, request: LlmRequest) -> None:
         """Drop a request for good; end it if it still runs."""

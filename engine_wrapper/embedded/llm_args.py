@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from semblend_trt.errors import ConfigurationError
 
@@ -27,7 +27,7 @@ class StrictModel(BaseModel):
 
 
 class KvCacheConfig(StrictModel):
-    """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
+    """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_of`. `dtype` is the model's or
     "fp8": e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
@@ -67,12 +67,13 @@ class LlmArgs(StrictModel):
       its requests apart.
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
-      "1.2" has the V1 cache manager, and "1.4" V2: it allocates chunk by chunk, publishes prompts only, exchanges equal
-      blocks, and pauses requests when blocks run out.
+      "1.2" has the V1 cache manager, and gives the connector's query V1's C++ request, another object than later calls
+      get. "1.4" has V2: it allocates chunk by chunk, publishes prompts only, exchanges equal blocks, and pauses
+      requests when blocks run out.
     - `transfer_timeout`: seconds to wait for a connector's saves when no request can run.
     """
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, BeforeValidator(lambda at: str(at) if isinstance(at, Path) else at)] = Field(min_length=1)
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
@@ -96,14 +97,21 @@ class LlmArgs(StrictModel):
     tells_kv_scales: ClassVar[bool] = False
 
     @property
-    def holds_saved_blocks(self) -> bool:
-        """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
+    def is_v2(self) -> bool:
+        """Whether the engine has the V2 cache manager and its capacity policy, MAX_UTILIZATION."""
+        return self.contract == "1.4"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the contract is ours: as 1.4 over V1, and `request_finished` comes for cut requests, too. A failed
+        forward ends the engine, and decode steps run every hook. TensorRT-LLM replays recorded ones without hooks.
+        There a failed forward ends the running requests alone; with V2 so without the overlap scheduler."""
         return self.contract == "embedded"
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _path_to_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
+    @property
+    def holds_saved_blocks(self) -> bool:
+        """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
+        return self.is_own
 
     @model_validator(mode="after")
     def _budget_holds_a_batch(self) -> LlmArgs:

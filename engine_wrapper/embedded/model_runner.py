@@ -5,8 +5,9 @@ Reuse plans that are pending for the slices are run as well."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,16 +26,16 @@ from semblend_trt.model_tokenizer import embedded_engine_refusal, load_tokenizer
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
-    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink
     from engine_wrapper.sparse_forward import LayerHook
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.cost import CostModel
     from semblend_trt.model_files import FileState
-    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.transfer.load import LayerReadiness
 
 SUPPORTED_MODEL_TYPES = (
@@ -42,31 +43,18 @@ SUPPORTED_MODEL_TYPES = (
     *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
 
-# Returns the plan that is pending for a request.
-PlanSource = Callable[[int], "SemanticKvPlan | None"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(
-    model: str, dtype: str | torch.dtype, device: str | torch.device
-) -> tuple[Any, Any, ModelFacts, dict[str, FileState] | None]:
-    """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
-
-    Returns the model, its tokenizer, its facts and the states of its files. Raises ConfigurationError when something
-    cannot be read or a setting is unknown, UnsupportedModelError when the model's architecture or positions are not
-    supported."""
-    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
-    facts = _supported_facts(model)
-    files = _states(model)
-    loaded_tokenizer = load_tokenizer(model)
+def _load_weights(model: str, dtype: torch.dtype | None) -> Any:
+    """Return a Transformers model in `dtype`, None for the checkpoint's. Raises ConfigurationError."""
     try:
         loaded, loading = AutoModelForCausalLM.from_pretrained(
             model,
-            dtype=target_dtype or "auto",
+            dtype=dtype or "auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with their names
         )
@@ -77,23 +65,16 @@ def load_model(
             raise ConfigurationError(
                 f"model {model}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
-    weights = _text_part(loaded).to(target_device)
-    files = files or _states(model)  # the model was downloaded just now
-    return weights, loaded_tokenizer, facts, files
+    return loaded
 
 
-def adopt_model(model: Any, config_path: str) -> tuple[Any, ModelFacts]:
-    """Return a model that is in memory and its facts; `config_path` is a folder with its config.json.
-
-    Raises as `load_model` does, and ConfigurationError for a folder that describes another model."""
-    facts = _supported_facts(config_path)
-    read = AutoConfig.from_pretrained(config_path, local_files_only=True)
-    if _digest(read) != _digest(model.config):
+def _check_describes(folder: str, model: Any) -> None:
+    """Raise ConfigurationError if the config.json of `folder` is another model's."""
+    if _digest(AutoConfig.from_pretrained(folder, local_files_only=True)) != _digest(model.config):
         raise ConfigurationError(
-            f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
+            f"{folder} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    return _text_part(model), facts
 
 
 def _digest(config: Any) -> str:
@@ -101,11 +82,6 @@ def _digest(config: Any) -> str:
     return configuration_digest(
         config.get_text_config().to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"})
     )
-
-
-def _place(name: str) -> Path | str:
-    folder = snapshot(name)
-    return name if folder is None else folder.resolve()
 
 
 def _states(model: str) -> dict[str, FileState] | None:
@@ -180,40 +156,44 @@ class ModelRunner:
     checks of a forward found. Every layer of every forward calls `before_layer` and `after_layer` with its index."""
 
     def __init__(
-        self, model_path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
+        self,
+        model_path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        *,
+        model: Any = None,
     ) -> None:
-        """Load the model; see `load_model` for the settings and errors."""
-        model, tokenizer, facts, files = load_model(str(model_path), dtype, device)
-        self._own(model, tokenizer, facts, str(model_path), files)
+        """Load a folder or a hub id in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    @classmethod
-    def from_model(cls, model: Any, config_path: str | Path) -> ModelRunner:
-        """Return a runner of a model in memory, as it is: on its device, in its dtype. Prompts are token ids.
-
-        `config_path` is a folder with the model's config.json, which engine and connector read again. No file
-        identifies the weights, so no other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises
-        UnsupportedModelError and ConfigurationError as loading does."""
-        runner = cls.__new__(cls)
-        own, facts = adopt_model(model, str(config_path))
-        runner._own(own, None, facts, str(config_path), None)
-        return runner
-
-    def _own(
-        self, model: Any, tokenizer: Any, facts: ModelFacts, path: str, files: dict[str, FileState] | None
-    ) -> None:
-        # The Transformers model; called directly, it runs plain SDPA and touches no pool.
-        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        A `model` in memory is taken as it is, on its device, in its dtype; prompts are token ids. `model_path` is then
+        a folder with its config.json, which engine and connector read again. No file identifies the weights, so no
+        other engine shares their KV unless SEMBLEND_MODEL_REVISION names them. Raises ConfigurationError if something
+        cannot be read, a setting is unknown, or the folder describes another model, UnsupportedModelError if the
+        model's architecture or positions are not supported."""
+        self._path, target, place = str(model_path), resolve_dtype(dtype), resolve_device(device)
+        self.tokenizer: Any = None
+        self.facts = _supported_facts(self._path)
         # The model's files as they were read; None for weights of no file.
-        self.facts, self._path, self.files = facts, path, files
+        self.files: dict[str, FileState] | None = None
+        if model is None:
+            files = _states(self._path)
+            self.tokenizer = load_tokenizer(self._path)
+            # The Transformers model; called directly, it runs plain SDPA and touches no pool.
+            self.model = _text_part(_load_weights(self._path, target)).to(place)
+            self.files = files or _states(self._path)  # the model was downloaded just now
+        else:
+            _check_describes(self._path, model)
+            self.model = _text_part(model)
+        self.config = self.model.config
         # Of weights and hidden rows, and of the pool unless it is in fp8.
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
+        self.dtype: torch.dtype = self.model.dtype
+        self.device: torch.device = self.model.device
         self._detach()
 
     def _detach(self) -> None:
         self._forward: SparseForward | None = None
         self._max_rows: int | None = None
-        self.plan_source: PlanSource | None = None
+        self.plan_source: Callable[[int], SemanticKvPlan | None] | None = None
         self.readiness: LayerReadiness | None = None
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
@@ -221,7 +201,8 @@ class ModelRunner:
 
     def check_source(self, model: str) -> None:
         """Raise ConfigurationError if `model` is another than the runner's, or its files have changed since."""
-        if _place(model) != _place(self._path):
+        own, other = (snapshot(name) or name for name in (self._path, model))
+        if Path(own).resolve() != Path(other).resolve():
             raise ConfigurationError(
                 f"model is {model}, and the runner holds {self._path}; lend a runner of the same model, or none"
             )
@@ -231,11 +212,10 @@ class ModelRunner:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends a generation by the model's generation settings or its tokenizer."""
-        found: set[int] = set()
-        sources = (self.model.generation_config, self.config, self.tokenizer)
-        for ids in (getattr(source, "eos_token_id", None) for source in sources):
-            found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
-        return frozenset(found)
+        sources = self.model.generation_config, self.config, self.tokenizer
+        given = (getattr(source, "eos_token_id", None) for source in sources)
+        lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in given if ids is not None)
+        return frozenset(token for ids in lists for token in ids)
 
     def share(self) -> ModelRunner:
         """Return a runner with the same weights for another engine: without pool, plan source and hooks."""
@@ -264,18 +244,9 @@ class ModelRunner:
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
 
-        def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
-            found: list[CheckEvidence] = []
-            hidden = decoder(schedule, self._before_layer(), self.after_layer, found.append)
-            if sink is not None:
-                for evidence in found:
-                    sink(evidence)
-            return hidden
-
-        def lowest(schedule: LayerSchedule) -> torch.Tensor:
-            return decoder.lowest(schedule, self._before_layer(), self.after_layer)
-
-        forward = EngineForward(decoder.geometry, Ranks(), run, lowest, self._max_rows)
+        hooks: dict[str, Any] = {"before_layer": self._before, "after_layer": self.after_layer}
+        own = partial(decoder, **hooks), partial(decoder.lowest, **hooks)
+        forward = EngineForward(decoder.geometry, Ranks(), *own, self._max_rows)
         return decoder.logits(forward.hidden(works, self.device, self.evidence_sink))
 
     def replay(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -306,16 +277,9 @@ class ModelRunner:
             indexable(kv.memory)[kv.block_ids] = 0
         return found
 
-    def _before_layer(self) -> LayerHook | None:
-        """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""
-        readiness, hook = self.readiness, self.before_layer
-        if readiness is None or not readiness.is_arriving:
-            return hook
-        stream = current_stream(self.device)
-
-        def wait_and_call(layer: int) -> None:
-            readiness.wait(layer, stream)
-            if hook is not None:
-                hook(layer)
-
-        return wait_and_call
+    def _before(self, layer: int) -> None:
+        """Wait for the layer's KV, then call `before_layer`."""
+        if self.readiness is not None:
+            self.readiness.wait(layer, current_stream(self.device))
+        if self.before_layer is not None:
+            self.before_layer(layer)

@@ -5,12 +5,11 @@ Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, cast
 
 import torch
 
@@ -120,90 +119,57 @@ _BOUND_ATTRIBUTES = (
 )
 
 
-class LlmRequestState(str, Enum):
-    """Upstream's names: a save is "context in transmission"."""
-
-    QUEUED = "queued"
-    CONTEXT_INIT = "context_init"
-    GENERATION_IN_PROGRESS = "generation_in_progress"
-    DISAGG_CONTEXT_TRANS_IN_PROGRESS = "disagg_context_trans_in_progress"
-    GENERATION_COMPLETE = "generation_complete"
-
-
+@dataclass(eq=False, repr=False)
 class LlmRequest:
     """A prompt, the tokens generated so far, and the engine's progress with it. Times are of `time.perf_counter`.
 
-    `context_current_position` is the first prompt token not computed yet. `prepopulated_prompt_len` tokens needed no
-    computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`. A request waits
-    while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
-    from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
-    engine has sampled `pending_token`, but not handled it. `reuse_report` is the connector's, of the present run."""
+    `context_current_position` is the first prompt token not computed yet, at the start that after `cached_tokens` from
+    the reuse tree and `py_num_connector_matched_tokens`. A request waits while one with a lower `priority` number waits
+    or runs. With `exact_only`, our connector reuses nothing that differs from a cold run, so that the request becomes a
+    donor. With `cold`, the request reuses nothing and keeps nothing. The engine has sampled `pending_token`, but not
+    handled it. `reuse_report` is the connector's, of the present run."""
 
     # Attributes that the connector may read and that have one value in this engine.
-    multimodal_hashes = None
-    is_dummy_request = False
-    sampling_config = SimpleNamespace(beam_width=1)
+    multimodal_hashes: ClassVar[None] = None
+    is_dummy_request: ClassVar[bool] = False
+    sampling_config: ClassVar[Any] = SimpleNamespace(beam_width=1)
 
-    state = LlmRequestState.QUEUED
-    context_current_position = 0
-    context_chunk_size = 0
-    chunk_allowance = 0
-    prepopulated_prompt_len = 0
-    cached_tokens = 0
-    py_num_connector_matched_tokens = 0
-    is_paused = False
+    request_id: int
+    prompt_token_ids: InitVar[Sequence[int]]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    max_new_tokens: int
+    cache_salt: str | None = None
+    lora_task_id: int | None = None
+    py_lora_path: str | None = None
+    arrival_time: float = field(default_factory=perf_counter)
+    priority: int = 0
+    exact_only: bool = False
+    cold: bool = False
+    context_current_position: int = 0
+    context_chunk_size: int = 0
+    cached_tokens: int = 0
+    py_num_connector_matched_tokens: int = 0
+    is_paused: bool = False
     pending_token: int | None = None
     finish_reason: str | None = None
     error: str | None = None
     first_token_time: float | None = None
     reuse_report: Any = None
+    generation_logits: list[torch.Tensor] = field(default_factory=list)
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        max_new_tokens: int,
-        cache_salt: str | None = None,
-        lora_task_id: int | None = None,
-        lora_path: str | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        exact_only: bool = False,
-        cold: bool = False,
-    ) -> None:
-        self.request_id = self.py_request_id = request_id
+    def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.py_request_id = self.request_id
         self.prompt_len = self.orig_prompt_len = len(prompt_token_ids)
-        self.max_new_tokens = max_new_tokens
-        self.sampling_params = sampling_params
-        self.cache_salt, self.cache_salt_id = cache_salt, None
-        if cache_salt is not None:
-            digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+        self.all_tokens = list(prompt_token_ids)
+        self.cache_salt_id: int | None = None
+        if self.cache_salt is not None:
+            digest = hashlib.sha256(self.cache_salt.encode("utf-8", "surrogatepass")).digest()
             self.cache_salt_id = int.from_bytes(digest[:8], "little")
-        self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
-        self.arrival_time = perf_counter() if arrival_time is None else arrival_time
-        self.priority, self.exact_only, self.cold = priority, exact_only, cold
-        self.generation_logits: list[torch.Tensor] = []
-        self._tokens = list(prompt_token_ids)
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Return prompt and generated tokens."""
-        return list(self._tokens)
-
-    def get_num_tokens(self) -> int:
-        return len(self._tokens)
-
-    def tokens(self, begin: int, end: int) -> list[int]:
-        return self._tokens[begin:end]
-
-    @property
-    def all_tokens(self) -> Sequence[int]:
-        """The list that `get_tokens` copies: do not change or keep it."""
-        return self._tokens
-
-    def add_new_token(self, token: int) -> None:
-        self._tokens.append(token)
+        return list(self.all_tokens)
 
     def is_generation_only_request(self) -> bool:
         """Return False: a method, as in upstream's Python subclass."""
@@ -215,7 +181,7 @@ class LlmRequest:
 
     @property
     def num_generated(self) -> int:
-        return len(self._tokens) - self.orig_prompt_len
+        return len(self.all_tokens) - self.orig_prompt_len
 
     @property
     def max_total_tokens(self) -> int:
@@ -232,12 +198,7 @@ class LlmRequest:
 
     @property
     def is_in_context(self) -> bool:
-        return self.state is LlmRequestState.CONTEXT_INIT
-
-    @property
-    def num_written_tokens(self) -> int:
-        """Leading tokens whose KV is written: never the newest generated one."""
-        return self.context_current_position if len(self._tokens) == self.prompt_len else len(self._tokens) - 1
+        return self.context_remaining_length > 0
 
     @property
     def is_finished(self) -> bool:
@@ -249,28 +210,24 @@ class LlmRequest:
         """The request failed or was cancelled."""
         return self.finish_reason in ("error", "cancelled")
 
-    def complete(self, reason: str) -> None:
-        """End the request, which holds no blocks any more."""
-        self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
-
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
         """Set how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
         self.cached_tokens = cached
         self.py_num_connector_matched_tokens = connector_matched
-        self.prepopulated_prompt_len = self.context_current_position = cached + connector_matched
+        self.context_current_position = cached + connector_matched
 
     def next_row(self) -> tuple[int, int]:
         """Return position and token of the row that generation computes next."""
         if self.pending_token is not None:
-            return len(self._tokens), self.pending_token
-        return len(self._tokens) - 1, self._tokens[-1]
+            return len(self.all_tokens), self.pending_token
+        return len(self.all_tokens) - 1, self.all_tokens[-1]
 
     def pause(self) -> None:
         """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
-        self.prompt_len = len(self._tokens)
+        self.prompt_len = len(self.all_tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state, self.is_paused, self.reuse_report = LlmRequestState.QUEUED, True, None
+        self.is_paused, self.reuse_report = True, None
 
     def bound(self) -> SimpleNamespace:
         """Return what V1's C++ manager gives to the connector's query: another object, with what nanobind binds."""
@@ -334,7 +291,7 @@ class RequestOutput:
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
     """Return the output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
-    token_ids = request.tokens(request.orig_prompt_len, request.get_num_tokens())[:num_tokens]
+    token_ids = request.all_tokens[request.orig_prompt_len :][:num_tokens]
     finished = request.is_finished and len(token_ids) == request.num_generated
     reason = request.finish_reason if finished else None
     shown = token_ids[:-1] if reason == "stop" else token_ids
@@ -346,7 +303,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
-        prompt_token_ids=request.tokens(0, request.orig_prompt_len),
+        prompt_token_ids=request.all_tokens[: request.orig_prompt_len],
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
         cached_tokens=cached,
         reused_tokens=reused,
@@ -362,11 +319,10 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One iteration's requests in the order of its rows; context requests in `admitted` entered in this iteration."""
+    """One iteration's requests in the order of its rows."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
-    admitted: list[LlmRequest] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context_requests) + len(self.generation_requests)
@@ -382,6 +338,6 @@ class ScheduledBatch:
 
     def remove(self, request: LlmRequest) -> None:
         """Take the request out of the iteration."""
-        for requests in (self.context_requests, self.generation_requests, self.admitted):
+        for requests in (self.context_requests, self.generation_requests):
             if request in requests:
                 requests.remove(request)

@@ -96,7 +96,7 @@ def through_staging_memory(llm, monkeypatch, tokens):
     """Has donors go to the host and come from there as on a card: `tokens` tokens of one layer at a time."""
     monkeypatch.setattr(load, "GROUP_BYTES", 1)
     monkeypatch.setattr(load, "GROUPS_AHEAD", 1)
-    loader, pool, geometry = llm.connector_worker.loader, llm.executor.pool.tensor, geometry_of(llm)
+    loader, pool, geometry = llm.connector_worker.loader, llm.executor.pool, geometry_of(llm)
 
     def staging(slots):
         room = slots * tokens * geometry.bytes_per_token(pool.dtype) // geometry.num_layers

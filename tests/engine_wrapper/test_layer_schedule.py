@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import schedule_of
+from engine_wrapper.batch import EngineForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
+from kernels.layout import KvGeometry
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import SpanCheck
+from semblend_trt.ranks import Ranks
 
 NUM_LAYERS, BLOCK_SIZE = 5, 8
 SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
@@ -21,11 +23,6 @@ SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
 def tokens_of(length, request_id=1):
     """Distinct tokens, so that a token in the wrong place is seen."""
     return tuple(1000 * request_id + position for position in range(length))
-
-
-def build_schedule(slices):
-    """The schedule of one forward that puts out the last row of each slice."""
-    return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
 
 
 def slice_of(plan, length=None):
@@ -125,55 +122,87 @@ def expected_rows(slice_, deviating, keys_per_row, layer):
     return written, attending
 
 
-def deviations_of(check, drawn):
-    """What the device would find: 1 at deviating positions, 0 elsewhere; wrong rows would show."""
-    values = []
-    for work, request in zip(check.works, drawn, strict=True):
-        if work.pending is not None and work.pending.check.layer == check.layer:
-            values += [float(position in request.deviating) for position in work.positions[work.pending.checked]]
-    return torch.tensor(values)
+class Walk:
+    """An engine that computes nothing. It notes by layer and request which positions are written, and which attend."""
 
+    def __init__(self, drawn):
+        self.drawn, self.rows = drawn, []
+        self.written, self.attending = ([[[] for _ in drawn] for _ in range(NUM_LAYERS)] for _ in range(2))
 
-def walk(schedule, slices, drawn):
-    """Walks as a forward does; of each layer and request the positions written and those that attend."""
-    written = [[] for _ in range(NUM_LAYERS)]
-    attending = [[] for _ in range(NUM_LAYERS)]
-    evidence = []
-    active = list(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
-    assert schedule.stages[0].keep is None
-    while True:
+    def note(self, layers, stage):
+        for found in layers:
+            for sequence in stage.sequences:
+                found[sequence.block_ids[0] // 100 - 1] += sequence.positions.tolist()
+
+    def follow(self, schedule, active):
+        """Walks up to a check or the end; returns position and token of each row that is active there."""
         for stage, layers in schedule.layers_of_stages(NUM_LAYERS):
             if stage.keep is not None:
-                assert stage.keep.tolist() == sorted(set(stage.keep.tolist()))
-                assert stage.keep.numel() < len(active)
-                active = [active[row] for row in stage.keep.tolist()]
-            of_requests = [sequence.positions.tolist() for sequence in stage.sequences]
-            assert [position for positions in of_requests for position in positions] == [p for p, _ in active]
-            assert [sequence.first_row for sequence in stage.sequences] == [
-                sum(map(len, of_requests[:index])) for index in range(len(of_requests))
-            ]
-            assert [tuple(each.block_ids.tolist()) for each in stage.sequences] == [each.block_ids for each in slices]
+                kept = stage.keep.tolist()
+                assert kept == sorted(set(kept))
+                assert len(kept) < len(active)
+                active = [active[row] for row in kept]
+            first_rows = itertools.accumulate((each.count for each in stage.sequences), initial=0)
+            assert [each.first_row for each in stage.sequences] == list(first_rows)[:-1]
+            assert [p for each in stage.sequences for p in each.positions.tolist()] == [p for p, _ in active]
             for layer in layers:
-                attending[layer] = of_requests
-                written[layer] = written[layer] or of_requests
-        if schedule.check is None:
-            wanted = [(slice_.begin + i, token) for slice_ in slices for i, token in enumerate(slice_.token_ids)]
-            assert [active[row] for row in schedule.output_rows.tolist()] == wanted
-            return written, attending, evidence
-        written[schedule.check.layer] = of_requests
-        schedule, found = schedule.check.decide(deviations_of(schedule.check, drawn))
-        evidence += found
+                self.note((self.attending[layer], self.written[layer]), stage)
+        if schedule.check is not None:
+            self.note([self.written[schedule.check.layer]], stage)
+        return active
+
+    def enter(self, schedule):
+        self.rows.append(len(schedule.positions))
+        assert schedule.stages[0].keep is None
+        return self.follow(schedule, list(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True)))
+
+    def deviations(self, check):
+        """What the device would find: 1 at deviating positions, 0 elsewhere; wrong rows would show."""
+        values = []
+        for work in check.works:
+            if work.pending is not None and work.pending.check.layer == check.layer:
+                deviating = self.drawn[work.block_ids[0] // 100 - 1].deviating
+                values += [float(position in deviating) for position in work.positions[work.pending.checked]]
+        return torch.tensor(values)
+
+    def lowest(self, schedule):
+        self.enter(schedule)
+        return self.deviations(schedule.check)
+
+    def run(self, schedule, sink):
+        active = self.enter(schedule)
+        while schedule.check is not None:
+            schedule, found = schedule.check.decide(self.deviations(schedule.check))
+            for each in found:
+                sink(each)
+            active = self.follow(schedule, active)
+        return torch.tensor([active[row] for row in schedule.output_rows.tolist()])
 
 
-@given(drawn=st.lists(requests, min_size=1, max_size=4), keys_per_row=st.sampled_from([0, 1, 4, 12, 30]))
-def test_every_layer_computes_what_the_checks_leave(drawn, keys_per_row, make_plan):
-    slices = [drawn_slice(request, index, make_plan) for index, request in enumerate(drawn, start=1)]
-    schedule = schedule_of(works_of(slices, NUM_LAYERS, keys_per_row), NUM_LAYERS)
-    written, attending, found = walk(schedule, slices, drawn)
+@settings(max_examples=200)
+@given(
+    drawn=st.lists(requests, min_size=1, max_size=4),
+    keys_per_row=st.sampled_from([0, 1, 4, 12, 30]),
+    max_rows=st.none() | st.integers(1, 60),
+)
+def test_every_layer_computes_what_the_checks_leave(drawn, keys_per_row, max_rows, make_plan):
+    """In one forward or in several of at most `max_rows` rows, in which rows may run their lowest layers again."""
+    slices, walk, found = (
+        [drawn_slice(each, number, make_plan) for number, each in enumerate(drawn, 1)],
+        Walk(drawn),
+        [],
+    )
+    works = works_of(slices, NUM_LAYERS, keys_per_row)
+    forward = EngineForward(KvGeometry(NUM_LAYERS, 1, 2, BLOCK_SIZE), Ranks(), walk.run, walk.lowest, max_rows)
+    outputs = forward.hidden(works, torch.device("cpu"), found.append).tolist()
+    assert outputs == [[each.begin + at, token] for each in slices for at, token in enumerate(each.token_ids)]
+    assert max_rows is None or max(walk.rows) <= max_rows
     for index, (slice_, request) in enumerate(zip(slices, drawn, strict=True)):
         for layer in range(NUM_LAYERS):
-            wanted = expected_rows(slice_, request.deviating, keys_per_row, layer)
-            assert (written[layer][index], attending[layer][index]) == wanted
+            written, attending = expected_rows(slice_, request.deviating, keys_per_row, layer)
+            assert set(walk.written[layer][index]) == set(written)
+            if len(walk.rows) == 1:
+                assert walk.attending[layer][index] == attending
     checked = [slice_ for slice_ in slices if slice_.plan is not None and slice_.plan.is_checked]
     assert sorted(evidence.request_id for evidence in found) == [slice_.request_id for slice_ in checked]
     for evidence in found:
@@ -202,5 +231,5 @@ def check_evidence(evidence, plan, deviating, keys_per_row):
 def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invariant):
     plan = make_plan(tokens_of(30), [(4, 20)], **SIZES)
     with pytest.raises(PlanError) as refusal:
-        build_schedule([replace(slice_of(plan), **change)])
+        works_of([replace(slice_of(plan), **change)], NUM_LAYERS)
     assert refusal.value.reason == invariant

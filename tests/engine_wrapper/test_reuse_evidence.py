@@ -8,17 +8,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
-from tests.builders.engine import (
-    DONOR,
-    KEPT_BY_LEVEL,
-    NONE_KEPT,
-    NONE_SAMPLED,
-    SHIFTED,
-    SOME_KEPT,
-    cases_of,
-    serve,
-    teach,
-)
+from tests.builders import engine as serving
+from tests.builders.engine import DONOR, KEPT_BY_LEVEL, NONE_KEPT, NONE_SAMPLED, SHIFTED, SOME_KEPT, serve, teach
 from validation.models import PROFILE_NAME, shipped_model
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
@@ -36,14 +27,6 @@ def counted():
     "policies",
     "Without a profile, or with one that does not hold, only identical text from position 0 is reused",
 )
-def test_without_a_profile_only_identical_text_from_the_start_is_reused(shifted):
-    llm, output = shifted()
-    assert (output.reused_tokens, output.reuse_outcome) == (0, "backend_declined_reuse")
-    assert output.reuse_reason == "no_profile"
-    assert serve(llm, list(range(200))).reuse_reason == "no_donor_match"
-
-
-@pytest.mark.promise("policies", "Without a profile, or with one...")
 @pytest.mark.parametrize(
     ("module", "change", "reason"),
     [
@@ -57,7 +40,12 @@ def test_a_profile_that_cannot_be_used_costs_approximate_reuse_and_no_more(shift
     path = profile("position_fix")
     change(path)
     _, output = shifted(module, PROFILE=path)
-    assert (output.reused_tokens, output.reuse_reason) == (0, reason)
+    assert (output.reused_tokens, output.reuse_outcome, output.reuse_reason) == (0, "backend_declined_reuse", reason)
+
+
+@pytest.mark.promise("policies", "Without a profile, or with one...")
+def test_without_a_profile_nothing_is_moved(shifted):
+    assert shifted()[1].reuse_reason == "no_profile"
 
 
 def of_another_model(path):
@@ -77,6 +65,10 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
 
 
 @pytest.mark.promise("commands", "Every answer has a receipt, in...")
+@pytest.mark.promise(
+    "commands",
+    "The audit log says of every request what the metrics count; a log that fails costs no request",
+)
 @pytest.mark.parametrize(
     ("variables", "check", "figures"),
     [
@@ -186,7 +178,7 @@ def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(engines_of,
         changed.write(path)
     engines = engines_of(str(shipped_model()), dtype="float32")
     cold, llm = engines.cold(), engines(PROFILE=path)
-    cases = cases_of(cold.tokenizer, "header_trap", groups=2)
+    cases = serving.cases_of(cold.tokenizer, "header_trap", groups=2)
     for case in cases:
         teach(llm, *case.donors)
     for case in cases:

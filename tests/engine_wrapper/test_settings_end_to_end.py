@@ -5,8 +5,7 @@ from collections import deque
 import pytest
 
 from semblend_trt.cost import CostModel
-from tests.builders import engine as serving
-from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, serve, teach, text
+from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, serve, teach
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
@@ -26,19 +25,6 @@ def test_discovery_only_reports_donors_and_places_nothing(engine, shifted):
     assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert engine.events("lookup")[-1]["diagnostics"]["tokens_reused"] == len(DOCUMENT)
     assert_same(output, serve(engine.cold(), SHIFTED))
-
-
-@pytest.mark.promise("donors", "Requests with fewer than `SEMBLEND_MIN_DONOR_TOKENS` tokens...")
-@pytest.mark.known_defect(20)
-def test_max_donors_forgets_the_least_recently_used(engine):
-    llm = engine(MAX_DONORS=2)
-    documents = [text(100 + number, 200) for number in range(3)]
-    for document in documents:
-        teach(llm, document)
-        assert llm.connector_scheduler.donor_index.catalog.stats().ready <= 2
-    # The exact part of these, their head, is too short to become a donor and push another out.
-    reused = [serve(llm, serving.INSTRUCTION + document).reused_tokens for document in reversed(documents)]
-    assert reused == [len(DOCUMENT) - 1, len(DOCUMENT) - 1, 0]
 
 
 def sizes(owner):

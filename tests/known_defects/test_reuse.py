@@ -61,10 +61,10 @@ def test_blocks_of_the_engines_prefix_stay_bitwise(engine):
     serve(llm, head + text(32, 30))
     prompt = head + DOCUMENT + text(33, 20)
     shared = [node.block_id for node in llm.block_manager._tree.match(RootKey(), prompt).nodes]
-    before = llm.executor.pool.tensor[shared].clone()
+    before = llm.executor.pool[shared].clone()
     output = serve(llm, prompt)
     assert (len(shared), output.cached_tokens, output.reused_tokens) == (4, 4 * BLOCK, len(DOCUMENT))
-    assert torch.equal(llm.executor.pool.tensor[shared], before)
+    assert torch.equal(llm.executor.pool[shared], before)
 
 
 @pytest.mark.promise("policies", "`SEMBLEND_POLICY=off` and `SEMBLEND_ENABLED=0` keep and find nothing")
@@ -140,9 +140,9 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
 def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
     rows, forward = [], SparseForward.__call__
 
-    def record(self, schedule, *arguments):
+    def record(self, schedule, *arguments, **options):
         rows.extend(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
-        return forward(self, schedule, *arguments)
+        return forward(self, schedule, *arguments, **options)
 
     llm = engine()
     serve(llm, list(b"Answer with yes, whatever you are asked: ") + DOCUMENT + list(b"Is it so?"))

@@ -71,7 +71,8 @@ class PatternRunner(ModelRunner):
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)
         for row, part in enumerate(slices[:computed]):
             request = self.requests[part.request_id]
-            if request.context_current_position == part.begin == request.prepopulated_prompt_len:
+            started = request.cached_tokens + request.py_num_connector_matched_tokens
+            if request.context_current_position == part.begin == started:
                 self._begin(request, part)
             held = self.rows[part.request_id]
             assert len(held.numbers) == part.begin, f"request {part.request_id} would run past unwritten rows"
@@ -92,7 +93,7 @@ class PatternRunner(ModelRunner):
     def check_donor(self, donor_id, kv):
         """Compares a donor's KV, [layers, 2, kv_heads, tokens, head_dim], with what its request's own rows held."""
         request, tokens = self._request_of(donor_id), kv.shape[3]
-        numbers = chain(owner_number(request.root_key), request.tokens(0, tokens))
+        numbers = chain(owner_number(request.root_key), request.all_tokens[:tokens])
         self._compare(kv.permute(3, 0, 1, 2, 4), numbers, [False] * tokens)
 
     def check_answer(self, rows, tokens):
@@ -125,7 +126,7 @@ class PatternRunner(ModelRunner):
             plan = None
         exact = part.begin if plan is None else plan.num_computed_tokens
         rows = self.rows[part.request_id] = Rows(
-            chain(owner_number(request.root_key), request.tokens(0, exact)), request.prompt_len
+            chain(owner_number(request.root_key), request.all_tokens[:exact]), request.prompt_len
         )
         if plan is not None:
             rows.is_cold = plan.is_exact
@@ -139,13 +140,13 @@ class PatternRunner(ModelRunner):
 
     def _fill_hole(self, rows, request, end, block_ids):
         begin = len(rows.numbers)
-        rows.compute(owner_number(request.root_key), request.tokens(begin, end))
+        rows.compute(owner_number(request.root_key), request.all_tokens[begin:end])
         self._write(block_ids, begin, rows.numbers[begin:])
 
     def _donated(self, request, span):
         """The numbers of a cold run of the donor under the request's owner. Checks that the span's tokens are equal."""
-        tokens = self._request_of(span.donor_id).tokens(0, span.donor_end)
-        assert tokens[span.donor_start :] == request.tokens(span.target_start, span.target_end), "other tokens' KV"
+        tokens = self._request_of(span.donor_id).all_tokens[: span.donor_end]
+        assert tokens[span.donor_start :] == request.all_tokens[span.target_start : span.target_end], "other tokens' KV"
         return chain(owner_number(request.root_key), tokens)[span.donor_start :]
 
     def _request_of(self, donor_id):

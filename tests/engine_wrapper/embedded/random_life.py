@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine_wrapper.embedded.connector_manager import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest, SamplingParams, ScheduledBatch
 from kernels.layout import pool_view
@@ -45,14 +44,10 @@ class Case:
         parts = ("overlap" * self.overlap, "wrapper" * self.wrapper, "rough" * self.rough)
         return "-".join(filter(None, (self.contract, *parts)))
 
-    version = property(lambda self: CONTRACTS[self.contract])
-    v2 = property(lambda self: self.version.is_v2)
-    survives = property(lambda self: not (self.version.is_own or (self.v2 and self.overlap)))
-
-    @property
-    def holds_saved_blocks(self):
-        """Whether a request keeps its own blocks until its save has ended."""
-        return self.v2 or self.version.is_own
+    v2 = property(lambda self: self.contract == "1.4")
+    survives = property(lambda self: self.contract == "1.2" or (self.v2 and not self.overlap))
+    # Whether a request keeps its own blocks until its save has ended.
+    holds_saved_blocks = property(lambda self: self.contract != "1.2")
 
 
 CASES = (
@@ -82,7 +77,7 @@ def random_life(case, folder):
     model = random_model("qwen2")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    pattern = PatternRunner.from_model(model, folder)
+    pattern = PatternRunner(folder, model=model)
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     least = {"MIN_SPAN": "32", "MIN_REUSE_RATIO": "0.1", "MIN_DONOR_TOKENS": "32"}
@@ -199,8 +194,7 @@ class Life:
         scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
         connector = self._executor.connector
         for _ in range(MAX_SILENT_ITERATIONS + 1 if len(scheduler._requests) else 0):  # cancelled, and not told of
-            connector.build_scheduler_output(ScheduledBatch(), self._llm.block_manager.block_ids)
-            connector.handle_metadata()
+            connector.handle_metadata(ScheduledBatch(), self._llm.block_manager.block_ids)
             connector.worker.start_load_kv(None)
         self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
         assert not self.leaked_blocks

@@ -1,14 +1,17 @@
-"""Every family's logits within an engine are a cold engine's, after a moved run too, and a wrong rotation shows."""
+"""Every family's logits within an engine are a cold engine's, after a moved run too, and a wrong rotation shows.
+
+Of models that take images the part that reads text runs."""
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from tests.conftest import FAMILIES
+from tests.conftest import FAMILIES, save_tiny_model, save_with_images
 from tests.random_models import WINDOW, random_model
 from validation.arms import POSITION_FIX
 from validation.embedded_engine import EmbeddedEngines
-from validation.exactness import stock_difference
+from validation.exactness import plain_difference, stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
 
 TOKENS, MIN_SPAN = 333, 32
@@ -23,7 +26,7 @@ def difference(folder, family, arms, **changes):
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    engines = EmbeddedEngines(ModelRunner.from_model(model, folder))
+    engines = EmbeddedEngines(ModelRunner(folder, model=model))
     return stock_difference(engines, str(folder), "the engine", tokens, MIN_SPAN, arms).difference
 
 
@@ -52,3 +55,23 @@ def test_every_family_is_exact(tmp_path, family):
 def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
     """With one computed token fewer, a token of the run is kept that depends on another one before the run."""
     assert moved_difference(tmp_path, "gpt_oss", WINDOW - 2) > WRONG
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4"])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(tmp_path, family, is_loaded):
+    text = save_tiny_model(f"{family}_text", tmp_path / "text")
+    whole = save_with_images(text, tmp_path / "whole")
+    if is_loaded:
+        runner = ModelRunner(whole, "float32", "cpu")
+    else:
+        model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32)
+        runner = ModelRunner(whole, model=model)
+    assert runner.facts.model_type == family
+    alone = AutoModelForCausalLM.from_pretrained(text).requires_grad_(False)
+    own, read = (sum(each.numel() for each in model.parameters()) for model in (runner.model, alone))
+    assert own < 2 * read
+    tokens = list(range(100, 190))
+    assert plain_difference(runner, tokens).difference <= MAX_LOGIT_DIFFERENCE
+    expected = alone(torch.tensor([tokens])).logits
+    torch.testing.assert_close(runner.model(torch.tensor([tokens])).logits, expected, rtol=1e-5, atol=1e-4)

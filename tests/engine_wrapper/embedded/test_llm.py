@@ -46,7 +46,7 @@ def test_the_models_end_token_stops_unless_ignored(make_llm, monkeypatch):
 def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
     with LLM(model=tiny_model_paths[family], dtype=dtype, device="cpu", max_num_tokens=32) as llm:
         (cold,) = llm.generate([TEXT], FOUR)
-        assert (len(token_ids(cold)), llm.executor.pool.tensor.dtype) == (4, getattr(torch, dtype))
+        assert (len(token_ids(cold)), llm.executor.pool.dtype) == (4, getattr(torch, dtype))
         if dtype == "float32":
             assert token_ids(llm.generate([TEXT], FOUR)[0]) == token_ids(cold)
 
@@ -144,7 +144,7 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
             return llm.connector_scheduler.namespace
 
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1000000")
-    loaded, adopted = ModelRunner(tiny_qwen2_path, device="cpu"), ModelRunner.from_model(model, tiny_qwen2_path)
+    loaded, adopted = ModelRunner(tiny_qwen2_path, device="cpu"), ModelRunner(tiny_qwen2_path, model=model)
     assert unknown_fields(namespace_of(loaded)) == []
     assert unknown_fields(namespace_of(adopted)) == ["model_revision"]
     monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")

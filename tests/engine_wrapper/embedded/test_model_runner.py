@@ -8,53 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.token_schedule import SequenceSlice
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import ActivePlans
-from semblend_trt.transfer.load import LayerReadiness
-from tests.engine_wrapper.forward_bench import TOLERANCE, attach_pool, tokens_of
-
-
-@pytest.fixture
-def runner(tiny_qwen2_path):
-    runner = ModelRunner(tiny_qwen2_path, device="cpu")
-    attach_pool(runner)
-    return runner
-
-
-def test_evidence_comes_after_the_forward(runner, make_plan):
-    tokens, block_ids = tokens_of(40), tuple(range(5))
-    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    plans, found, layers = ActivePlans(), [], []
-    plans.put(make_plan(tokens, [(4, 24)], check=SpanCheck(1, 0.1)))
-    runner.plan_source = plans.take
-    runner.after_layer = layers.append
-    runner.evidence_sink = lambda evidence: found.append((evidence, list(layers)))
-    logits = runner.forward([SequenceSlice(1, 24, tokens[24:], block_ids)])
-    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
-    ((evidence, behind),) = found
-    assert (evidence.request_id, evidence.checked_tokens, evidence.recomputed_tokens) == (1, 20, 0)
-    assert behind == [0, 1, 2]
-
-
-@pytest.mark.promise("engines", "What is computed before a sample is...")
-def test_a_sample_runs_before_what_it_leaves_and_needs_no_kv_of_higher_layers(runner, make_plan):
-    tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
-    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
-    plans = ActivePlans()
-    plans.put(make_plan(tokens, [(4, 56)], check=check))
-    runner.plan_source, runner.readiness = plans.take, LayerReadiness()
-    runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
-    runner.model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
-    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
-    sampled, left = 4 + len(sample_of([52], 8, check.window_tokens, 0)), 4 + 4
-    assert rows == [sampled, left]
-    assert not runner.readiness.is_arriving
 
 
 @pytest.fixture
@@ -130,4 +85,4 @@ def test_a_model_that_computes_otherwise_than_the_one_described_is_refused(model
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     change_config(model_folder, **changes)
     with pytest.raises(ConfigurationError, match="describes a model that computes otherwise"):
-        ModelRunner.from_model(model, model_folder)
+        ModelRunner(model_folder, model=model)

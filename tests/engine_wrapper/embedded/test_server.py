@@ -85,7 +85,7 @@ def unsupported(name, path="/v1/completions"):
     "The embedded server honours a field of a request or answers with status 400 and the field's name",
 )
 def test_what_cannot_be_served_is_named(make_worker):
-    _, worker = make_worker()
+    (_, worker), chat = make_worker(), {"messages": [{"role": "user", "content": "hi"}]}
     refused = [
         (b"{", 400, "bad_json", "the body is not JSON; send a JSON object"),
         (b"[]", 400, "bad_json", "the body is not JSON"),
@@ -97,13 +97,7 @@ def test_what_cannot_be_served_is_named(make_worker):
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
         ({"prompt": "a", "temperature": 0.7}, 400, "bad_field", "temperature: Input should be less"),
         ({"prompt": "a", "max_tokens": 0}, 400, "bad_request", "max_tokens is 0; it must be an integer >= 1"),
-        (
-            {"messages": [{"role": "user", "content": "hi"}]},
-            400,
-            "bad_prompt",
-            "has no chat template; use /v1/completions",
-            CHATS,
-        ),
+        (chat, 400, "bad_prompt", "has no chat template; use /v1/completions", CHATS),
         *(unsupported(name) for name in ("messages", "n", "kv_transfer_params.prompt_token_ids")),
         *(unsupported(name, CHATS) for name in ("prompt", "tools", "stream", "temprature")),
     ]

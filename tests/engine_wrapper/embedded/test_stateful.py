@@ -88,7 +88,7 @@ def test_what_is_loaded_is_the_donors_own_under_either_manager(tmp_path, contrac
             life._llm.run_until(lambda ended=others: all(each.is_finished for each in ended))
             life._llm.settle()
             evict_prefixes(life._llm)
-            life._enqueue(twin.tokens(0, 95) + life._tokens(5), twin)
+            life._enqueue(twin.all_tokens[:95] + life._tokens(5), twin)
             life.quiet()
         assert (life.wrong_tokens, life.counts["hits"]) == (0, 12)
         assert (life.counts["blocks_handed_on"] > 0) == (contract == "1.2")
@@ -139,8 +139,7 @@ class Told:
         take = self._life._take_finished
 
         def watched():
-            answered = [each for each in self._life._live if each.finish_reason == "length" and each.is_finished]
-            for request in answered:
+            for request in [each for each in self._life._live if each.finish_reason == "length"]:
                 self._compare(request)
             take()
 

@@ -5,7 +5,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from engine_wrapper import batch as batch_module
-from engine_wrapper.batch import Batch
+from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import DeviationCheck
 from engine_wrapper.sglang import planned_forward, rows
 from engine_wrapper.sglang.planned_forward import PlannedForward
@@ -28,7 +28,7 @@ from tests.engine_wrapper.sglang.conftest import serving
 from tests.engine_wrapper.watching import failing
 
 INSIDE = [
-    *((batch_module, name) for name in ("run_works", "works_of", "with_lowest_layers_run")),
+    *((batch_module, "works_of"), (EngineForward, "hidden"), (EngineForward, "with_lowest_layers_run")),
     *((planned_forward, name) for name in ("micro_batches", "schedule_of", "follow_all")),
     *((rows, name) for name in ("rows_batch", "in_forward", "write_rows", "sparse_prefill", "take_fresh")),
     *((SglangRows, name) for name in ("__init__", "__enter__", "enter", "run", "compare", "_attend", "output")),

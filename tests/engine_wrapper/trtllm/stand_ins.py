@@ -591,7 +591,7 @@ class DefaultExecutor(Executor):
 
     def _register(self, connector):
         blocks, runner = self.block_manager, self.model_runner
-        manager = runner.manager = KVCacheManagerV2(self.pool.tensor, runner.geometry, blocks)
+        manager = runner.manager = KVCacheManagerV2(self.pool, runner.geometry, blocks)
         runner.is_generating = lambda request_id: not self._active[request_id].is_in_context
         runner.record(self.llm_args.max_batch_size)
         self.kv_connector_manager, self.kv_cache_manager, self.model_engine = connector, manager, runner.engine

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine_wrapper import batch as batch_module
-from engine_wrapper.batch import Batch
+from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.layer_schedule import DeviationCheck
@@ -27,7 +27,8 @@ PLANNED, RUNNING, COLD = [*text(5, 21), *DOCUMENT, *text(7, 9)], text(8, 70), te
 
 INSIDE = [
     *((planned_forward, name) for name in ("batch_of_call", "hooked_layers")),
-    *((batch_module, name) for name in ("run_works", "works_of", "micro_batches", "schedule_of")),
+    *((batch_module, name) for name in ("works_of", "micro_batches", "schedule_of")),
+    (EngineForward, "hidden"),
     *((planned_rows, name) for name in ("rotary_factors", "rotate", "write_rows", "sparse_prefill")),
     *((PlannedRows, name) for name in ("__init__", "begin", "attend", "finish", "_enter", "_decide")),
     *((owner, "run") for owner in (PlannedDecoder, Batch)),
