@@ -13,8 +13,9 @@ from transformers import AutoConfig
 
 import validation
 from benchmarks.yardstick_model import tasks, train
-from benchmarks.yardstick_model.tasks import SEPARATOR, CorpusError, read_books
+from benchmarks.yardstick_model.tasks import SEPARATOR, read_books
 from benchmarks.yardstick_model.train import PlaceProbe
+from semblend_trt.errors import ConfigurationError
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -79,9 +80,9 @@ def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_pa
     path.write_bytes(gzip.compress(f"{other}{SEPARATOR}{prose}".encode()))
     assert read_books(path) == [other.strip()]
     short.write_text("Too short.", encoding="utf-8")
-    with pytest.raises(CorpusError, match="fewer than 100,000 characters"):
+    with pytest.raises(ConfigurationError, match="fewer than 100,000 characters"):
         read_books(short)
-    with pytest.raises(CorpusError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
         read_books(tmp_path / "missing.txt")
 
 
