@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from tests.pages import ROOT
-from tests.server_process import wait_for
+from tests.server_process import environment, wait_for
 
 # `make litellm-env` makes it beside the environment of the tests.
 PROGRAM = Path(sys.prefix.removesuffix("-vllm") + "-litellm") / "bin" / "litellm"
@@ -24,7 +24,7 @@ from litellm.proxy._types import UserAPIKeyAuth
 async def user_api_key_auth(request, api_key):
     return UserAPIKeyAuth(api_key=api_key, team_id=api_key.removeprefix("sk-"))
 """
-VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DISABLE_ADMIN_UI": "True", "OMP_NUM_THREADS": "1"}
+VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DISABLE_ADMIN_UI": "True", "PYTHONPATH": str(ROOT)}
 
 
 def deployment(name, url, worker_id, tokenizer, group="shipped", **info):
@@ -50,15 +50,9 @@ class LiteLlm:
         (folder / "auth.py").write_text(AUTHENTICATION)
         (folder / "config.yaml").write_text(json.dumps(config))
         arguments = ("--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False")
-        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+        own = environment(**VARIABLES | variables)
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [PROGRAM, *arguments],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                env=inherited | VARIABLES | {"PYTHONPATH": str(ROOT)} | variables,
-            )
+            self.process = subprocess.Popen([PROGRAM, *arguments], cwd=folder, stdout=log, stderr=log, env=own)
         wait_for(self._lives)
 
     def _lives(self):

@@ -15,25 +15,26 @@ from validation.prompts import render
 MODEL = files("validation") / "assets" / "model"
 
 
+def environment(**variables):
+    """The environment of a process: of our settings it has `variables` alone."""
+    inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    return inherited | {"OMP_NUM_THREADS": "1"} | variables
+
+
 def ended(*command, cwd, **variables):
-    """The ended process of a command, with what it printed; of our settings its environment has `variables` alone."""
-    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-    own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    """The ended process of a command, with what it printed."""
     given = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    return subprocess.run(command, cwd=cwd, env=own, check=False, **given)
+    own = environment(**{"PYTHONPATH": str(ROOT)} | variables)
+    return subprocess.run([*map(str, command)], cwd=cwd, env=own, check=False, **given)
 
 
 class ServerProcess:
     """Runs Python with `command`, one thread for torch, which prints its address on standard error when it listens."""
 
     def __init__(self, *command, **variables):
-        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-        environment = inherited | {"OMP_NUM_THREADS": "1"} | variables
-        self._process = subprocess.Popen(
-            [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-        )
-        self._said = []
-        self._listens = threading.Event()
+        given = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+        self._process = subprocess.Popen([sys.executable, *command], env=environment(**variables), **given)
+        self._said, self._listens = [], threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 

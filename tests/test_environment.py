@@ -2,9 +2,9 @@
 
 import ast
 import json
-import os
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.pages import ROOT
+from tests.server_process import ended
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,15 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 @pytest.fixture
 def make(tmp_path):
-    """Runs make with `arguments` for an environment that is not there yet."""
-
-    def run(*arguments):
-        command = ["make", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
-        # Without what was asked of the make that runs the tests.
-        variables = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-
-    return run
+    """Runs make for an environment that is not there yet, without what was asked of the make that runs the tests."""
+    return partial(ended, "make", f"VENV={tmp_path}/venv", cwd=ROOT, MAKEFLAGS="")
 
 
 def lock(report, *arguments):
@@ -142,12 +136,6 @@ def test_an_environment_is_installed_from_its_locks_alone_and_tried(make, target
     assert [each for each in tried if each not in steps] == []
 
 
-def test_a_lock_of_another_platform_is_refused(make):
-    refused = make("LOCK_PLATFORM=3-11-glibc-other", "vllm-env")
-    assert refused.returncode != 0
-    assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
-
-
 def test_a_package_bounds_what_is_locked_beside_it_and_a_lock_names_no_place_of_files():
     needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
     bounds = lock({"install": [{"metadata": {"requires_dist": needs}}]}, "bounds")
@@ -160,10 +148,18 @@ def test_a_package_bounds_what_is_locked_beside_it_and_a_lock_names_no_place_of_
     assert lock({"install": [hashed, item("ours", dir_info={})]}) == [f"some-thing==1.0 --hash=sha256:{'a' * 64}"]
 
 
-@pytest.mark.parametrize("target", ["gpu-test", "bench"])
-def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path, target):
-    refused = make("GPU=", target)
+NO_CARD = "This needs an NVIDIA card, and this machine shows none.\n"
+NO_LOCK = "requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [("gpu-test GPU=", NO_CARD), ("bench GPU=", NO_CARD), ("vllm-env LOCK_PLATFORM=3-11-glibc-other", NO_LOCK)],
+)
+def test_a_target_refuses_a_machine_that_it_does_not_fit(make, tmp_path, arguments, sentence):
+    target, _ = arguments.split()
+    refused = make(*arguments.split())
     assert refused.returncode != 0
-    assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."
+    assert refused.stderr.startswith(sentence)
     assert not (tmp_path / "venv").exists()
     assert f"make {target} " in make("help").stdout

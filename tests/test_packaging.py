@@ -1,8 +1,6 @@
 """The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`."""
 
 import email
-import os
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import README, ROOT
+from tests.server_process import ended
 
 pytestmark = pytest.mark.last_step
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
@@ -19,17 +18,17 @@ IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.l
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 
 
-def run(*command, cwd, **variables):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    arguments = [str(part) for part in command]
-    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+def succeeds(*command, cwd, **variables):
+    """What a command prints that finds no checkout of ours, unless `variables` name one."""
+    done = ended(*command, cwd=cwd, **{"PYTHONPATH": ""} | variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     target = tmp_path_factory.mktemp("dist")
-    build = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
-    assert build.returncode == 0, build.stdout + build.stderr
+    succeeds(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
     return target
 
 
@@ -49,14 +48,12 @@ class Environment:
     def __init__(self, root):
         self.root = root
         self.python = root / "bin" / "python"
-        created = run(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
-        assert created.returncode == 0, created.stderr
+        succeeds(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
         site_packages = next(root.glob("lib/python3*/site-packages"))
         (site_packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def pip(self, *arguments):
-        done = run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeeds(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
 
     def install(self, wheel):
         self.pip("install", "--no-deps", "--ignore-installed", wheel)
@@ -64,20 +61,15 @@ class Environment:
     def uninstall(self, *names):
         self.pip("uninstall", "--yes", *names)
 
-    def executes(self, code, **variables):
-        return run(self.python, "-c", code, cwd=self.root, **variables)
-
     def check(self, code, **variables):
-        done = self.executes(code, **variables)
-        assert done.returncode == 0, done.stderr
+        return succeeds(self.python, "-c", code, cwd=self.root, **variables)
 
 
 @pytest.fixture(scope="module")
 def hub_kernels(tmp_path_factory):
     target = tmp_path_factory.mktemp("hub")
     words = ("download", "--no-deps", "--retries", "1", "kernels", "-d", target)
-    got = run(sys.executable, "-m", "pip", *words, cwd=target)
-    if got.returncode != 0:
+    if ended(sys.executable, "-m", "pip", *words, cwd=target).returncode:
         pytest.skip("skipped: no package index within reach offers Hugging Face's kernels")
     return next(target.glob("kernels-*.whl"))
 
@@ -137,9 +129,8 @@ def test_the_quick_start_runs_from_the_wheel(wheel, tmp_path):
     environment = Environment(tmp_path / "venv")
     environment.install(wheel)
     environment.check(f"import validation; assert not validation.__file__.startswith({str(ROOT)!r})")
-    done = run(environment.root / "bin" / "semblend-trt", "try", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(README.blocks("text")[0])
+    printed = succeeds(environment.root / "bin" / "semblend-trt", "try", cwd=tmp_path)
+    assert printed.startswith(README.blocks("text")[0])
 
 
 @pytest.mark.promise("commands", "The wheel ships the four packages...")
@@ -157,11 +148,11 @@ def test_transformers_never_takes_ours_for_theirs(environment, wheel, hub_kernel
     """Transformers asks for the version of any package that is importable as `kernels`."""
     question = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
     environment.install(wheel)
-    assert environment.executes(question).stdout.strip() == "False"
+    assert environment.check(question).strip() == "False"
     environment.install(hub_kernels)
-    with_both = environment.executes(question).stdout
+    with_both = environment.check(question)
     environment.uninstall("semblend-trt")
-    assert environment.executes(question).stdout == with_both
+    assert environment.check(question) == with_both
 
 
 @pytest.mark.promise("commands", "A source checkout works beside Hugging Face's `kernels`")

@@ -36,9 +36,8 @@ def written(tokenizer, prose, seed, rows, length, text_share=0.0):
 
 
 def test_equal_seeds_write_equal_rows(tokenizer, prose):
-    (first, weights), (again, _), (other, _) = (
-        written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2)
-    )
+    made = (written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2))
+    (first, weights), (again, _), (other, _) = made
     assert first.shape == weights.shape == (4, 1_024)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -87,12 +86,8 @@ def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_pa
 
 
 def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
-    text = (
-        "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12"
-        "<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
-    )
-    encoding = tokenizer.encode(text)
-    ids = torch.tensor([encoding.ids])
+    lists = "<|doc|>Stock list of Depot Oslo.\nlamps: 12<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
+    ids = torch.tensor([tokenizer.encode(f"<|inst|>Go.{lists}").ids])
     places, inside = PlaceProbe(8, tokenizer).labels(ids)
     named = {tokenizer.decode(each).strip() for each in places[:, 0, inside[0]].T.tolist()}
     assert {name.split()[0] for name in named} == {"Depot", "Yard"}
