@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from importlib.resources import files
 
 from tests.pages import ROOT
@@ -34,17 +35,13 @@ class ServerProcess:
     def __init__(self, *command, **variables):
         given = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
         self._process = subprocess.Popen([sys.executable, *command], env=environment(**variables), **given)
-        self._said, self._listens = [], threading.Event()
+        self._address = Future()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def address(self):
         """Waits for the address. Raises RuntimeError with the log when the process ends before."""
-        self._listens.wait()
-        found = [line for line in self._said if " on http://" in line]
-        if not found:
-            raise RuntimeError("".join(self._said))
-        return found[0].split(" on ")[1].strip()
+        return self._address.result()
 
     @property
     def pid(self):
@@ -60,11 +57,13 @@ class ServerProcess:
         self._listener.join()
 
     def _listen(self):
+        said = []
         for line in self._process.stderr:
-            self._said.append(line)
-            if " on http://" in line:
-                self._listens.set()
-        self._listens.set()
+            said.append(line)
+            if " on http://" in line and not self._address.done():
+                self._address.set_result(line.split(" on ")[1].strip())
+        if not self._address.done():
+            self._address.set_exception(RuntimeError("".join(said)))
 
 
 def wait_for(holds):
