@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 
 import promql_parser as promql
 import pytest
@@ -23,17 +24,10 @@ SERIES = series() | series("vllm:")
 TARGET = {"instance", "job"}
 
 
-def known_values():
-    """The values of every label of the code, from all series together."""
-    known = {"reason": set(REASONS), "fault": set(FAULTS)}
-    for metric in exported():
-        for sample in metric.samples:
-            for label, value in sample.labels.items():
-                known.setdefault(label, set()).add(value)
-    return known
-
-
-VALUES = known_values()
+# The values of every label of the code, from all series together.
+VALUES = defaultdict(set, reason=set(REASONS), fault=set(FAULTS))
+for label, value in (each for metric in exported() for sample in metric.samples for each in sample.labels.items()):
+    VALUES[label].add(value)
 
 
 class Expression:
@@ -48,10 +42,8 @@ class Expression:
 
     def _labels(self, node):
         match node:
-            case promql.MatrixSelector():
-                return self._selected(node.vector_selector)
-            case promql.VectorSelector():
-                return self._selected(node)
+            case promql.MatrixSelector() | promql.VectorSelector():
+                return self._selected(getattr(node, "vector_selector", node))
             case promql.AggregateExpr():
                 kept = set(node.modifier.labels) if node.modifier else set()
                 assert kept <= self._labels(node.expr), f"summed by what is not there: {node}"
