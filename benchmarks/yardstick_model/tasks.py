@@ -8,7 +8,6 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -114,20 +113,35 @@ _UNKNOWN_SHARE = 0.04
 _RECENCY_SHARE = 0.2
 
 
-class TaskWriter:
-    """Writes training rows of a fixed length; equal seeds write equal rows.
+class TaskWriter(IterableDataset[Batch]):
+    """Batches of training rows without end; equal seeds write equal ones, and each worker of a DataLoader its own.
 
     What the documents of a prompt so far say is kept by place, or by text: a later list of a place replaces the one
     before."""
 
-    def __init__(self, tokenizer: Tokenizer, books: Sequence[str], corpus: NDArray[np.uint16], seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        books: Sequence[str],
+        corpus: NDArray[np.uint16],
+        seed: int,
+        shape: tuple[int, int, float],
+    ) -> None:
+        """`corpus`: the books' tokens. `shape`: rows, length, and the share of the rows that are plain prose."""
         self._tokenizer, self._books, self._corpus = tokenizer, books, corpus
-        self._rng = random.Random(seed)
+        self._seed, self._shape, self._rng = seed, shape, random.Random()
         self._openings = (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS)
         self._sentences = [sentence for text in self._openings for sentence in re.split(r"(?<=\.) ", text)]
 
-    def batch(self, rows: int, length: int, text_share: float) -> Batch:
-        """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield ids and weights of shape (rows, length)."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        worker = get_worker_info()
+        self._rng.seed((self._seed * 1_000 + (0 if worker is None else worker.id)) * 10_000 + self._shape[1])
+        while True:
+            yield self._batch(*self._shape)
+
+    def _batch(self, rows: int, length: int, text_share: float) -> Batch:
         written, weights = list[NDArray[np.uint16]](), list[NDArray[np.uint8]]()
         for _ in range(rows):
             if self._rng.random() < text_share:
@@ -273,21 +287,3 @@ def _place(document: Document) -> str:
     """Return the place of a stock list, or "" for other documents."""
     found = re.match(r"Stock list of (.*)\.\n", document.text)
     return found[1] if found else ""
-
-
-@dataclass
-class TaskBatches(IterableDataset[Batch]):
-    """Batches of ids and weights of shape (rows, length), without end; each worker of a DataLoader writes its own.
-    `source` is a TaskWriter's. `shape`: rows, length, and the share of the rows that are plain prose."""
-
-    source: tuple[Tokenizer, Sequence[str], NDArray[np.uint16]]
-    seed: int
-    shape: tuple[int, int, float]
-
-    def __iter__(self) -> Iterator[Batch]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        worker = get_worker_info()
-        seed = (self.seed * 1_000 + (0 if worker is None else worker.id)) * 10_000 + self.shape[1]
-        writer = TaskWriter(*self.source, seed)
-        while True:
-            yield writer.batch(*self.shape)

@@ -30,7 +30,7 @@ from benchmarks.yardstick_model.tasks import (
     SEPARATOR,
     SPECIAL_TOKENS,
     TEXT_WEIGHT,
-    TaskBatches,
+    TaskWriter,
     encode_books,
     read_books,
     train_tokenizer,
@@ -253,7 +253,7 @@ def main(values: list[str] | None = None) -> None:
     # Forked workers share the books; the parent must not have touched the GPU yet.
     loaders: list[DataLoader[Any]] = [
         DataLoader(
-            TaskBatches(source, arguments.seed, (BATCH_TOKENS // stage.length, stage.length, stage.text_share)),
+            TaskWriter(*source, arguments.seed, (BATCH_TOKENS // stage.length, stage.length, stage.text_share)),
             batch_size=None,
             num_workers=max(1, round(WORKERS * stage.worker_share)),
             prefetch_factor=32,

@@ -32,7 +32,7 @@ def prose():
 
 def written(tokenizer, prose, seed, rows, length, text_share=0.0):
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
-    return tasks.TaskWriter(tokenizer, [prose], ids, seed).batch(rows, length, text_share)
+    return next(iter(tasks.TaskWriter(tokenizer, [prose], ids, seed, (rows, length, text_share))))
 
 
 def test_equal_seeds_write_equal_rows(tokenizer, prose):
