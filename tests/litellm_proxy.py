@@ -39,8 +39,7 @@ class LiteLlm:
     """A proxy with these deployments; `SEMBLEND_*` variables as keywords."""
 
     def __init__(self, folder, deployments, router_settings=None, **variables):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "litellm.log"
         config = yaml.safe_load((ROOT / "docs/litellm.yaml").read_text())
