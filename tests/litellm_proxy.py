@@ -85,9 +85,8 @@ class LiteLlm:
 
     def metric(self, series):
         request = urllib.request.Request(f"{self.url}/metrics/", headers={"Authorization": "Bearer sk-acme"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            lines = response.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series))
+        with urllib.request.urlopen(request, timeout=60) as lines:
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(series.encode()))
 
     def kill(self, number=signal.SIGKILL):
         self.process.send_signal(number)

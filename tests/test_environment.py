@@ -59,19 +59,14 @@ def needs_of(extra, **environment):
     return found
 
 
-def imports(folders):
-    """Packages of others that modules import, at the top or later."""
-    paths = {path for folder in folders for path in folder.rglob("*.py")}
+def test_what_is_imported_is_declared_and_what_is_declared_is_used():
+    """Whether it is imported at the top or later."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
-
-
-def test_what_is_imported_is_declared_and_what_is_declared_is_used():
-    sold_as = packages_distributions()
-    names = imports([ROOT / package for package in PACKAGES])
-    used = {canonicalize_name(sold_as.get(name, [name])[0]) for name in names}
+    others = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
+    used = {canonicalize_name(packages_distributions().get(name, [name])[0]) for name in others}
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
     # Pydantic brings the one; type checkers alone read the other. `make dynamo-env` has what runs of Dynamo's needs.

@@ -44,7 +44,7 @@ class Environment:
         self.root = root
         self.python = root / "bin" / "python"
         succeeds(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
-        site_packages = next(root.glob("lib/python3*/site-packages"))
+        [site_packages] = root.glob("lib/python3*/site-packages")
         (site_packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def pip(self, *arguments):

@@ -119,11 +119,11 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
     """Negation, exchanged roles and numbers, and paraphrases: what differs by one token is computed."""
     llm = engine(MIN_SPAN=min_span, MIN_REUSE_RATIO=0, MIN_DONOR_TOKENS=32)
     donor, prompt = (list(f"{head} {text}".encode()) for head, text in (("As we heard,", fact), ("Note that", other)))
-    plans, load = [], llm.connector_worker.loader.load
-    monkeypatch.setattr(llm.connector_worker.loader, "load", lambda given: plans.extend(given) or load(given))
+    load = mock.Mock(wraps=llm.connector_worker.loader.load)
+    monkeypatch.setattr(llm.connector_worker.loader, "load", load)
     serve(llm, donor)
     output = serve(llm, prompt)
-    spans = [span for plan in plans for span in plan.spans]
+    spans = [span for call in load.call_args_list for plan in call.args[0] for span in plan.spans]
     for span in spans:
         assert donor[span.donor_start : span.donor_end] == prompt[span.target_start : span.target_end]
     assert output.reused_tokens == sum(span.length for span in spans)
@@ -151,13 +151,12 @@ def test_the_model_is_given_the_requests_own_tokens(engine):
 @pytest.mark.known_defect(37)
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, copied, tmp_path, monkeypatch):
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
-    lookup = llm.connector_scheduler._lookup
-    lookups, fetched, plan = [], [], lookup.planner.plan
-    monkeypatch.setattr(lookup.planner, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
+    lookup, fetched = llm.connector_scheduler._lookup, []
+    plan = mock.Mock(wraps=lookup.planner.plan)
+    monkeypatch.setattr(lookup.planner, "plan", plan)
     monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)
     for seed in range(8):
         output = serve(llm, text(100 + seed, 120))
         assert (output.reused_tokens, output.computed_tokens) == (0, 120)
-    assert len(lookups) == 8
-    assert (copied(), fetched) == ([], [])
+    assert (plan.call_count, copied(), fetched) == (8, [], [])
     assert lookup.donors.catalog.stats().leases == 0
