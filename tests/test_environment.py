@@ -74,9 +74,6 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used():
     assert set(needs_of(None)) <= used
 
 
-LOCKED = re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}")
-
-
 @pytest.mark.parametrize(
     ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["embedded", "validation"])]
 )
@@ -84,7 +81,8 @@ def test_a_lock_holds_what_is_needed(name, extras):
     platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}
     needs = {need: each for extra in [None, *extras] for need, each in needs_of(extra, **platform).items()}
     lines = [line for line in (ROOT / name).read_text().splitlines() if line[0] != "#"]
-    pins = {canonicalize_name(found[1]): found[2] for found in map(LOCKED.fullmatch, lines)}
+    locked = map(re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}").fullmatch, lines)
+    pins = {canonicalize_name(found[1]): found[2] for found in locked}
     assert {name: str(need) for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))} == {}
     bounds = [Requirement(line) for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line[0] != "#"]
     assert [str(each) for each in bounds if each.name in pins and not each.specifier.contains(pins[each.name])] == []

@@ -20,16 +20,12 @@ INSTALL, LOOK, ESTIMATE, CALIBRATE, SERVE, VLLM, SGLANG = Page("docs/first-hour.
 STEPS = (LOOK, ESTIMATE, CALIBRATE, SERVE)
 
 
-@pytest.fixture
-def model():
+@pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
+def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path):
     try:
-        return smollm2_folder()
+        smollm2_folder()
     except ConfigurationError as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
-def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path, model):
     script = "set -euo pipefail\ntrap 'kill ${SERVER:-} 2>/dev/null || true' EXIT\n" + "".join(STEPS)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = ended("bash", "-c", script, cwd=tmp_path, PATH=path)

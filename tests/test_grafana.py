@@ -17,8 +17,6 @@ DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 GROUPS = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
-EVERY_PANEL = pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 SERIES = series() | series("vllm:")
 # What Prometheus itself adds to every series.
 TARGET = {"instance", "job"}
@@ -88,7 +86,7 @@ class Expression:
 
 
 @pytest.mark.promise("commands", "The dashboard shows every series, and...")
-@EVERY_PANEL
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_panels_read_what_is_exported(panel):
     for target in panel["targets"]:
         expression = Expression(target["expr"])
@@ -98,7 +96,7 @@ def test_panels_read_what_is_exported(panel):
 
 
 @pytest.mark.promise("commands", "The dashboard shows every series, and...")
-@EVERY_RULE
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_rules_read_what_is_exported(rule):
     labels = Expression(rule["expr"]).labels
     told = " ".join(rule["annotations"].values())

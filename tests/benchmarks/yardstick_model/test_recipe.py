@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,23 +10,21 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-import validation
 from benchmarks.yardstick_model import tasks, train
 from benchmarks.yardstick_model.tasks import SEPARATOR, read_books
 from benchmarks.yardstick_model.train import PlaceProbe
 from semblend_trt.errors import ConfigurationError
-
-ASSETS = Path(validation.__file__).parent / "assets"
+from validation.models import shipped_model
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.from_file(str(ASSETS / "model" / "tokenizer.json"))
+    return Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
 
 
 @pytest.fixture
 def prose():
-    return (ASSETS / "excerpt.txt").read_text(encoding="utf-8")
+    return (shipped_model().parent / "excerpt.txt").read_text(encoding="utf-8")
 
 
 def written(tokenizer, prose, seed, rows, length, text_share=0.0):
