@@ -19,10 +19,9 @@ if not torch.cuda.is_available() and find_spec("triton"):
 # Without a network a name that is looked up at the hub is tried for 23 seconds; read at the hub's import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import transformers
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from engine_wrapper.embedded.model_runner import SUPPORTED_MODEL_TYPES
 from semblend_trt import model_files
@@ -70,16 +69,14 @@ def save_with_images(text_folder, folder):
     text = AutoModelForCausalLM.from_pretrained(text_folder)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    whole = {"text_config": text.config.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
-    if text.config.model_type == "llama4_text":
+    if is_llama4 := text.config.model_type == "llama4_text":
         vision |= {"intermediate_size": 64, "vision_output_dim": 32}
         vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
-        model = transformers.Llama4ForConditionalGeneration(transformers.Llama4Config(**whole))
-        model.language_model.load_state_dict(text.state_dict())
-    else:
-        model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**whole))
-        model.model.language_model.load_state_dict(text.model.state_dict())
-        model.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole = {"text_config": text.config.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
+    config = CONFIG_MAPPING["llama4" if is_llama4 else "gemma3"](**whole)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.get_decoder().load_state_dict((text if is_llama4 else text.model).state_dict())
+    model.get_output_embeddings().load_state_dict(text.lm_head.state_dict())
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

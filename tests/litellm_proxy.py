@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from tests.pages import ROOT
-from tests.server_process import wait_for
+from tests.server_process import environment, wait_for
 
 # `make litellm-env` makes it beside the environment of the tests.
 PROGRAM = Path(sys.prefix.removesuffix("-vllm") + "-litellm") / "bin" / "litellm"
@@ -24,7 +24,7 @@ from litellm.proxy._types import UserAPIKeyAuth
 async def user_api_key_auth(request, api_key):
     return UserAPIKeyAuth(api_key=api_key, team_id=api_key.removeprefix("sk-"))
 """
-VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DISABLE_ADMIN_UI": "True", "OMP_NUM_THREADS": "1"}
+VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DISABLE_ADMIN_UI": "True", "PYTHONPATH": str(ROOT)}
 
 
 def deployment(name, url, worker_id, tokenizer, group="shipped", **info):
@@ -39,8 +39,7 @@ class LiteLlm:
     """A proxy with these deployments; `SEMBLEND_*` variables as keywords."""
 
     def __init__(self, folder, deployments, router_settings=None, **variables):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "litellm.log"
         config = yaml.safe_load((ROOT / "docs/litellm.yaml").read_text())
@@ -50,15 +49,9 @@ class LiteLlm:
         (folder / "auth.py").write_text(AUTHENTICATION)
         (folder / "config.yaml").write_text(json.dumps(config))
         arguments = ("--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False")
-        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+        own = environment(**VARIABLES | variables)
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [PROGRAM, *arguments],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                env=inherited | VARIABLES | {"PYTHONPATH": str(ROOT)} | variables,
-            )
+            self.process = subprocess.Popen([PROGRAM, *arguments], cwd=folder, stdout=log, stderr=log, env=own)
         wait_for(self._lives)
 
     def _lives(self):
@@ -92,9 +85,8 @@ class LiteLlm:
 
     def metric(self, series):
         request = urllib.request.Request(f"{self.url}/metrics/", headers={"Authorization": "Bearer sk-acme"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            lines = response.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series))
+        with urllib.request.urlopen(request, timeout=60) as lines:
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(series.encode()))
 
     def kill(self, number=signal.SIGKILL):
         self.process.send_signal(number)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from importlib.resources import files
 
 from tests.pages import ROOT
@@ -15,35 +16,32 @@ from validation.prompts import render
 MODEL = files("validation") / "assets" / "model"
 
 
+def environment(**variables):
+    """The environment of a process: of our settings it has `variables` alone."""
+    inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    return inherited | {"OMP_NUM_THREADS": "1"} | variables
+
+
 def ended(*command, cwd, **variables):
-    """The ended process of a command, with what it printed; of our settings its environment has `variables` alone."""
-    own = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-    own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    """The ended process of a command, with what it printed."""
     given = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    return subprocess.run(command, cwd=cwd, env=own, check=False, **given)
+    own = environment(**{"PYTHONPATH": str(ROOT)} | variables)
+    return subprocess.run([*map(str, command)], cwd=cwd, env=own, check=False, **given)
 
 
 class ServerProcess:
     """Runs Python with `command`, one thread for torch, which prints its address on standard error when it listens."""
 
     def __init__(self, *command, **variables):
-        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-        environment = inherited | {"OMP_NUM_THREADS": "1"} | variables
-        self._process = subprocess.Popen(
-            [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-        )
-        self._said = []
-        self._listens = threading.Event()
+        given = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+        self._process = subprocess.Popen([sys.executable, *command], env=environment(**variables), **given)
+        self._address = Future()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def address(self):
         """Waits for the address. Raises RuntimeError with the log when the process ends before."""
-        self._listens.wait()
-        found = [line for line in self._said if " on http://" in line]
-        if not found:
-            raise RuntimeError("".join(self._said))
-        return found[0].split(" on ")[1].strip()
+        return self._address.result()
 
     @property
     def pid(self):
@@ -59,11 +57,13 @@ class ServerProcess:
         self._listener.join()
 
     def _listen(self):
+        said = []
         for line in self._process.stderr:
-            self._said.append(line)
-            if " on http://" in line:
-                self._listens.set()
-        self._listens.set()
+            said.append(line)
+            if " on http://" in line and not self._address.done():
+                self._address.set_result(line.split(" on ")[1].strip())
+        if not self._address.done():
+            self._address.set_exception(RuntimeError("".join(said)))
 
 
 def wait_for(holds):

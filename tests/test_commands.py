@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
 
@@ -100,20 +101,15 @@ def test_options_of_commands_exist(page, capsys, tmp_path, monkeypatch):
 
 def closure(extras):
     """The distributions that installing the package with these extras brings, by canonical name."""
-    waiting = [need for extra in [None, *extras] for need in needs_of(extra).values()]
+    needs = [need for extra in [None, *extras] for need in needs_of(extra).values()]
     found = set()
-    while waiting:
-        need = waiting.pop()
-        if (canonicalize_name(need.name), *need.extras) in found:
-            continue
-        found.add((canonicalize_name(need.name), *need.extras))
-        try:
-            lines = requires(need.name) or ()
-        except PackageNotFoundError:
-            continue
-        for each in map(Requirement, lines):
-            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *need.extras)):
-                waiting.append(each)
+    for need in needs:  # it grows meanwhile
+        if (own := (canonicalize_name(need.name), *need.extras)) not in found:
+            found.add(own)
+            with suppress(PackageNotFoundError):
+                for each in map(Requirement, requires(need.name) or ()):
+                    if each.marker is None or any(each.marker.evaluate({"extra": name}) for name in ("", *need.extras)):
+                        needs.append(each)
     return {name for name, *_ in found}
 
 

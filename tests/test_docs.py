@@ -55,31 +55,19 @@ def test_python_files_exist(page):
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-# -- examples for TensorRT-LLM: the embedded engine has the names of its arguments from there
-
-
-def check_connector(**fields):
-    config = KvCacheConnectorConfig(**fields)
-    module = CONNECTORS[config.connector_module]
-    assert hasattr(module, config.connector_scheduler_class)
-    assert hasattr(module, config.connector_worker_class)
-
-
-def test_the_example_for_tensorrt_llm_uses_classes_and_arguments_that_there_are():
-    tree = ast.parse(Page("docs/attach.md").blocks("python")[0])
+def test_the_examples_for_tensorrt_llm_use_classes_and_arguments_that_there_are():
+    """The embedded engine has the names of its arguments from there."""
+    attach = Page("docs/attach.md")
+    tree, options = ast.parse(attach.blocks("python")[0]), yaml.safe_load(attach.blocks("yaml")[0])
     calls = {ast.unparse(node.func): node.keywords for node in ast.walk(tree) if isinstance(node, ast.Call)}
     given = {name: {each.arg: each.value for each in keywords} for name, keywords in calls.items()}
-    assert set(given["LLM"]) <= set(LlmArgs.model_fields)
-    assert set(given["KvCacheConfig"]) <= set(KvCacheConfig.model_fields)
-    fields = given["KvCacheConnectorConfig"]
-    check_connector(**{name: ast.literal_eval(value) for name, value in fields.items()})
-
-
-def test_the_engine_file_can_be_read_by_an_engine():
-    attach = Page("docs/attach.md")
-    (source,) = attach.blocks("yaml")
-    options = yaml.safe_load(source)
-    assert set(options) <= set(LlmArgs.model_fields)
-    assert set(options["kv_cache_config"]) <= {*KvCacheConfig.model_fields, "free_gpu_memory_fraction"}
-    check_connector(**options["kv_connector_config"])
+    assert {*given["LLM"], *options} <= set(LlmArgs.model_fields)
+    known = {*KvCacheConfig.model_fields, "free_gpu_memory_fraction"}
+    assert {*given["KvCacheConfig"], *options["kv_cache_config"]} <= known
+    fields = {name: ast.literal_eval(value) for name, value in given["KvCacheConnectorConfig"].items()}
+    for each in (fields, options["kv_connector_config"]):
+        config = KvCacheConnectorConfig(**each)
+        module = CONNECTORS[config.connector_module]
+        assert hasattr(module, config.connector_scheduler_class)
+        assert hasattr(module, config.connector_worker_class)
     assert set(CONNECTORS) <= {*attach.spans, options["kv_connector_config"]["connector_module"]}

@@ -2,9 +2,10 @@
 
 import ast
 import json
-import os
+import re
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.pages import ROOT
+from tests.server_process import ended
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,15 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 @pytest.fixture
 def make(tmp_path):
-    """Runs make with `arguments` for an environment that is not there yet."""
-
-    def run(*arguments):
-        command = ["make", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
-        # Without what was asked of the make that runs the tests.
-        variables = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-
-    return run
+    """Runs make for an environment that is not there yet, without what was asked of the make that runs the tests."""
+    return partial(ended, "make", f"VENV={tmp_path}/venv", cwd=ROOT, MAKEFLAGS="")
 
 
 def lock(report, *arguments):
@@ -64,35 +59,19 @@ def needs_of(extra, **environment):
     return found
 
 
-def imports(folders):
-    """Packages of others that modules import, at the top or later."""
-    paths = {path for folder in folders for path in folder.rglob("*.py")}
+def test_what_is_imported_is_declared_and_what_is_declared_is_used():
+    """Whether it is imported at the top or later."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
-
-
-def test_what_is_imported_is_declared_and_what_is_declared_is_used():
-    sold_as = packages_distributions()
-    names = imports([ROOT / package for package in PACKAGES])
-    used = {canonicalize_name(sold_as.get(name, [name])[0]) for name in names}
+    others = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
+    used = {canonicalize_name(packages_distributions().get(name, [name])[0]) for name in others}
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
     # Pydantic brings the one; type checkers alone read the other. `make dynamo-env` has what runs of Dynamo's needs.
     assert used - declared == {"pydantic-core", "typing-extensions", "dynamo", "uvloop"}
     assert set(needs_of(None)) <= used
-
-
-def locked(name):
-    found = {}
-    for line in (ROOT / name).read_text().splitlines():
-        if not line.startswith("#"):
-            pin, digest = line.split(" --hash=sha256:")
-            assert len(bytes.fromhex(digest)) == 32
-            package, version = pin.split("==")
-            found[canonicalize_name(package)] = version
-    return found
 
 
 @pytest.mark.parametrize(
@@ -101,7 +80,9 @@ def locked(name):
 def test_a_lock_holds_what_is_needed(name, extras):
     platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}
     needs = {need: each for extra in [None, *extras] for need, each in needs_of(extra, **platform).items()}
-    pins = locked(name)
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line[0] != "#"]
+    locked = map(re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}").fullmatch, lines)
+    pins = {canonicalize_name(found[1]): found[2] for found in locked}
     assert {name: str(need) for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))} == {}
     bounds = [Requirement(line) for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line[0] != "#"]
     assert [str(each) for each in bounds if each.name in pins and not each.specifier.contains(pins[each.name])] == []
@@ -109,24 +90,10 @@ def test_a_lock_holds_what_is_needed(name, extras):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "is_used"),
+    ("arguments", "locks", "tried"),
     [
-        ("env GPU= PLATFORM=3-11-glibc-x86_64", True),
-        ("env GPU= PLATFORM=3-11-glibc-x86_64 LOCK=", False),
-        ("env GPU= PLATFORM=3-12-glibc-x86_64", False),
-        ("env GPU=1 PLATFORM=3-11-glibc-x86_64", False),
-        ("validate GPU= PLATFORM=3-11-glibc-x86_64", False),
-    ],
-)
-def test_the_lock_is_used_on_its_platform_alone(make, arguments, is_used):
-    dry = make("--dry-run", *arguments.split())
-    assert dry.returncode == 0, dry.stderr
-    assert ("--require-hashes -r requirements-ci.txt" in dry.stdout) == is_used
-
-
-@pytest.mark.parametrize(
-    ("target", "locks", "tried"),
-    [
+        ("env", "ci", []),
+        *((other, "", []) for other in ("env LOCK=", "env PLATFORM=3-12-glibc-x86_64", "env GPU=1", "validate")),
         ("vllm-test", "vllm vllm-next", ["-n 2 --dist loadfile tests/engine_wrapper/vllm", "-m every_version"]),
         ("sglang-test", "sglang", ["tests/engine_wrapper/sglang/standins"]),
         ("dynamo-test", "ci dynamo vllm dynamo-vllm", ["-m dynamo tests/semblend_trt/fleet/dynamo"]),
@@ -134,18 +101,14 @@ def test_the_lock_is_used_on_its_platform_alone(make, arguments, is_used):
         ("newest", "", ["venv-newest/constraints.txt -e '.[dev]'", "-m pytest"]),
     ],
 )
-def test_an_environment_is_installed_from_its_locks_alone_and_tried(make, target, locks, tried):
-    steps = make("--dry-run", target, "GPU=", "PLATFORM=3-11-glibc-x86_64").stdout
-    installs = [line for line in steps.splitlines() if "pip install" in line and "-r " in line]
+def test_an_environment_is_installed_from_its_locks_alone_and_tried(make, arguments, locks, tried):
+    """On the locks' platform alone."""
+    dry = make("--dry-run", "GPU=", "PLATFORM=3-11-glibc-x86_64", *arguments.split())
+    assert dry.returncode == 0, dry.stderr
+    installs = [line for line in dry.stdout.splitlines() if "pip install" in line and "-r " in line]
     assert [line.partition("-r requirements-")[2].partition(".txt")[0] for line in installs] == locks.split()
     assert all("--require-hashes" in line for line in installs)
-    assert [each for each in tried if each not in steps] == []
-
-
-def test_a_lock_of_another_platform_is_refused(make):
-    refused = make("LOCK_PLATFORM=3-11-glibc-other", "vllm-env")
-    assert refused.returncode != 0
-    assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
+    assert [each for each in tried if each not in dry.stdout] == []
 
 
 def test_a_package_bounds_what_is_locked_beside_it_and_a_lock_names_no_place_of_files():
@@ -160,10 +123,18 @@ def test_a_package_bounds_what_is_locked_beside_it_and_a_lock_names_no_place_of_
     assert lock({"install": [hashed, item("ours", dir_info={})]}) == [f"some-thing==1.0 --hash=sha256:{'a' * 64}"]
 
 
-@pytest.mark.parametrize("target", ["gpu-test", "bench"])
-def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path, target):
-    refused = make("GPU=", target)
+NO_CARD = "This needs an NVIDIA card, and this machine shows none.\n"
+NO_LOCK = "requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [("gpu-test GPU=", NO_CARD), ("bench GPU=", NO_CARD), ("vllm-env LOCK_PLATFORM=3-11-glibc-other", NO_LOCK)],
+)
+def test_a_target_refuses_a_machine_that_it_does_not_fit(make, tmp_path, arguments, sentence):
+    target, _ = arguments.split()
+    refused = make(*arguments.split())
     assert refused.returncode != 0
-    assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."
+    assert refused.stderr.startswith(sentence)
     assert not (tmp_path / "venv").exists()
     assert f"make {target} " in make("help").stdout

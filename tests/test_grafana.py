@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 
 import promql_parser as promql
 import pytest
@@ -16,24 +17,15 @@ DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 GROUPS = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
-EVERY_PANEL = pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 SERIES = series() | series("vllm:")
 # What Prometheus itself adds to every series.
 TARGET = {"instance", "job"}
 
 
-def known_values():
-    """The values of every label of the code, from all series together."""
-    known = {"reason": set(REASONS), "fault": set(FAULTS)}
-    for metric in exported():
-        for sample in metric.samples:
-            for label, value in sample.labels.items():
-                known.setdefault(label, set()).add(value)
-    return known
-
-
-VALUES = known_values()
+# The values of every label of the code, from all series together.
+VALUES = defaultdict(set, reason=set(REASONS), fault=set(FAULTS))
+for label, value in (each for metric in exported() for sample in metric.samples for each in sample.labels.items()):
+    VALUES[label].add(value)
 
 
 class Expression:
@@ -48,10 +40,8 @@ class Expression:
 
     def _labels(self, node):
         match node:
-            case promql.MatrixSelector():
-                return self._selected(node.vector_selector)
-            case promql.VectorSelector():
-                return self._selected(node)
+            case promql.MatrixSelector() | promql.VectorSelector():
+                return self._selected(getattr(node, "vector_selector", node))
             case promql.AggregateExpr():
                 kept = set(node.modifier.labels) if node.modifier else set()
                 assert kept <= self._labels(node.expr), f"summed by what is not there: {node}"
@@ -96,7 +86,7 @@ class Expression:
 
 
 @pytest.mark.promise("commands", "The dashboard shows every series, and...")
-@EVERY_PANEL
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_panels_read_what_is_exported(panel):
     for target in panel["targets"]:
         expression = Expression(target["expr"])
@@ -106,7 +96,7 @@ def test_panels_read_what_is_exported(panel):
 
 
 @pytest.mark.promise("commands", "The dashboard shows every series, and...")
-@EVERY_RULE
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_rules_read_what_is_exported(rule):
     labels = Expression(rule["expr"]).labels
     told = " ".join(rule["annotations"].values())

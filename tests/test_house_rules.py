@@ -19,18 +19,15 @@ TEXTS += [ROOT / name for name in PRODUCT_TEXTS] + sorted((ROOT / "docs").glob("
 RECORDS = sorted((ROOT / "benchmarks").rglob("*.json")) + sorted((ROOT / "docs").rglob("*.json"))
 
 
-def relative(path):
-    return path.relative_to(ROOT).as_posix()
-
-
 def found_in(texts, pattern):
     """What `pattern` matches, by file."""
-    return {relative(path): hits for path in texts if (hits := re.findall(pattern, path.read_text(encoding="utf-8")))}
+    found = ((path, re.findall(pattern, path.read_text(encoding="utf-8"))) for path in texts)
+    return {path.relative_to(ROOT).as_posix(): hits for path, hits in found if hits}
 
 
 def test_files_are_short():
-    lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-    assert {name: lines for name, lines in lengths.items() if lines >= MAX_LINES} == {}
+    lines = {name: len(ends) for name, ends in found_in(MODULES, "\n").items()}
+    assert {name: count for name, count in lines.items() if count >= MAX_LINES} == {}
 
 
 def test_the_page_of_promises_is_made_of_the_tests_markers():

@@ -1,8 +1,6 @@
 """The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`."""
 
 import email
-import os
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import README, ROOT
+from tests.server_process import ended
 
 pytestmark = pytest.mark.last_step
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
@@ -19,17 +18,17 @@ IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.l
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 
 
-def run(*command, cwd, **variables):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    arguments = [str(part) for part in command]
-    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+def succeeds(*command, cwd, **variables):
+    """What a command prints that finds no checkout of ours, unless `variables` name one."""
+    done = ended(*command, cwd=cwd, **{"PYTHONPATH": ""} | variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     target = tmp_path_factory.mktemp("dist")
-    build = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
-    assert build.returncode == 0, build.stdout + build.stderr
+    succeeds(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
     return target
 
 
@@ -38,25 +37,18 @@ def wheel(built):
     return next(built.glob("semblend_trt-*.whl"))
 
 
-@pytest.fixture(scope="module")
-def wheel_files(wheel):
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
 class Environment:
     """A virtual environment of its own that finds torch and the like where the tests' interpreter has them."""
 
     def __init__(self, root):
         self.root = root
         self.python = root / "bin" / "python"
-        created = run(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
-        assert created.returncode == 0, created.stderr
-        site_packages = next(root.glob("lib/python3*/site-packages"))
+        succeeds(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
+        [site_packages] = root.glob("lib/python3*/site-packages")
         (site_packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def pip(self, *arguments):
-        done = run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeeds(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
 
     def install(self, wheel):
         self.pip("install", "--no-deps", "--ignore-installed", wheel)
@@ -64,20 +56,15 @@ class Environment:
     def uninstall(self, *names):
         self.pip("uninstall", "--yes", *names)
 
-    def executes(self, code, **variables):
-        return run(self.python, "-c", code, cwd=self.root, **variables)
-
     def check(self, code, **variables):
-        done = self.executes(code, **variables)
-        assert done.returncode == 0, done.stderr
+        return succeeds(self.python, "-c", code, cwd=self.root, **variables)
 
 
 @pytest.fixture(scope="module")
 def hub_kernels(tmp_path_factory):
     target = tmp_path_factory.mktemp("hub")
     words = ("download", "--no-deps", "--retries", "1", "kernels", "-d", target)
-    got = run(sys.executable, "-m", "pip", *words, cwd=target)
-    if got.returncode != 0:
+    if ended(sys.executable, "-m", "pip", *words, cwd=target).returncode:
         pytest.skip("skipped: no package index within reach offers Hugging Face's kernels")
     return next(target.glob("kernels-*.whl"))
 
@@ -102,7 +89,8 @@ def environment(shared_environment):
     "commands",
     "The wheel ships the four packages alone; Hugging Face's `kernels` works beside ours, in either order",
 )
-def test_wheel_ships_the_four_packages_their_assets_and_nothing_else(wheel_files):
+def test_wheel_ships_the_four_packages_their_assets_and_nothing_else(wheel):
+    wheel_files = {*zipfile.ZipFile(wheel).namelist()}
     tops = {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name}
     assert tops == set(PACKAGES)
     assert not [name for name in wheel_files if "test" in Path(name).name or "__pycache__" in name]
@@ -114,12 +102,11 @@ def test_wheel_ships_the_four_packages_their_assets_and_nothing_else(wheel_files
     assert {"excerpt.txt", "config.json", "model.safetensors", "tokenizer.json"} <= assets
 
 
-def test_wheel_carries_the_licence_and_the_extras(wheel, wheel_files):
-    (licence,) = (name for name in wheel_files if name.endswith("/licenses/LICENSE"))
-    (metadata,) = (name for name in wheel_files if name.endswith(".dist-info/METADATA"))
+def test_wheel_carries_the_licence_and_the_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        assert "Apache License" in archive.read(licence).decode()
-        headers = email.message_from_string(archive.read(metadata).decode())
+        [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+        headers = email.message_from_string(archive.read(f"{info}/METADATA").decode())
     assert headers["Requires-Python"] == ">=3.10"
     extras = "trtllm vllm sglang gpu embedded semantic embedder onnx onnx-gpu nats litellm validation metrics dev"
     assert set(headers.get_all("Provides-Extra", [])) == set(extras.split())
@@ -137,9 +124,8 @@ def test_the_quick_start_runs_from_the_wheel(wheel, tmp_path):
     environment = Environment(tmp_path / "venv")
     environment.install(wheel)
     environment.check(f"import validation; assert not validation.__file__.startswith({str(ROOT)!r})")
-    done = run(environment.root / "bin" / "semblend-trt", "try", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(README.blocks("text")[0])
+    printed = succeeds(environment.root / "bin" / "semblend-trt", "try", cwd=tmp_path)
+    assert printed.startswith(README.blocks("text")[0])
 
 
 @pytest.mark.promise("commands", "The wheel ships the four packages...")
@@ -157,11 +143,11 @@ def test_transformers_never_takes_ours_for_theirs(environment, wheel, hub_kernel
     """Transformers asks for the version of any package that is importable as `kernels`."""
     question = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
     environment.install(wheel)
-    assert environment.executes(question).stdout.strip() == "False"
+    assert environment.check(question).strip() == "False"
     environment.install(hub_kernels)
-    with_both = environment.executes(question).stdout
+    with_both = environment.check(question)
     environment.uninstall("semblend-trt")
-    assert environment.executes(question).stdout == with_both
+    assert environment.check(question) == with_both
 
 
 @pytest.mark.promise("commands", "A source checkout works beside Hugging Face's `kernels`")

@@ -9,13 +9,11 @@ products (hidden 3,584, inner 18,944) and its attention.
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.kernels import ceilings as card
 from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms
@@ -38,13 +36,14 @@ DECODE = {"decode_24k": torch.bfloat16, "decode_24k_fp8": FP8}
 SDPA_GOAL, SPARSE_GOAL = 0.70, 1.6
 
 
-@dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of a sequence of random KV in a pool, on the card."""
+    """Rows at `positions` of a sequence of random KV in shuffled blocks of a pool, on the card."""
 
-    q: torch.Tensor
-    kv: PoolLayer
-    sequence: SequenceRows
+    def __init__(self, positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> None:
+        held = card.random_pool(int(positions[-1]) + 1, kv_dtype)
+        self.q = torch.randn(len(positions), HEADS, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16)
+        self.kv = PoolLayer(held.pool, LAYER, QWEN_7B)
+        self.sequence = SequenceRows(0, positions, held.block_ids).to("cuda")
 
     @property
     def attended(self) -> int:
@@ -67,16 +66,23 @@ class Case:
         expected = by_torch.sparse_prefill(self.q[rows].double(), self.kv, (some,), SCALE)
         return check_close("sparse_prefill", output[rows], expected, MAX_ERROR)
 
+    def timed(self, repeats: int = 20) -> tuple[float, float]:
+        """Return milliseconds of one launch, and the error of its output."""
+        error = self.check(self.run())
+        return time_ms(self.run, repeats=repeats), error
+
     def dense_kv(self) -> torch.Tensor:
         """Return [2, kv_heads, tokens, head_dim] of the sequence, gathered."""
         return torch.stack([by_torch.gathered(self.kv, self.sequence, 0, self.q.dtype, kind) for kind in (0, 1)])
 
-
-def make_case(positions: torch.Tensor, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
-    """Return a case with the given positions of a sequence, in shuffled blocks."""
-    held = card.random_pool(int(positions[-1]) + 1, kv_dtype)
-    q = torch.randn(len(positions), HEADS, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16)
-    return Case(q, PoolLayer(held.pool, LAYER, QWEN_7B), SequenceRows(0, positions, held.block_ids).to("cuda"))
+    def sdpa_ms(self) -> float:
+        """Return milliseconds of torch's causal attention on the same queries, K and V, gathered beforehand."""
+        # keys, values: [1, kv_heads, tokens, head_dim]
+        keys, values = (kind[None].contiguous() for kind in self.dense_kv())
+        given, causal = (self.q.transpose(0, 1)[None].contiguous(), keys, values), len(self.q) > 1
+        attend = partial(scaled_dot_product_attention, *given, is_causal=causal, scale=SCALE, enable_gqa=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return time_ms(attend, repeats=10)
 
 
 def random_rows(tokens: int, percent: int) -> torch.Tensor:
@@ -85,27 +91,13 @@ def random_rows(tokens: int, percent: int) -> torch.Tensor:
     return torch.cat((chosen[: tokens * percent // 100 - 1].sort().values, torch.tensor([tokens - 1])))
 
 
-def sdpa_ms(case: Case) -> float:
-    """Return milliseconds of torch's causal attention on the same queries, K and V, gathered beforehand."""
-    # keys, values: [1, kv_heads, tokens, head_dim]
-    keys, values = (kind[None].contiguous() for kind in case.dense_kv())
-    queries = case.q.transpose(0, 1)[None].contiguous()
-    causal = queries.shape[2] > 1
-
-    def attend() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=SCALE, enable_gqa=True)
-
-    return time_ms(attend, repeats=10)
-
-
 def measure_dense(results: Results) -> float:
     """Add the rows of dense prefill; return its milliseconds at SPARSE_TOKENS."""
     times, shares = {}, {}
     for tokens in DENSE_TOKENS:
-        case, size = make_case(torch.arange(tokens)), f"{tokens // 1024}k"
-        error = case.check(case.run())
-        times[tokens], flash = time_ms(case.run, repeats=10), sdpa_ms(case)
+        case, size = Case(torch.arange(tokens)), f"{tokens // 1024}k"
+        times[tokens], error = case.timed(repeats=10)
+        flash = case.sdpa_ms()
         shares[size], tflops = flash / times[tokens], case.flops / times[tokens] / 1e9
         limit = f"{tflops / card.matmul_tflops():.2f} of the matrix product's {card.matmul_tflops():.0f} TFLOP/s"
         baseline = f"torch SDPA flash: {flash:.3f} ms, {case.flops / flash / 1e9:.0f} TFLOP/s; error {error:.1e}"
@@ -118,8 +110,7 @@ def measure_dense(results: Results) -> float:
 
 def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal: float | None = None) -> None:
     """Add the rows of some rows of SPARSE_TOKENS: time over (their share of the causal work x the dense time)."""
-    error = case.check(case.run())
-    ours, share = time_ms(case.run), case.attended / (SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2)
+    (ours, error), share = case.timed(), case.attended / (SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2)
     baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
     results.add(f"{name}_ms", ours, "ms", baseline)
     results.add(name, ours / (share * dense_ms), "ratio", baseline, goal)
@@ -128,25 +119,24 @@ def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal:
 def measure_few_rows(results: Results, dense_ms: float) -> None:
     """Add the rows of random rows, of a short suffix, and of decode; of the last two in fp8 too."""
     for percent in SPARSE_PERCENT:
-        case = make_case(random_rows(SPARSE_TOKENS, percent))
+        case = Case(random_rows(SPARSE_TOKENS, percent))
         measure_rows(results, f"sparse_prefill_{percent}pct", case, dense_ms, SPARSE_GOAL)
     suffix = torch.arange(SPARSE_TOKENS - SUFFIX_ROWS, SPARSE_TOKENS)
-    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k_fp8", make_case(suffix, FP8), dense_ms)
-    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k", make_case(suffix), dense_ms)
+    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k_fp8", Case(suffix, FP8), dense_ms)
+    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k", Case(suffix), dense_ms)
     for name, kv_dtype in DECODE.items():
-        case = make_case(torch.tensor([SPARSE_TOKENS - 1]), kv_dtype)
-        error = case.check(case.run())
-        ours = time_ms(case.run)
+        case = Case(torch.tensor([SPARSE_TOKENS - 1]), kv_dtype)
+        ours, error = case.timed()
         speed = SPARSE_TOKENS * QWEN_7B.bytes_per_token(kv_dtype) / QWEN_7B.num_layers / ours / 1e6
         limit = f"{speed / copy_gbps():.2f} of the copy's {copy_gbps():.0f} GB/s"
-        baseline = f"torch SDPA flash {sdpa_ms(case):.3f} ms; {limit}; error {error:.1e}"
+        baseline = f"torch SDPA flash {case.sdpa_ms():.3f} ms; {limit}; error {error:.1e}"
         results.add(f"{name}_ms", ours, "ms", baseline)
         results.add(f"{name}_gbps", speed, "GB/s", baseline, better="higher")
 
 
 def measure_write(results: Results) -> None:
     """Add the row of write_rows over all rows of a dense prefill, and check what it wrote."""
-    case = make_case(torch.arange(SPARSE_TOKENS))
+    case = Case(torch.arange(SPARSE_TOKENS))
     shape = (2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim)
     k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16).unbind()
     write = partial(write_rows, k, v, case.kv, (case.sequence,))
@@ -179,7 +169,7 @@ def layer_ms(case: Case) -> float:
     def forward() -> None:
         for values, weight in zip(inputs, weights, strict=True):
             torch.mm(values, weight)
-        nn.functional.silu(inputs[-1])
+        silu(inputs[-1])
         case.run()
 
     return time_ms(forward)
@@ -187,7 +177,7 @@ def layer_ms(case: Case) -> float:
 
 def measure_mass(results: Results) -> None:
     """Add all rows."""
-    case = make_case(torch.arange(SPARSE_TOKENS - MASS_ROWS, SPARSE_TOKENS))
+    case = Case(torch.arange(SPARSE_TOKENS - MASS_ROWS, SPARSE_TOKENS))
     kv, own = case.kv, (case.sequence,)
     lse, plain = torch.empty(2, MASS_ROWS, HEADS, device="cuda")
     into = torch.zeros(QWEN_7B.kv_heads, SPARSE_TOKENS, device="cuda")

@@ -7,17 +7,18 @@ import itertools
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import IterableDataset, get_worker_info
-from transformers import PreTrainedTokenizerFast
 
+from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
+from validation.documents import Document
 
 SEPARATOR = "<|endoftext|>"
 SPECIAL_TOKENS = (SEPARATOR, *prompts.MARKS)
@@ -31,24 +32,21 @@ SPLIT_RULE = (
 )
 
 
-class CorpusError(ValueError):
-    """Raised with one sentence when the text file cannot be used."""
-
-
 def read_books(path: Path) -> list[str]:
     """Return the books of a UTF-8 text file (plain or .gz) separated by `<|endoftext|>`. The book with the shipped
-    excerpt is left out, so that the model does not see it. Raises CorpusError if the file is missing, is not UTF-8 text
-    or holds fewer than 100,000 characters."""
+    excerpt is left out, so that the model does not see it. Raises ConfigurationError if the file is missing, is not
+    UTF-8 text or holds fewer than 100,000 characters."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"The text file {path} cannot be read: {error}.") from error
+        raise ConfigurationError(f"The text file {path} cannot be read: {error}.") from error
     excerpt = importlib.resources.files("validation") / "assets" / "excerpt.txt"
     opening = excerpt.read_text(encoding="utf-8")[1_000:1_200]
     books = [book.strip() for book in text.split(SEPARATOR) if opening not in book]
     if sum(map(len, books)) < 100_000:
-        raise CorpusError(f"The text file {path} holds fewer than 100,000 characters besides the shipped excerpt.")
+        few = "holds fewer than 100,000 characters besides the shipped excerpt."
+        raise ConfigurationError(f"The text file {path} {few}")
     return [book for book in books if book]
 
 
@@ -87,19 +85,6 @@ def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer
     return tokenizer
 
 
-def packaged(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in Hugging Face form: no token is added to a prompt, special tokens are recognised."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SEPARATOR,
-        eos_token=SEPARATOR,
-        pad_token=SEPARATOR,
-        extra_special_tokens=list(prompts.MARKS),
-        model_max_length=8_192,
-        clean_up_tokenization_spaces=False,
-    )
-
-
 def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
     """Return all books as one array of token ids, each book followed by `<|endoftext|>`."""
     encodings = tokenizer.encode_batch(paragraphs(books, characters=20_000))
@@ -122,56 +107,41 @@ Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
 # Weights of predicted tokens in quarters, so that they fit into a byte.
 TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32
 
-_MIXTURES: tuple[tuple[float, tuple[float, float, float]], ...] = (
-    # share of prompts, then shares of stock lists, fact sheets and prose among its documents
-    (0.45, (1.0, 0.0, 0.0)),
-    (0.30, (0.6, 0.2, 0.2)),
-    (0.15, (0.7, 0.0, 0.3)),
-    (0.10, (0.0, 0.9, 0.1)),
-)
+# The shares of stock lists, fact sheets and prose among a prompt's documents, and how many prompts have them.
+_MIXTURES = {(1.0, 0.0, 0.0): 0.45, (0.6, 0.2, 0.2): 0.30, (0.7, 0.0, 0.3): 0.15, (0.0, 0.9, 0.1): 0.10}
 _UNKNOWN_SHARE = 0.04
 _RECENCY_SHARE = 0.2
 
 
-@dataclass
-class _Knowledge:
-    """What the documents so far answer; a later document of a place replaces the earlier ones."""
+class TaskWriter(IterableDataset[Batch]):
+    """Batches of training rows without end; equal seeds write equal ones, and each worker of a DataLoader its own.
 
-    answers: dict[str, str] = field(default_factory=dict)
-    by_place: dict[str, documents.Document] = field(default_factory=dict)
+    What the documents of a prompt so far say is kept by place, or by text: a later list of a place replaces the one
+    before."""
 
-    def learn(self, document: documents.Document) -> None:
-        place = _place(document)
-        if place and place in self.by_place:
-            for question in self.by_place[place].questions:
-                self.answers.pop(question.text, None)
-        if place:
-            self.by_place[place] = document
-        self.answers.update((question.text, question.answer) for question in document.questions)
-
-    def ask(self, rng: random.Random, recent: documents.Document | None = None) -> documents.Question:
-        """Return a question of any document so far, or of `recent`, or now and then one on a place never named."""
-        if not self.answers or rng.random() < _UNKNOWN_SHARE:
-            question = missing_stock_question(rng)
-            return documents.Question(question.text, self.answers.get(question.text, question.answer))
-        if recent is not None and recent.questions:
-            text = rng.choice(recent.questions).text
-            return documents.Question(text, self.answers[text]) if text in self.answers else self.ask(rng)
-        text = rng.choice(tuple(self.answers))
-        return documents.Question(text, self.answers[text])
-
-
-class TaskWriter:
-    """Writes training rows of a fixed length; equal seeds write equal rows."""
-
-    def __init__(self, tokenizer: Tokenizer, books: Sequence[str], corpus: NDArray[np.uint16], seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        books: Sequence[str],
+        corpus: NDArray[np.uint16],
+        seed: int,
+        shape: tuple[int, int, float],
+    ) -> None:
+        """`corpus`: the books' tokens. `shape`: rows, length, and the share of the rows that are plain prose."""
         self._tokenizer, self._books, self._corpus = tokenizer, books, corpus
-        self._rng = random.Random(seed)
+        self._seed, self._shape, self._rng = seed, shape, random.Random()
         self._openings = (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS)
         self._sentences = [sentence for text in self._openings for sentence in re.split(r"(?<=\.) ", text)]
 
-    def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-        """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield ids and weights of shape (rows, length)."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        worker = get_worker_info()
+        self._rng.seed((self._seed * 1_000 + (0 if worker is None else worker.id)) * 10_000 + self._shape[1])
+        while True:
+            yield self._batch(*self._shape)
+
+    def _batch(self, rows: int, length: int, text_share: float) -> Batch:
         written, weights = list[NDArray[np.uint16]](), list[NDArray[np.uint8]]()
         for _ in range(rows):
             if self._rng.random() < text_share:
@@ -191,89 +161,79 @@ class TaskWriter:
             budget = left if alone or left < 400 else min(left, int(200 * (length / 200) ** rng.random()))
             if row:
                 row.append(END_OF_TEXT_ID)
-            row.extend(self._dialogue(budget) if rng.random() < 0.4 else self._examination(budget))
+            row += self._dialogue(budget) if rng.random() < 0.4 else self._examination(budget)
         return row
 
     def _prose_row(self, length: int) -> NDArray[np.uint16]:
-        rng = self._rng
+        rng, row = self._rng, list[int]()
         if rng.random() < 0.6:
             start = rng.randrange(len(self._corpus) - length)
             return self._corpus[start : start + length]
-        row: list[int] = []
         while len(row) < length:
             texts = [self._passage(rng.randint(300, 4_000)) for _ in range(rng.randint(1, 6))]
-            row.extend(self._encode(self._opening() + "".join(prompts.DOCUMENT_MARK + text for text in texts)))
+            row += self._encode(self._opening() + "".join(prompts.DOCUMENT_MARK + text for text in texts))
         return np.asarray(row[:length], dtype=np.uint16)
 
     def _examination(self, budget: int) -> list[int]:
-        """Return documents in random order, then questions on all of them, in about `budget` tokens."""
-        rng = self._rng
-        row = self._encode(self._opening())
-        shown, tokens = self._documents(budget - len(row) - max(50, budget // 5))
-        knowledge = _Knowledge()
-        for document, ids in zip(shown, tokens, strict=True):
-            knowledge.learn(document)
-            row.extend(ids)
-        while True:
-            row.extend(self._exchange(knowledge.ask(rng)))
-            if len(row) >= budget:
-                return row
-
-    def _documents(self, budget: int) -> tuple[list[documents.Document], list[list[int]]]:
-        """Return shuffled documents of about `budget` tokens; some places may have an earlier and a later list."""
-        rng = self._rng
+        """Return documents in random order, some places with a later list, then questions on all of them."""
+        rng, row = self._rng, self._encode(self._opening())
+        room, used, shown = budget - len(row) - max(50, budget // 5), 0, list[tuple[float, Document, list[int]]]()
         shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE
-        shown: list[tuple[float, documents.Document, list[int]]] = []
-        used = 0
-        while used < budget or not shown:
+        while used < room or not shown:
             document, position = self._document(shares), rng.random()
             made = [(position, document)]
             if renewed and _place(document) and rng.random() < 0.4:
                 made.append((rng.uniform(position, 1.0), self._later_list(document)))
-            for place_in_order, each in made:
-                ids = self._encode(prompts.DOCUMENT_MARK + each.text)
-                shown.append((place_in_order, each, ids))
-                used += len(ids)
-        shown.sort(key=lambda entry: entry[0])
-        return [document for _, document, _ in shown], [ids for _, _, ids in shown]
+            for at, each in made:
+                shown.append((at, each, self._encode(prompts.DOCUMENT_MARK + each.text)))
+                used += len(shown[-1][2])
+        known = dict[str, Document]()
+        for _, document, ids in sorted(shown, key=itemgetter(0)):
+            known[_place(document) or document.text] = document
+            row += ids
+        row += self._asked(known)
+        while len(row) < budget:
+            row += self._asked(known)
+        return row
 
     def _dialogue(self, budget: int) -> list[int]:
         """Return turns of documents, question and answer, in about `budget` tokens."""
-        rng = self._rng
-        row = self._encode(self._opening())
+        rng, row = self._rng, self._encode(self._opening())
         shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE * 1.5
-        chatty = rng.uniform(0.3, 0.8)
-        knowledge, recent = _Knowledge(), None
+        chatty, known, recent = rng.uniform(0.3, 0.8), dict[str, Document](), None
         while len(row) < budget:
             for _ in range(rng.randint(1, 3) if recent is None or rng.random() > chatty else 0):
-                recent = self._document(shares)
-                if renewed and knowledge.by_place and rng.random() < 0.4:
-                    recent = self._later_list(rng.choice(tuple(knowledge.by_place.values())))
-                knowledge.learn(recent)
-                row.extend(self._encode(prompts.DOCUMENT_MARK + recent.text))
-            row.extend(self._exchange(knowledge.ask(rng, recent if rng.random() < 0.3 else None)))
+                recent, lists = self._document(shares), [each for each in known.values() if _place(each)]
+                if renewed and lists and rng.random() < 0.4:
+                    recent = self._later_list(rng.choice(lists))
+                known[_place(recent) or recent.text] = recent
+                row += self._encode(prompts.DOCUMENT_MARK + recent.text)
+            row += self._asked(known, recent if rng.random() < 0.3 else None)
         return row
 
     def _mixture(self) -> tuple[float, float, float]:
-        return self._rng.choices([shares for _, shares in _MIXTURES], [share for share, _ in _MIXTURES])[0]
+        return self._rng.choices(list(_MIXTURES), list(_MIXTURES.values()))[0]
 
-    def _document(self, shares: tuple[float, float, float]) -> documents.Document:
+    def _document(self, shares: tuple[float, float, float]) -> Document:
         rng = self._rng
         kind = rng.choices(("stock", "facts", "prose"), shares)[0]
         if kind == "stock":
             return documents.stock_list(rng, rows=self._rows())
         if kind == "facts":
             return fact_sheet(rng, people=rng.randint(1, 6))
-        return documents.Document(self._passage(rng.randint(150, 1_500)), ())
+        return Document(self._passage(rng.randint(150, 1_500)), ())
 
     def _rows(self) -> int:
         return self._rng.randint(13, 24) if self._rng.random() < 0.15 else self._rng.randint(2, 12)
 
-    def _later_list(self, earlier: documents.Document) -> documents.Document:
-        rng = self._rng
-        if rng.random() < 0.7:
-            return restock(rng, earlier)
-        return documents.stock_list(rng, rows=self._rows(), place=_place(earlier))
+    def _later_list(self, earlier: Document) -> Document:
+        """Return another list of the same place, mostly of the same items."""
+        rng, place = self._rng, _place(earlier)
+        if rng.random() >= 0.7:
+            return documents.stock_list(rng, rows=self._rows(), place=place)
+        items = [row.partition(":")[0] for row in earlier.text.split("\n")[1:]]
+        rng.shuffle(items)
+        return documents.counted_list(place, {item: rng.randint(2, 999) for item in items})
 
     def _opening(self) -> str:
         rng = self._rng
@@ -287,11 +247,23 @@ class TaskWriter:
         return prompts.INSTRUCTION_MARK + text
 
     def _passage(self, characters: int) -> str:
-        return passage(self._rng, self._rng.choice(self._books), characters)
+        """Return the whole sentences of `characters` characters from a random place in a book; all of these without."""
+        book = self._rng.choice(self._books)
+        start = self._rng.randrange(max(1, len(book) - characters))
+        part = book[start : start + characters]
+        whole = re.search(r'[.!?]"?\s+(["A-Z].*[.!?]"?)(?=\s|$)', part, re.DOTALL)
+        return whole[1] if whole else part
 
-    def _exchange(self, question: documents.Question) -> list[int]:
-        marks = (prompts.QUESTION_MARK, question.text, prompts.ANSWER_MARK, question.answer, prompts.END_MARK)
-        return self._encode("".join(marks))
+    def _asked(self, known: Mapping[str, Document], recent: Document | None = None) -> list[int]:
+        """Return a question with its answer, on what is known, on `recent`, or now and then on a place never named."""
+        rng = self._rng
+        answers = {each.text: each.answer for document in known.values() for each in document.questions}
+        if not answers or rng.random() < _UNKNOWN_SHARE:
+            text = f"How many {rng.choice(documents.SHIPPED_VOCABULARY.items)} are in {documents.place_name(rng)}?"
+        else:
+            text = rng.choice([each.text for each in recent.questions] if recent and recent.questions else [*answers])
+        answer = answers.get(text, "unknown")
+        return self._encode(prompts.QUESTION_MARK + text + prompts.ANSWER_MARK + answer + prompts.END_MARK)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -305,57 +277,13 @@ def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:
     return np.where(inside & (ids != ANSWER_ID), ANSWER_WEIGHT, PROMPT_WEIGHT).astype(np.uint8)
 
 
-def restock(rng: random.Random, earlier: documents.Document) -> documents.Document:
-    """Return a later stock list of the same place: the same items in a new order, with new counts."""
-    header, *rows = earlier.text.split("\n")
-    items = [row.partition(":")[0] for row in rows]
-    rng.shuffle(items)
-    place = header.removeprefix("Stock list of ").removesuffix(".")
-    return documents.counted_list(place, {item: rng.randint(2, 999) for item in items})
-
-
-def missing_stock_question(rng: random.Random) -> documents.Question:
-    """Return a question on a random place that, in all likelihood, no document names; the answer is `unknown`."""
-    items = documents.SHIPPED_VOCABULARY.items
-    return documents.Question(f"How many {rng.choice(items)} are in {documents.place_name(rng)}?", "unknown")
-
-
-def fact_sheet(rng: random.Random, people: int) -> documents.Document:
+def fact_sheet(rng: random.Random, people: int) -> Document:
     """Return `documents.biographies` as one document, a paragraph each."""
     found = documents.biographies(rng, people)
-    return documents.Document(
-        "\n".join(each.text for each in found), tuple(q for each in found for q in each.questions)
-    )
+    return Document("\n".join(each.text for each in found), tuple(q for each in found for q in each.questions))
 
 
-def passage(rng: random.Random, prose: str, characters: int) -> str:
-    """Return the whole sentences of `characters` characters from a random place in `prose`; all of these without."""
-    start = rng.randrange(max(1, len(prose) - characters))
-    part = prose[start : start + characters]
-    whole = re.search(r'[.!?]"?\s+(["A-Z].*[.!?]"?)(?=\s|$)', part, re.DOTALL)
-    return whole[1] if whole else part
-
-
-def _place(document: documents.Document) -> str | None:
-    """Return the place of a stock list, or None for other documents."""
-    header = document.text.partition("\n")[0]
-    prefix = "Stock list of "
-    return header.removeprefix(prefix).removesuffix(".") if header.startswith(prefix) else None
-
-
-class TaskBatches(IterableDataset["Batch"]):
-    """Batches of ids and weights of shape (rows, length), without end; each worker of a DataLoader writes its own."""
-
-    def __init__(
-        self, source: tuple[Tokenizer, Sequence[str], NDArray[np.uint16]], seed: int, shape: tuple[int, int, float]
-    ) -> None:
-        """`source` is a TaskWriter's. `shape`: rows, length, and the share of the rows that are plain prose."""
-        self._source, self._seed, self._shape = source, seed, shape
-
-    def __iter__(self) -> Iterator[Batch]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        worker = get_worker_info()
-        seed = (self._seed * 1_000 + (0 if worker is None else worker.id)) * 10_000 + self._shape[1]
-        writer = TaskWriter(*self._source, seed)
-        while True:
-            yield writer.batch(*self._shape)
+def _place(document: Document) -> str:
+    """Return the place of a stock list, or "" for other documents."""
+    found = re.match(r"Stock list of (.*)\.\n", document.text)
+    return found[1] if found else ""

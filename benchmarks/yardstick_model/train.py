@@ -22,20 +22,20 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.yardstick_model.tasks import (
     END_ID,
     END_OF_TEXT_ID,
+    SEPARATOR,
     SPECIAL_TOKENS,
     TEXT_WEIGHT,
-    CorpusError,
-    TaskBatches,
+    TaskWriter,
     encode_books,
-    packaged,
     read_books,
     train_tokenizer,
 )
+from semblend_trt.errors import ConfigurationError
 from validation import prompts
 
 # What the shipped model was trained with.
@@ -148,12 +148,6 @@ def build_model(vocabulary: int) -> PreTrainedModel:
     return Qwen2ForCausalLM(config)
 
 
-def hidden_states(model: PreTrainedModel, ids: torch.Tensor, probed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states and those after `probed` layers, each of shape (rows, length, width)."""
-    found = model.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    return found.last_hidden_state, found.hidden_states[probed]
-
-
 def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return [weighted loss, mean loss of answer tokens, share of answer tokens that are the likeliest]. hidden: (rows,
     length, width); embedding: (vocabulary, width); ids and weights: (rows, length)."""
@@ -195,11 +189,9 @@ class Trainer:
         # Every shape is compiled before the clock starts.
         for stream in streams if self._is_compiled else []:
             self._update(next(stream), rate=0.0)
-        started = marked = time.monotonic()
-        tokens = 0
-        while (progress := self._gone(time.monotonic() - started)) < 1.0:
-            stream = streams[next(number for number, stage in enumerate(STAGES) if progress < stage.until)]
-            batch = next(stream)
+        started, tokens = (marked := time.monotonic()), 0
+        while (progress := self._progress(started)) < 1.0:
+            batch = next(next(stream for stream, stage in zip(streams, STAGES, strict=True) if progress < stage.until))
             cosine, warm_up = 0.5 * (1.0 + math.cos(math.pi * progress)), min(1.0, (self.step + 1) / WARM_UP_STEPS)
             values = self._update(batch, RATE * warm_up * (0.02 + 0.98 * cosine))
             self.step += 1
@@ -213,13 +205,18 @@ class Trainer:
                 print(json.dumps(entry), flush=True)
                 tokens, marked = 0, now
 
+    def _progress(self, started: float) -> float:
+        """Return the share of the steps or minutes that is used up."""
+        steps, minutes = self._arguments.steps, self._arguments.minutes
+        return float(self.step / steps if steps else (time.monotonic() - started) / (60.0 * minutes))
+
     def _update(self, batch: tuple[torch.Tensor, torch.Tensor], rate: float) -> torch.Tensor:
         ids, weights = (each.to(self._device, non_blocking=True) for each in batch)
         ids = ids.long()
         with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
-            hidden, early = hidden_states(self._model, ids, PROBE_LAYERS)
-            values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
-            probe_loss = self._probe(early, ids)
+            found = self._model.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            values = self._losses(found.last_hidden_state, self._model.lm_head.weight, ids, weights)
+            probe_loss = self._probe(found.hidden_states[PROBE_LAYERS], ids)
         torch.autograd.backward(values[0] + PROBE_WEIGHT * probe_loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for group in self._optimizer.param_groups:
@@ -228,21 +225,18 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return torch.cat([values.detach(), probe_loss.detach().reshape(1)])
 
-    def _gone(self, seconds: float) -> float:
-        """Return the share of the run that is over after these seconds."""
-        if self._arguments.steps:
-            return float(self.step / self._arguments.steps)
-        return float(seconds / (60.0 * self._arguments.minutes))
 
-
-def save(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
-    """Write weights in bfloat16, configuration and tokenizer."""
+def save(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write weights in bfloat16, configuration and tokenizer: no token is added to a prompt, special ones are known."""
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT_ID, eos_token_id=[END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID
     )
     model.to(torch.bfloat16).save_pretrained(directory)
-    packaged(tokenizer).save_pretrained(directory)
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), SEPARATOR)
+    more: dict[str, Any] = {"extra_special_tokens": list(prompts.MARKS), "clean_up_tokenization_spaces": False}
+    packaged = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=8_192, **ends, **more)
+    packaged.save_pretrained(directory)
 
 
 def main(values: list[str] | None = None) -> None:
@@ -250,7 +244,7 @@ def main(values: list[str] | None = None) -> None:
     arguments = parse(values)
     try:
         books = read_books(arguments.text)
-    except CorpusError as error:
+    except ConfigurationError as error:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
@@ -259,7 +253,7 @@ def main(values: list[str] | None = None) -> None:
     # Forked workers share the books; the parent must not have touched the GPU yet.
     loaders: list[DataLoader[Any]] = [
         DataLoader(
-            TaskBatches(source, arguments.seed, (BATCH_TOKENS // stage.length, stage.length, stage.text_share)),
+            TaskWriter(*source, arguments.seed, (BATCH_TOKENS // stage.length, stage.length, stage.text_share)),
             batch_size=None,
             num_workers=max(1, round(WORKERS * stage.worker_share)),
             prefetch_factor=32,

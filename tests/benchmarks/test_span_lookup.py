@@ -11,18 +11,11 @@ ROWS = {"span_lookup_p50_ms", "span_lookup_p99_ms", "span_lookup_growth", "span_
 ROWS |= {"donor_add_ms", "donor_remove_ms", "lookup_262k_many_runs_reused_share", "lookup_262k_many_runs_p99_ms"}
 
 
-@pytest.fixture(scope="module")
-def corpus():
-    return random_corpus(TINY.documents)
-
-
-def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus):
+def test_every_row_is_made_and_all_that_is_reusable_is_found():
     # Half of the prompts hold a document that a donor holds.
-    donors = [*corpus.donors(6)]
-    reusable = [int(mask.sum()) for mask in reusable_tokens(corpus.prompts(4, 8_192), donors)]
-    assert min(reusable[0], reusable[2]) >= 6_000
-    assert max(reusable[1], reusable[3]) < 6_000
-    assert [len(donor) for donor in donors] == [8_000] * 4 + [2_000] * 2
+    corpus = random_corpus(TINY.documents)
+    reusable = [int(mask.sum()) >= 6_000 for mask in reusable_tokens(corpus.prompts(4, 8_192), corpus.donors(6))]
+    assert reusable == [True, False, True, False]
     results = Results(dry=True)
     measure(results, corpus, TINY)
     values = {row.name: row.value for row in results.rows}

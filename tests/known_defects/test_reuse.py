@@ -1,6 +1,7 @@
 """Defects of public connectors that show in served requests, each by the situation that triggers it."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -25,15 +26,10 @@ def engine(tiny_qwen2_path, tmp_path):
 
 @pytest.fixture
 def copied(monkeypatch):
-    """Tokens of every move that a load makes."""
-    lengths, real = [], loader.prepared
-
-    def record(moves, *arguments):
-        lengths.extend(move.length for move in moves)
-        return real(moves, *arguments)
-
-    monkeypatch.setattr(loader, "prepared", record)
-    return lengths
+    """Says how many tokens each move of a load has had."""
+    spy = mock.Mock(wraps=loader.prepared)
+    monkeypatch.setattr(loader, "prepared", spy)
+    return lambda: [move.length for call in spy.call_args_list for move in call.args[0]]
 
 
 @pytest.mark.promise("reuse", "A document is found from token ids alone, wherever it is in prompt and donor")
@@ -47,7 +43,7 @@ def test_shifted_document_saves_prefill_or_copies_nothing(engine, copied, module
     llm = engine(module, EMBEDDER="off")  # the connector is given token ids alone
     serve(llm, DONOR)
     output = serve(llm, SHIFTED)
-    assert (output.reused_tokens, sum(copied)) == (reused, reused)
+    assert (output.reused_tokens, sum(copied())) == (reused, reused)
     assert output.computed_tokens == len(SHIFTED) - reused
 
 
@@ -82,7 +78,7 @@ def test_what_is_not_promised_is_not_copied(engine, copied, variables):
     llm = engine(**variables)
     serve(llm, DONOR)
     output = serve(llm, SHIFTED)
-    assert (output.reused_tokens, output.computed_tokens, copied) == (0, len(SHIFTED), [])
+    assert (output.reused_tokens, output.computed_tokens, copied()) == (0, len(SHIFTED), [])
 
 
 @pytest.mark.promise("donors", "The end of a request only enqueues; a save waits for nothing")
@@ -123,11 +119,11 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
     """Negation, exchanged roles and numbers, and paraphrases: what differs by one token is computed."""
     llm = engine(MIN_SPAN=min_span, MIN_REUSE_RATIO=0, MIN_DONOR_TOKENS=32)
     donor, prompt = (list(f"{head} {text}".encode()) for head, text in (("As we heard,", fact), ("Note that", other)))
-    plans, load = [], llm.connector_worker.loader.load
-    monkeypatch.setattr(llm.connector_worker.loader, "load", lambda given: plans.extend(given) or load(given))
+    load = mock.Mock(wraps=llm.connector_worker.loader.load)
+    monkeypatch.setattr(llm.connector_worker.loader, "load", load)
     serve(llm, donor)
     output = serve(llm, prompt)
-    spans = [span for plan in plans for span in plan.spans]
+    spans = [span for call in load.call_args_list for plan in call.args[0] for span in plan.spans]
     for span in spans:
         assert donor[span.donor_start : span.donor_end] == prompt[span.target_start : span.target_end]
     assert output.reused_tokens == sum(span.length for span in spans)
@@ -137,18 +133,14 @@ def test_like_text_never_authorises_kv(engine, monkeypatch, fact, other, min_spa
 
 @pytest.mark.promise("reuse", "The model is given the request's own tokens, never a donor's")
 @pytest.mark.known_defect(30)
-def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
-    rows, forward = [], SparseForward.__call__
-
-    def record(self, schedule, *arguments, **options):
-        rows.extend(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
-        return forward(self, schedule, *arguments, **options)
-
+def test_the_model_is_given_the_requests_own_tokens(engine):
     llm = engine()
     serve(llm, list(b"Answer with yes, whatever you are asked: ") + DOCUMENT + list(b"Is it so?"))
-    monkeypatch.setattr(SparseForward, "__call__", record)
     prompt = list(b"Answer with no, and give your reasons in a few words: ") + DOCUMENT + list(b"Was it so?")
-    output = serve(llm, prompt, PREFILL)
+    with mock.patch.object(SparseForward, "__call__", autospec=True, side_effect=SparseForward.__call__) as forward:
+        output = serve(llm, prompt, PREFILL)
+    schedules = [call.args[1] for call in forward.call_args_list]
+    rows = [row for each in schedules for row in zip(each.positions.tolist(), each.token_ids.tolist(), strict=True)]
     assert output.reused_tokens >= len(DOCUMENT)
     assert output.prompt_token_ids == prompt
     assert len(rows) == output.computed_tokens
@@ -159,13 +151,12 @@ def test_the_model_is_given_the_requests_own_tokens(engine, monkeypatch):
 @pytest.mark.known_defect(37)
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, copied, tmp_path, monkeypatch):
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
-    lookup = llm.connector_scheduler._lookup
-    lookups, fetched, plan = [], [], lookup.planner.plan
-    monkeypatch.setattr(lookup.planner, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
+    lookup, fetched = llm.connector_scheduler._lookup, []
+    plan = mock.Mock(wraps=lookup.planner.plan)
+    monkeypatch.setattr(lookup.planner, "plan", plan)
     monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)
     for seed in range(8):
         output = serve(llm, text(100 + seed, 120))
         assert (output.reused_tokens, output.computed_tokens) == (0, 120)
-    assert len(lookups) == 8
-    assert (copied, fetched) == ([], [])
+    assert (plan.call_count, copied(), fetched) == (8, [], [])
     assert lookup.donors.catalog.stats().leases == 0

@@ -15,16 +15,12 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 
 def trajectory(number, turns=12):
     """An agent that reads files, of our own writing."""
-    messages = [{"role": "system", "content": "You mend a house. Say what you do before you do it."}]
+    said = [("system", "You mend a house. Say what you do before you do it.")]
     for turn in range(turns):
         lines = " ".join(f"beam {number}.{turn}.{i} is {i * 7 % 13} spans long" for i in range(12 + turn % 3))
-        messages += [
-            {"role": "user", "content": f"Look at room {turn} of house {number}."},
-            CALL,
-            {"role": "tool", "content": lines},
-            {"role": "assistant", "content": f"Room {turn} needs {turn % 5} nails."},
-        ]
-    return messages
+        said += [("user", f"Look at room {turn} of house {number}."), ("assistant", None), ("tool", lines)]
+        said += [("assistant", f"Room {turn} needs {turn % 5} nails.")]
+    return [{"role": role, "content": text} if text else CALL for role, text in said]
 
 
 @pytest.fixture
@@ -53,15 +49,12 @@ def test_both_forms_of_files_are_read_alike(written, tmp_path):
 def test_each_variant_shares_what_its_harness_keeps(written, reader):
     [history] = read_histories(written, 1, 6_000)
     sessions = {name: each for name, [each] in sessions_of(reader, [history], 6_000, 3).items()}
-    for name, session in sessions.items():
-        first, *later = session
-        assert len(later) == 3
+    for session in sessions.values():
+        assert len(session) == 4
         assert max(map(len, session)) <= 6_000
-        head = max(equal_start(first, each) for each in later[:1])
-        if name in ("volatile", "shared"):
-            assert head < 80  # a prefix cache wins the template alone
-        if name == "reread":
-            assert len(later[0]) > len(first)
+    for name in ("volatile", "shared"):  # a prefix cache wins the template alone
+        assert equal_start(*sessions[name][:2]) < 80
+    assert len(sessions["reread"][1]) > len(sessions["reread"][0])
     assert equal_start(*sessions["shared"][::2]) > 300  # the same agent's
 
 

@@ -40,10 +40,8 @@ def test_segments_that_a_prompt_lacks_are_those_in_front_of_its_last():
 
 def test_tokenizers_have_the_separators_that_lmcache_will_find(tmp_path):
     write_tokenizer(tmp_path)
-    marks = AutoTokenizer.from_pretrained(str(tmp_path)).encode(" # # # #")
-    assert marks == [1] * 4
+    assert AutoTokenizer.from_pretrained(str(tmp_path)).encode(" # # # #") == [1] * 4
     with pytest.raises(ConfigurationError, match="no token of its own"):
         line_separator(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(str(shipped_model()))
-    ends = tokenizer.encode(line_separator(shipped_model()))[1:]
-    assert tokenizer.decode(ends) == "\n"
+    assert tokenizer.decode(tokenizer.encode(line_separator(shipped_model()))[1:]) == "\n"

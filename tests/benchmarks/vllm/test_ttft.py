@@ -17,14 +17,11 @@ EXACT = {"largest_hit_tokens": 32, "exact_limit_tokens": 32, "smallest_exact_hit
 RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
 
 
-def arm(name, parts, runner, kv):
-    measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
-    return {"arm": name, "engine": {"runner": runner, "kv": kv}, "parts": parts, **measured}
-
-
-def written(folder, arms, runner="vllm.v1.worker.gpu_model_runner", kv=PLAIN):
+def written(folder, arms, runner="vllm.v1.worker.gpu_model_runner", kv=PLAIN, end=""):
     for name, parts in arms.items():
-        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner, kv)))
+        measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
+        told = {"arm": name, "engine": {"runner": runner, "kv": kv}, "parts": parts, **measured}
+        (folder / f"{name}{end}.json").write_text(json.dumps(told))
 
 
 STOCK_PARTS = {
@@ -72,16 +69,10 @@ def test_bounded_rows_have_a_file_of_their_own_and_the_worst_run_counts(tmp_path
     ours = {name: [140.0] * 3 for name in names} | {"tokens": 24_576, "layers": 28}
     slower = {"model": "smollm2", "ms": {"512": {"64": [10.1] * 3, "480": [4.0] * 3}}}
     slower["served"] = {"512": {"64": declined, "480": TOLD}}
-    written(
-        tmp_path,
-        {
-            STOCK: {"bounded": STOCK_PARTS["ttft"]},
-            VERIFIED: {"bounded": ours | {"served_of": dict.fromkeys(names, served)}},
-        },
-    )
-    for name, found in ((STOCK, {"ms": {"512": {"cold": [10.0] * 3}}}), (VERIFIED, slower)):
-        told = arm(name, {"smollm2": found}, "vllm.v1.worker.gpu_model_runner", PLAIN)
-        (tmp_path / f"{name}_smollm2.json").write_text(json.dumps(told))
+    bounded = {STOCK: STOCK_PARTS["ttft"], VERIFIED: ours | {"served_of": dict.fromkeys(names, served)}}
+    written(tmp_path, {name: {"bounded": found} for name, found in bounded.items()})
+    smollm2 = {STOCK: {"ms": {"512": {"cold": [10.0] * 3}}}, VERIFIED: slower}
+    written(tmp_path, {name: {"smollm2": found} for name, found in smollm2.items()}, end="_smollm2")
     ttft.main(["--out", str(tmp_path), "--arms", "none"])
     rows = read_rows(tmp_path / "rows")["vllm_bounded"]
     assert [(row.name, row.value, row.goal) for row in rows] == [

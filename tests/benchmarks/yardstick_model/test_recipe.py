@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,33 +10,31 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-import validation
 from benchmarks.yardstick_model import tasks, train
-from benchmarks.yardstick_model.tasks import SEPARATOR, CorpusError, read_books
+from benchmarks.yardstick_model.tasks import SEPARATOR, read_books
 from benchmarks.yardstick_model.train import PlaceProbe
-
-ASSETS = Path(validation.__file__).parent / "assets"
+from semblend_trt.errors import ConfigurationError
+from validation.models import shipped_model
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.from_file(str(ASSETS / "model" / "tokenizer.json"))
+    return Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
 
 
 @pytest.fixture
 def prose():
-    return (ASSETS / "excerpt.txt").read_text(encoding="utf-8")
+    return (shipped_model().parent / "excerpt.txt").read_text(encoding="utf-8")
 
 
 def written(tokenizer, prose, seed, rows, length, text_share=0.0):
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
-    return tasks.TaskWriter(tokenizer, [prose], ids, seed).batch(rows, length, text_share)
+    return next(iter(tasks.TaskWriter(tokenizer, [prose], ids, seed, (rows, length, text_share))))
 
 
 def test_equal_seeds_write_equal_rows(tokenizer, prose):
-    (first, weights), (again, _), (other, _) = (
-        written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2)
-    )
+    made = (written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2))
+    (first, weights), (again, _), (other, _) = made
     assert first.shape == weights.shape == (4, 1_024)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -79,19 +76,15 @@ def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_pa
     path.write_bytes(gzip.compress(f"{other}{SEPARATOR}{prose}".encode()))
     assert read_books(path) == [other.strip()]
     short.write_text("Too short.", encoding="utf-8")
-    with pytest.raises(CorpusError, match="fewer than 100,000 characters"):
+    with pytest.raises(ConfigurationError, match="fewer than 100,000 characters"):
         read_books(short)
-    with pytest.raises(CorpusError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
         read_books(tmp_path / "missing.txt")
 
 
 def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
-    text = (
-        "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12"
-        "<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
-    )
-    encoding = tokenizer.encode(text)
-    ids = torch.tensor([encoding.ids])
+    lists = "<|doc|>Stock list of Depot Oslo.\nlamps: 12<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
+    ids = torch.tensor([tokenizer.encode(f"<|inst|>Go.{lists}").ids])
     places, inside = PlaceProbe(8, tokenizer).labels(ids)
     named = {tokenizer.decode(each).strip() for each in places[:, 0, inside[0]].T.tolist()}
     assert {name.split()[0] for name in named} == {"Depot", "Yard"}
