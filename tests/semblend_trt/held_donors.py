@@ -43,7 +43,7 @@ def whole(kv):
 
 def held_in(store):
     """Donors that either tier holds or is being given."""
-    return {*store.host._slots, *(() if store.device is None else store.device._donors)}
+    return {*store.host._donors, *(() if store.device is None else store.device._donors)}
 
 
 def used_blocks(tier):
