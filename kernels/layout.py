@@ -140,11 +140,10 @@ class PagedKv:
         """The pool, or K of the lowest layer where the layers lie apart."""
         return self.pool.keys[0] if isinstance(self.pool, LayeredPool) else self.pool
 
-    def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
-        positions, size = torch.arange(start, start + length), self.geometry.block_size
-        blocks, slots = self.block_ids.cpu()[positions // size], positions % size
-        return blocks.to(self.pool.device, non_blocking=True), slots.to(self.pool.device, non_blocking=True)
+    def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return blocks and slots of `positions`, int64 [n] each, on the host."""
+        size = self.geometry.block_size
+        return self.block_ids.cpu()[positions // size], positions % size
 
     def layers(self, first: int, end: int) -> PagedKv:
         """Return layers `first .. end - 1`, without a copy."""

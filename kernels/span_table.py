@@ -45,6 +45,7 @@ RECORD_WORDS = 16
 SPANS_AT = 2 * RECORD_WORDS
 _RECORD_WORDS, _SPANS_AT = tl.constexpr(RECORD_WORDS), tl.constexpr(SPANS_AT)
 _VECTOR_BYTES = 16
+_TILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +109,19 @@ def span_table(
     base: torch.Tensor,
     targets: tuple[Memory, Memory],
     rotation: Rotation,
-    tile_tokens: int,
+    tokens: int,
     target_layers: int = 0,
 ) -> SpanTable:
     """Lay out and upload the table of the moves that have a length; all of them were checked.
 
     Addresses count from `base`. `targets`: two records that the kernel chooses between; they have `target_layers`, if
-    those are more than the sources'. On CUDA the upload is queued on the current stream of `base`'s device and the host
-    does not wait for it."""
+    those are more than the sources'. `tokens`: those of a tile. On CUDA the upload is queued on the current stream of
+    `base`'s device and the host does not wait for it."""
     sources = {key: memory_of(source) for key, source in {id(move.source): move.source for move in moves}.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(move.source.sizes[:2] for move in moves)
     layers = max(layers, target_layers)
-    tiles = np.array([-(-move.length // tile_tokens) for move in moves], np.int64)
+    tiles = np.array([-(-move.length // tokens) for move in moves], np.int64)
     shifts = sorted({move.shift for move in moves} - {0})
     turning, rows = _factor_rows(len(shifts), rotation)
 
@@ -147,7 +148,7 @@ def span_table(
     # Of each tile its span, and its first token there.
     pairs = words[tiles_at:factors_at].reshape(-1, 2)
     pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
-    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
         # In float64: a shift times a frequency loses its fraction in float32.
@@ -198,18 +199,9 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
     return turning, np.where(layers < 0, -1, layers + np.arange(shifts)[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """A program's tile of about `tile_bytes`; its neighbours take the next tokens if `tokens_first`, else layers."""
-
-    tile_bytes: int
-    warps: int = 4
-    tokens_first: bool = True
-
-    def tokens(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the tokens of a tile, a power of two."""
-        row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-        return int(min(128, max(1, self.tile_bytes // row_bytes)))
+def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the tokens of a program's tile, a power of two."""
+    return int(min(128, max(1, _TILE_BYTES // (triton.next_power_of_2(head_dim) * dtype.itemsize))))
 
 
 def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:
