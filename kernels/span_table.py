@@ -11,11 +11,10 @@ The table holds all that changes with a plan, so no plan compiles a kernel again
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
 position, the target's, the length, the row of factors (or the word of its layers' rows; -1: K is copied) and the first
-output column. One address for each layer and kind costs a kernel no time: it reads that beside the block ids.
+output column.
 
 Addresses and strides count units of `unit_bytes`; addresses count from the tensor that the kernel gets as an argument.
-So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time. Of a loaded address it
-would not know that it is aligned."""
+So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time."""
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -167,9 +166,7 @@ def _write_memories(
     origin: int,
     unit_bytes: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Write addresses, counted from `origin`, and block ids; return each record's beginning, by the memory's id.
-
-    `size`: the layers and kinds that have an address."""
+    """Write addresses of `size` layers and kinds from `origin` on, and block ids; return records' beginnings by id."""
     (layers, kinds), num_addresses = size, size[0] * size[1]
     first, layer, kind = np.array([(each.address, *each.strides[1:3]) for each in memories]).T[:, :, None, None]
     # Where each layer's kinds begin, in bytes: int64 [memories, layers, kinds]. Missing layers are not read.

@@ -11,7 +11,7 @@ by their log-sum-exp (Dao et al. 2023, flash-decoding). A sink is a token that n
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -70,16 +70,12 @@ def sparse_prefill(
     partial_lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     sinks = sinks if sinks is None else sinks.contiguous()
-    # The interpreter cannot multiply bf16.
-    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
         *batch_index(sequences), sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
         *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
         WINDOWED=window is not None, HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
-        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None, num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        **math_of(q), num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     if work.slots:
         # Low tiles are few and have many pieces, so pieces are read side by side; measured on an H200.
@@ -116,6 +112,13 @@ def memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], d
     block, head, slot, _ = keys.stride()
     kinds = (last.data_ptr() - keys.data_ptr()) // keys.element_size()
     return keys, 0, (block, 0, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
+
+
+def math_of(q: torch.Tensor) -> dict[str, Any]:
+    """Return the compile-time arguments by which a kernel multiplies `q`; the interpreter cannot multiply bf16."""
+    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu"):
+        return {"MATH": tl.float32, "PRECISION": "ieee"}
+    return {"MATH": tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16, "PRECISION": None}
 
 
 @cache

@@ -2,8 +2,7 @@
 
 It runs on the scheduler and decides for every rank. A donor is *saving* from `reserve` to `commit`, then *ready*. Only
 ready donors are moved or evicted, and leased, but for saving ones whose KV the engine's blocks hold until the commit. A
-leased one neither moves down nor goes. A donor counts in one tier: in the
-host's once its offload is decided, and in both during a promotion.
+leased one neither moves down nor goes. A donor counts in one tier, and in two during a promotion.
 
 A new donor goes to the device first. The donors that it displaces move down to the host, then out. A file is a second
 copy: a donor with one is released when it leaves memory, and may be fetched again."""
@@ -121,8 +120,7 @@ class CatalogStats:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry(DonorHistory):
-    """A donor as policies see it; a promotion takes device room too. `is_held`: while it is saved, the engine's blocks
-    hold its KV."""
+    """A donor as policies see it. `is_held`: while it is saved, the engine's blocks hold its KV."""
 
     tier: Tier
     state: Literal["saving", "ready", "fetching"] = "saving"
@@ -164,9 +162,7 @@ class Lease:
 
 
 class DonorCatalog:
-    """Track donors, their tiers, room and leases. Thread safe.
-
-    `generations` holds those above 0: how often a donor's KV was built from approximate KV."""
+    """Track donors, their tiers, room and leases. Thread safe. `generations` holds those above 0."""
 
     def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self.capacities = capacities
@@ -512,9 +508,7 @@ class DonorCatalog:
         return replace(moves, written=written, dropped=dropped, released=released)
 
     def _make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
-        """Drop and return donors on disk alone for a file, and for the donor if not held yet.
-
-        None, without effect, when they do not suffice."""
+        """Drop and return donors on disk alone for a file, and a donor if not held; None, and no effect, if too few."""
         missing = self.capacities.room(Tier.DISK, tokens) - self._free(Tier.DISK)
         crowd = 0 if is_held else len(self._entries) + 1 - self.capacities.max_donors
         victims = self._take({Tier.DISK: self._movable(Tier.DISK)}, Tier.DISK, missing, crowd)

@@ -256,8 +256,7 @@ class DiskTier:
 class DiskTransfers:
     """Write donors' files and read them back in the background, on one thread each.
 
-    Every `write` and `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of its
-    bytes have been read and checked."""
+    Every `write` and `fetch` ends in exactly one event, also when it fails."""
 
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
         """Begin to scan the folder."""

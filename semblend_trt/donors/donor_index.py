@@ -150,9 +150,7 @@ class DonorTexts(DonorObserver):
 
 @dataclass(slots=True)
 class _Saving:
-    """A donor that a worker saves from the engine's blocks.
-
-    `is_sound` until the engine copies into one of the blocks, or the donor is to be dropped."""
+    """A save; `is_sound` until the engine copies into one of its blocks, or the donor is to be dropped."""
 
     intent: SaveIntent
     text: DonorText

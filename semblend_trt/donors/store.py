@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Return a device tier's blocks within `byte_budget`; scheduler and workers both use this."""
+    """Return a device tier's blocks within `byte_budget`."""
     return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
 
 
@@ -250,8 +250,7 @@ class HostTier(MemoryTier[HostKv]):
     """Donor KV of one geometry in host memory, at most `byte_budget` bytes.
 
     A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so any run of tokens of one layer is one
-    copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU. A GPU reads it
-    asynchronously: callers of `read_until` say when such reads end, and no other donor is written before."""
+    copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU."""
 
     def __init__(self, byte_budget: int, geometry: KvGeometry, dtype: torch.dtype, *, lock: bool = False) -> None:
         """Take the memory. Raises ConfigurationError when it is not available."""
@@ -267,7 +266,7 @@ class HostTier(MemoryTier[HostKv]):
         return (self._tokens - self._memory.free) * self._token_bytes
 
     def read_until(self, end: Event | None) -> None:
-        """Note that reads queued within `reading` end with `end`; None where they have ended."""
+        """Note that reads by a GPU, queued within `reading`, end with `end`; None where they have ended."""
         if end is not None:
             with self._lock:
                 self._fences = [*(fence for fence in self._fences if not fence.query()), end]
@@ -311,10 +310,7 @@ class DonorStore:
             return False
         try:
             tokens = self.device.tokens_of(donor_id)
-            with (
-                self.device.reading(donor_id) as source,
-                self.host.writing(donor_id, tokens) as held,
-            ):
+            with self.device.reading(donor_id) as source, self.host.writing(donor_id, tokens) as held:
                 copy(source, tokens, held)
         except Exception:
             # Nothing is lost where the scheduler has dropped it meanwhile.

@@ -218,9 +218,7 @@ def _staged(batch: Sequence[Move], staged: ContiguousKv) -> list[Move]:
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy [layers, kv_factor, kv_heads, tokens, head_dim]; the tokens of each layer lie in one run of memory.
-
-    Each run is one asynchronous copy. Torch would first gather other strides on the host."""
+    """Copy [layers, kv_factor, kv_heads, tokens, head_dim], each layer's run in one copy: torch would gather others."""
     runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
     if runs.is_contiguous() and target_runs.is_contiguous():
         target_runs.copy_(runs, non_blocking=True)
