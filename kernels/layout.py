@@ -370,11 +370,6 @@ class SequenceRows:
         """Rows of this sequence."""
         return self.positions.shape[0]
 
-    @property
-    def contiguous(self) -> bool:
-        """True when the positions have no gap."""
-        return self.last_position - self.first_position + 1 == self.count
-
     def to(self, device: torch.device | str) -> SequenceRows:
         """Return the same rows with their tensors on `device`, copied without waiting."""
         return self.moved(*all_to_device([self.positions, self.block_ids], device))
