@@ -410,7 +410,7 @@ def cover(
     ranks = {each: (preference.generations.get(each, 0), not preference.is_near(each)) for each in offered}
     weights = [-weight for weight in waiting]
     heapq.heapify(weights)
-    taken, chosen = set(used_donors), list[Run]()
+    taken, chosen, ends = set(used_donors), list[Run](), list[int]()
 
     def tie(piece: Run) -> tuple[Any, ...]:
         # The donor id comes before positions, so that one donor's pieces are taken together.
@@ -422,9 +422,10 @@ def cover(
         for piece in sorted(waiting.pop(-heapq.heappop(weights)), key=tie):
             if is_over():
                 return chosen
-            at, free = _free_parts(piece, chosen)
+            at, free = _free_parts(piece, chosen, ends)
             if free == [piece]:
                 chosen.insert(at, piece)
+                ends.insert(at, piece.target_end)
                 taken.add(piece.donor_id)
                 continue
             for part in free:
@@ -436,17 +437,15 @@ def cover(
     return chosen
 
 
-def _free_parts(piece: Run, chosen: list[Run]) -> tuple[int, list[Run]]:
+def _free_parts(piece: Run, chosen: list[Run], ends: list[int]) -> tuple[int, list[Run]]:
     """Return the place of `piece` among disjoint runs, sorted by prompt position, and its parts that none covers."""
-    position, parts = piece.target_start, list[Run]()
-    first = bisect_right(chosen, position, key=lambda run: run.target_end)
-    for at in range(first, len(chosen)):
-        if chosen[at].target_start >= piece.target_end:
-            break
+    position, end, parts = piece.target_start, piece.target_end, list[Run]()
+    first = at = bisect_right(ends, position)
+    while at < len(chosen) and chosen[at].target_start < end:
         if (part := piece.within(position, chosen[at].target_start)) is not None:
             parts.append(part)
-        position = chosen[at].target_end
-    if (part := piece.within(position, piece.target_end)) is not None:
+        position, at = ends[at], at + 1
+    if (part := piece.within(position, end)) is not None:
         parts.append(part)
     return first, parts
 
