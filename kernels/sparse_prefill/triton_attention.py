@@ -146,27 +146,16 @@ def processors_of(device: torch.device) -> int:
 
 
 @triton.jit
-def _block_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block table index of each token of a tile from `tokens` on; a scalar for a tile within a block."""
+def _places_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return block table index and slot of each token of a tile from `tokens` on; one index for a tile in a block."""
+    own = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tokens // BLOCK_SIZE
+        block, slot = tokens // BLOCK_SIZE, tokens % BLOCK_SIZE + own
     elif BLOCK_N % BLOCK_SIZE == 0:
-        block = tokens // BLOCK_SIZE + tl.arange(0, BLOCK_N) // BLOCK_SIZE
+        block, slot = tokens // BLOCK_SIZE + own // BLOCK_SIZE, own % BLOCK_SIZE
     else:
-        block = (tokens + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-    return block
-
-
-@triton.jit
-def _slot_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the slot in its block of each token of a tile that starts at `tokens`."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        slot = tokens % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-    elif BLOCK_N % BLOCK_SIZE == 0:
-        slot = tl.arange(0, BLOCK_N) % BLOCK_SIZE
-    else:
-        slot = (tokens + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    return slot
+        block, slot = (tokens + own) // BLOCK_SIZE, (tokens + own) % BLOCK_SIZE
+    return block, slot
 
 
 @triton.jit
@@ -181,11 +170,11 @@ def _attend(
     No row sees a token before `first_seen`."""
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.
-    ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
+    ids = tl.load(table + tl.minimum(_places_of(begin, BLOCK_SIZE, BLOCK_N)[0], last_block))
     for start in range(begin, end, BLOCK_N):
-        slots = _slot_of(start, BLOCK_SIZE, BLOCK_N)
+        slots = _places_of(start, BLOCK_SIZE, BLOCK_N)[1]
         offsets = ids * block_stride + slots * SLOT_STRIDE
-        ids = tl.load(table + tl.minimum(_block_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N), last_block))
+        ids = tl.load(table + tl.minimum(_places_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N)[0], last_block))
         # k, v: [block_n, block_d]
         pointers = keys + offsets[:, None] + channels[None, :]
         if BLOCK_D == HEAD_DIM:
