@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from kernels.device import Event, Stream
     from kernels.layout import KvGeometry, PagedKv
-    from semblend_trt.donors.device_tier import DeviceTier
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
@@ -288,7 +287,7 @@ class DonorStore:
 
     A donor that moves stays readable: it is in its new tier before it leaves the old one."""
 
-    def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
+    def __init__(self, host: HostTier, device: MemoryTier[PagedKv] | None) -> None:
         self.host = host
         self.device = device
 
@@ -340,7 +339,7 @@ class DonorStore:
         on_device = self.device is not None and self.device.drop(donor_id)
         return self.host.drop(donor_id) or on_device
 
-    def device_tier(self) -> DeviceTier:
+    def device_tier(self) -> MemoryTier[PagedKv]:
         """Return the device tier; CapacityError where this rank has none."""
         if self.device is None:
             raise CapacityError("this rank has no device tier; set SEMBLEND_DEVICE_BYTES alike on every rank")
