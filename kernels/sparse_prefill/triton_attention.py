@@ -267,22 +267,15 @@ def attention_kernel(
         sinks = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNELS
         maximum = tl.where(slot < 0, sinks, maximum)
         normaliser = tl.where(slot < 0, 1.0, normaliser)
-    if WINDOWED:
+    # Of the KV before `open_begin`, in between and from `open_end` on, the middle needs no mask.
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        begin = kv_begin if part == 0 else open_begin if part == 1 else open_end
+        end = open_begin if part == 0 else open_end if part == 1 else kv_end
         accumulator, normaliser, maximum = _attend(
-            accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_begin,
-            last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+            accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, begin, end, last_block,
+            pool_block_stride, scale, window, first_seen, part != 1, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
             BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
         )  # fmt: skip
-    accumulator, normaliser, maximum = _attend(
-        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_begin, open_end,
-        last_block, pool_block_stride, scale, window, first_seen, False, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
-        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
-    )  # fmt: skip
-    accumulator, normaliser, maximum = _attend(
-        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_end, kv_end,
-        last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
-        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
-    )  # fmt: skip
 
     empty = normaliser == 0.0
     accumulator = accumulator / tl.where(empty, 1.0, normaliser)[:, None]
