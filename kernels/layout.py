@@ -1,8 +1,7 @@
 """How KV lies in memory, which tokens of it are moved, compared or attended to, and the checks of these on the host.
 
-It lies in TensorRT-LLM's paged pool (one tensor), in vLLM's (layer by layer), or in a donor's tensor. The inner order
-of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in its `getKVLocalIdx`
-(cpp/tensorrt_llm/kernels/kvCacheUtils.h)."""
+The inner order of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in its
+`getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h)."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ Pool = torch.Tensor | LayeredPool
 
 
 class PoolLayer(NamedTuple):
-    """One layer of a pool: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], or a LayeredPool."""
+    """One layer of a pool: [blocks, layers, kv_factor (K, V), kv_heads * block_size * head_dim], or a LayeredPool."""
 
     pool: Pool
     layer: int
@@ -108,10 +107,9 @@ class PoolLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
+    """One sequence in a pool as in PoolLayer: position p lies in block `block_ids[p // block_size]`, int64 [n].
 
-    `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
-    int64 [n]. Keep `block_ids` on the host: every write checks them there, and would have to wait for a device."""
+    Keep `block_ids` on the host: every write checks them there, and would have to wait for a device."""
 
     pool: Pool
     block_ids: torch.Tensor
@@ -140,11 +138,10 @@ class PagedKv:
         """The pool, or K of the lowest layer where the layers lie apart."""
         return self.pool.keys[0] if isinstance(self.pool, LayeredPool) else self.pool
 
-    def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
-        positions, size = torch.arange(start, start + length), self.geometry.block_size
-        blocks, slots = self.block_ids.cpu()[positions // size], positions % size
-        return blocks.to(self.pool.device, non_blocking=True), slots.to(self.pool.device, non_blocking=True)
+    def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return blocks and slots of `positions`, int64 [n] each, on the host."""
+        size = self.geometry.block_size
+        return self.block_ids.cpu()[positions // size], positions % size
 
     def layers(self, first: int, end: int) -> PagedKv:
         """Return layers `first .. end - 1`, without a copy."""
@@ -328,13 +325,13 @@ def check_dtype(dtype: torch.dtype, name: str) -> None:
         raise ValueError(f"{name} is {dtype}; supported are {supported}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SequenceRows:
     """Rows `first_row .. first_row + n - 1` of the batch, at `positions` of one sequence.
 
-    `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
-    tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
-    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo`: see `once`."""
+    `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Both are read once,
+    so build it from host tensors; `host_positions` and `host_block_ids` stay there after `to`. It never changes but for
+    `memo`, see `once`. Raises ValueError."""
 
     first_row: int
     positions: torch.Tensor
@@ -365,22 +362,13 @@ class SequenceRows:
         lowest, highest = int(blocks.min()), int(blocks.max())
         if first < 0 or lowest < 0:
             raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
-        self._set(host_positions=positions, host_block_ids=block_ids)
-        self._set(first_position=first, last_position=last, highest_block=highest)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self.host_positions, self.host_block_ids = positions, block_ids
+        self.first_position, self.last_position, self.highest_block = first, last, highest
 
     @property
     def count(self) -> int:
         """Rows of this sequence."""
         return self.positions.shape[0]
-
-    @property
-    def contiguous(self) -> bool:
-        """True when the positions have no gap."""
-        return self.last_position - self.first_position + 1 == self.count
 
     def to(self, device: torch.device | str) -> SequenceRows:
         """Return the same rows with their tensors on `device`, copied without waiting."""
@@ -389,7 +377,7 @@ class SequenceRows:
     def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
         """Return the same rows with these copies of their tensors."""
         moved = copy(self)
-        moved._set(positions=positions, block_ids=block_ids, memo={})
+        moved.positions, moved.block_ids, moved.memo = positions, block_ids, {}
         return moved
 
 
@@ -405,9 +393,8 @@ def once(sequences: Sequence[SequenceRows], what: tuple[Hashable, ...], make: Ca
 def in_chunks(sequences: Sequence[SequenceRows], chunk: int, block_size: int) -> tuple[SequenceRows, ...]:
     """Return the same rows as one sequence for each chunk of `chunk` positions, in which alone their queries see KV.
 
-    A row's position counts from its chunk's first one, and the blocks begin with that of the chunk: what is written
-    goes to the same slots. On the sequences' device. If a sequence has several chunks and blocks of `block_size` do not
-    divide them, raises ValueError."""
+    Positions count from the chunk's first one, and the blocks begin with the chunk's: rows keep their slots. If a
+    sequence has several chunks and blocks of `block_size` do not divide them, raises ValueError."""
     found: list[SequenceRows] = []
     for each in sequences:
         if each.last_position < chunk:
@@ -442,8 +429,7 @@ def all_to_device(vectors: Sequence[torch.Tensor], device: torch.device | str) -
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Raise ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
 
-    The sequences must cover the rows in order and without a gap. They are checked once for a pool, on the host, so that
-    nothing waits for a device."""
+    The sequences must cover the rows in order and without a gap. They are checked once for a pool, on the host."""
     pool, layer, geometry = kv
     check_pool(pool, geometry)
     if not 0 <= layer < geometry.num_layers:

@@ -11,11 +11,10 @@ The table holds all that changes with a plan, so no plan compiles a kernel again
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
 position, the target's, the length, the row of factors (or the word of its layers' rows; -1: K is copied) and the first
-output column. One address for each layer and kind costs a kernel no time: it reads that beside the block ids.
+output column.
 
 Addresses and strides count units of `unit_bytes`; addresses count from the tensor that the kernel gets as an argument.
-So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time. Of a loaded address it
-would not know that it is aligned."""
+So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time."""
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -45,6 +44,7 @@ RECORD_WORDS = 16
 SPANS_AT = 2 * RECORD_WORDS
 _RECORD_WORDS, _SPANS_AT = tl.constexpr(RECORD_WORDS), tl.constexpr(SPANS_AT)
 _VECTOR_BYTES = 16
+_TILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +108,19 @@ def span_table(
     base: torch.Tensor,
     targets: tuple[Memory, Memory],
     rotation: Rotation,
-    tile_tokens: int,
+    tokens: int,
     target_layers: int = 0,
 ) -> SpanTable:
     """Lay out and upload the table of the moves that have a length; all of them were checked.
 
     Addresses count from `base`. `targets`: two records that the kernel chooses between; they have `target_layers`, if
-    those are more than the sources'. On CUDA the upload is queued on the current stream of `base`'s device and the host
-    does not wait for it."""
+    those are more than the sources'. `tokens`: those of a tile. On CUDA the upload is queued on the current stream of
+    `base`'s device and the host does not wait for it."""
     sources = {key: memory_of(source) for key, source in {id(move.source): move.source for move in moves}.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(move.source.sizes[:2] for move in moves)
     layers = max(layers, target_layers)
-    tiles = np.array([-(-move.length // tile_tokens) for move in moves], np.int64)
+    tiles = np.array([-(-move.length // tokens) for move in moves], np.int64)
     shifts = sorted({move.shift for move in moves} - {0})
     turning, rows = _factor_rows(len(shifts), rotation)
 
@@ -147,7 +147,7 @@ def span_table(
     # Of each tile its span, and its first token there.
     pairs = words[tiles_at:factors_at].reshape(-1, 2)
     pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
-    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
     if known:
         # In float64: a shift times a frequency loses its fraction in float32.
@@ -166,9 +166,7 @@ def _write_memories(
     origin: int,
     unit_bytes: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Write addresses, counted from `origin`, and block ids; return each record's beginning, by the memory's id.
-
-    `size`: the layers and kinds that have an address."""
+    """Write addresses of `size` layers and kinds from `origin` on, and block ids; return records' beginnings by id."""
     (layers, kinds), num_addresses = size, size[0] * size[1]
     first, layer, kind = np.array([(each.address, *each.strides[1:3]) for each in memories]).T[:, :, None, None]
     # Where each layer's kinds begin, in bytes: int64 [memories, layers, kinds]. Missing layers are not read.
@@ -198,18 +196,9 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
     return turning, np.where(layers < 0, -1, layers + np.arange(shifts)[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """A program's tile of about `tile_bytes`; its neighbours take the next tokens if `tokens_first`, else layers."""
-
-    tile_bytes: int
-    warps: int = 4
-    tokens_first: bool = True
-
-    def tokens(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the tokens of a tile, a power of two."""
-        row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-        return int(min(128, max(1, self.tile_bytes // row_bytes)))
+def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the tokens of a program's tile, a power of two."""
+    return int(min(128, max(1, _TILE_BYTES // (triton.next_power_of_2(head_dim) * dtype.itemsize))))
 
 
 def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:

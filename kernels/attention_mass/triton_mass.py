@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.device import launch
 from kernels.layout import once, to_device
 from kernels.sparse_prefill.tiles import TileConfig, batch_index
-from kernels.sparse_prefill.triton_attention import LOG2_E, LOG2_E_IN_KERNELS, memory_of
+from kernels.sparse_prefill.triton_attention import LOG2_E, LOG2_E_IN_KERNELS, math_of, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,36 +44,27 @@ def attention_mass(
     memory, layer, (block, apart, _), constants = memory_of(kv)
     tile = EXACT if q.dtype == torch.float32 else TILE if geometry.head_dim <= 128 else WIDE
     q = q if q.stride(2) == 1 else q.contiguous()
-    # The interpreter cannot multiply bf16.
-    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     tokens = max(sequence.last_position for sequence in sequences) + 1
     launch(
         mass_kernel, (triton.cdiv(tokens, tile.block_n), geometry.kv_heads, len(sequences)), q, q, memory, lse, into,
-        _records(sequences), *batch_index(sequences), layer, into.stride(0), window or 0, scale * LOG2_E,
+        once(sequences, ("mass",), lambda: _records(sequences)), *batch_index(sequences), layer, into.stride(0),
+        window or 0, scale * LOG2_E,
         *q.stride()[:2], block, apart, **constants, KV_HEADS=geometry.kv_heads, GROUP=q.shape[1] // geometry.kv_heads,
         HEAD_DIM=geometry.head_dim, BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
         BLOCK_SIZE=geometry.block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOWED=window is not None,
-        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
+        **math_of(q), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     return into
 
 
 def _records(sequences: tuple[SequenceRows, ...]) -> torch.Tensor:
-    """Return what a program knows of its sequence, once for all layers: first row, rows, first block, first column,
-    first and last position, int32 [sequences, 6]."""
-
-    def records() -> torch.Tensor:
-        found, first_block, column = [], 0, 0
-        for each in sequences:
-            bounds = each.first_position, each.last_position
-            found.append([each.first_row, each.count, first_block, column, *bounds])
-            first_block += len(each.block_ids)
-            column += each.last_position + 1
-        return to_device(torch.tensor(found, dtype=torch.int32), sequences[0].positions.device)
-
-    return once(sequences, ("mass",), records)
+    """Return first row, rows, first block, first column, first and last position of each, int32 [sequences, 6]."""
+    found, first_block, column = [], 0, 0
+    for each in sequences:
+        found.append([each.first_row, each.count, first_block, column, each.first_position, each.last_position])
+        first_block += len(each.block_ids)
+        column += each.last_position + 1
+    return to_device(torch.tensor(found, dtype=torch.int32), sequences[0].positions.device)
 
 
 @triton.jit
@@ -82,8 +73,7 @@ def _add_rows(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MATH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return `mass`, [block_n], and what the rows of a KV head's query heads give to `k`, [block_n, block_d]. The
-    pointers are those of the first row and head; `MASKED` compares tokens with the rows' positions."""
+    """Return `mass`, [block_n], and what the rows of a KV head's query heads give to `k`, [block_n, block_d]."""
     own = tl.arange(0, BLOCK_M)
     channels = tl.arange(0, BLOCK_D)
     offsets = (own * q_row_stride)[:, None] + channels[None, :]

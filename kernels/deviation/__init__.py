@@ -94,9 +94,7 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
 
     `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
     host does not wait for it. The rows are few, so gathering them costs less than a table of their places."""
-    size = kv.geometry.block_size
-    places = kv.block_ids[positions // size], positions % size
-    rows, blocks, slots = all_to_device((rows, *places), fresh.k.device)
+    rows, blocks, slots = all_to_device((rows, *kv.places(positions)), fresh.k.device)
     own = [indexable(each).index_select(0, rows) for each in fresh.planes]
     held = [indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(len(own))]
     donor = [each[blocks, :, slots] for each in held]

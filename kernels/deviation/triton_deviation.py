@@ -15,7 +15,6 @@ import triton.language as tl
 from kernels.device import launch
 from kernels.span_table import (
     Memory,
-    Tiling,
     constants,
     factors_of,
     keep_until_read,
@@ -26,6 +25,7 @@ from kernels.span_table import (
     rows_at,
     span_of_tile,
     span_table,
+    tile_tokens,
 )
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from kernels.layout import FreshRows, Move
     from kernels.rope import RopeRotation
-
-TILING = Tiling(tile_bytes=4096)
 
 
 def compared(spans: Sequence[Move], fresh: FreshRows, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
@@ -54,7 +52,7 @@ def prepared(
     `output` has three axes for the squares and two for the deviation."""
     base = fresh.k
     _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
-    tokens = TILING.tokens(head_dim, base.dtype)
+    tokens = tile_tokens(head_dim, base.dtype)
     targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.planes[-1])
     table = span_table(spans, base, targets, rotation, tokens)
 
@@ -62,7 +60,7 @@ def prepared(
         launch(
             deviation_kernel, (table.num_tiles, kv_factor), base, base, table.words, output, table.tiles_at,
             table.factors_at, output.shape[-1], layer, **constants(table, base.dtype, head_dim, rotation),
-            TOKENS=tokens, HEADS=kv_heads, KINDS=kv_factor if output.ndim == 3 else 0, num_warps=TILING.warps,
+            TOKENS=tokens, HEADS=kv_heads, KINDS=kv_factor if output.ndim == 3 else 0, num_warps=4,
         )  # fmt: skip
         keep_until_read([span.source.memory for span in spans], base)
 

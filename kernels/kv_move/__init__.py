@@ -147,7 +147,8 @@ def _scatter(target: Kv, start: int, kind: int, rows: torch.Tensor) -> None:
     if isinstance(target, ContiguousKv):
         target.tensor[:, kind, :, start : start + length] = rows
         return
-    blocks, slots = target.places(start, length)
+    places = target.places(torch.arange(start, start + length))
+    blocks, slots = (each.to(target.pool.device, non_blocking=True) for each in places)
     if isinstance(target.pool, LayeredPool):
         for layer in range(target.geometry.num_layers):
             one = indexable(layer_view(target.pool, target.geometry, layer, kind)).transpose(0, 1)
@@ -203,5 +204,5 @@ def _slots(kv: Kv, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     positions = torch.cat([torch.arange(start, end) for start, end in ranges])
     if isinstance(kv, ContiguousKv):
         return positions
-    block_size = kv.geometry.block_size
-    return kv.block_ids.cpu()[positions // block_size] * block_size + positions % block_size
+    blocks, slots = kv.places(positions)
+    return blocks * kv.geometry.block_size + slots

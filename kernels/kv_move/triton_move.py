@@ -15,7 +15,6 @@ from kernels.device import launch
 from kernels.layout import ContiguousKv, Kv, Move
 from kernels.rope import LayerRotations
 from kernels.span_table import (
-    Tiling,
     as_element,
     constants,
     factors_of,
@@ -28,6 +27,7 @@ from kernels.span_table import (
     span_of_tile,
     span_table,
     store_part,
+    tile_tokens,
 )
 
 if TYPE_CHECKING:
@@ -36,28 +36,18 @@ if TYPE_CHECKING:
     from kernels.rope import Rotation
 
 
-def default_tiling(target: Kv) -> Tiling:
-    """Return the fastest in the sweep on an H200: small tiles; neighbouring programs write neighbouring memory.
-
-    A paged pool keeps all layers of a block together. A contiguous tensor keeps all tokens of a layer, and so do pools
-    of latent rows (MLA), of which a warp takes twice the number."""
-    is_contiguous, is_latent = isinstance(target, ContiguousKv), target.sizes[1] == 1
-    if is_latent and not is_contiguous:
-        return Tiling(tile_bytes=4096, warps=1, tokens_first=True)
-    return Tiling(tile_bytes=4096, warps=2, tokens_first=is_contiguous)
-
-
-def prepared(
-    moves: Sequence[Move], target: Kv, rotation: Rotation, tiling: Tiling | None = None
-) -> Callable[[range, int], None]:
+def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[[range, int], None]:
     """Upload the table of moves that were checked, have a length, and that `triton_serves`.
 
     Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
     the sources to the target's layers from a first one on."""
-    tiling = tiling or default_tiling(target)
     memory, rows = target.memory, memory_of(target)
     layers, kv_factor, kv_heads, head_dim = target.sizes
-    tokens = tiling.tokens(head_dim, memory.dtype)
+    # Fastest on an H200: neighbouring programs write neighbouring memory. A paged pool keeps all layers of a block
+    # together; a contiguous tensor keeps all tokens of a layer, and so do pools of latent rows (MLA).
+    is_contiguous, is_latent = isinstance(target, ContiguousKv), kv_factor == 1
+    warps = 1 if is_latent and not is_contiguous else 2
+    tokens = tile_tokens(head_dim, memory.dtype)
     table = span_table(moves, memory, (rows, rows), rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * kv_heads
     fixed = constants(table, memory.dtype, head_dim, rotation)
@@ -67,7 +57,7 @@ def prepared(
         launch(
             move_kernel, (programs * len(moved),), memory, memory, table.words, table.tiles_at, table.factors_at,
             table.num_tiles, moved.start, first, len(moved), kv_factor, kv_heads, **fixed, TOKENS=tokens,
-            LAYERED=isinstance(rotation, LayerRotations), TOKENS_FIRST=tiling.tokens_first, num_warps=tiling.warps,
+            LAYERED=isinstance(rotation, LayerRotations), TOKENS_FIRST=is_contiguous or is_latent, num_warps=warps,
         )  # fmt: skip
         keep_until_read(sources, memory)
         if table.words.is_cuda:

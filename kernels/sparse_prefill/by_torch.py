@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -54,7 +54,8 @@ def sparse_prefill(
         own = window if window is not None and window <= sequence.last_position else None
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
         keys, values = (gathered(kv, sequence, first, q.dtype, kind) for kind in (0, 1))
-        nearly_whole = sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
+        has_no_gap = sequence.last_position - sequence.first_position + 1 == sequence.count
+        nearly_whole = has_no_gap and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
         if own is None and sinks is None and lse is None and (sequence.count == 1 or nearly_whole):
             output[rows] = _attend_square(q[rows], keys, values, scale)
         else:
@@ -78,13 +79,16 @@ def _attend_square(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
     """Attend one row to all positions, or the last rows causally. `q`: [rows, heads, head_dim]; returns its shape."""
     # Padding rows for the few positions before them makes it a square, for which the causal kernel needs no mask.
     missing = keys.shape[1] - len(q) if len(q) > 1 else 0
-    # queries has shape [1, heads, rows, head_dim]
-    queries = pad(q.transpose(0, 1)[None], (0, 0, missing, 0))
-    grouped = q.shape[1] != keys.shape[0]
+    return _attended(pad(q, (0, 0, 0, 0, missing, 0)), keys, values, scale, is_causal=len(q) > 1)[missing:]
+
+
+def _attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, **seen: Any) -> torch.Tensor:
+    """Return torch's own attention of `q`, [rows, heads, head_dim], in its shape."""
+    queries, is_grouped = q.transpose(0, 1)[None], q.shape[1] != keys.shape[0]
     attended = scaled_dot_product_attention(
-        queries, keys[None], values[None], is_causal=len(q) > 1, scale=scale, enable_gqa=grouped
+        queries, keys[None], values[None], scale=scale, enable_gqa=is_grouped, **seen
     )
-    return attended[0, :, missing:].transpose(0, 1)
+    return attended[0].transpose(0, 1)
 
 
 def _attend_masked(
@@ -127,15 +131,7 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Return what `q`, [rows, heads, head_dim], gets, in its shape. `mask`: bool [rows, tokens]."""
     if sinks is None and lse is None:
-        attended = scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=q.shape[1] != keys.shape[0],
-        )
-        return attended[0].transpose(0, 1)
+        return _attended(q, keys, values, scale, attn_mask=mask)
     # [kv_heads, group, rows, head_dim]; torch's own attention knows no sinks
     queries = q.float().unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
     scores = (queries @ keys.float().transpose(1, 2)[:, None] * scale).masked_fill(~mask, -torch.inf)

@@ -56,16 +56,12 @@ class AttentionWork:
 
 
 def batch_index(sequences: tuple[SequenceRows, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all sequences' positions, int64 [rows], and block ids, int64 [blocks], on the device, in order.
-
-    They are joined once for all layers; those of a single sequence are used as they are."""
-    if len(sequences) == 1:
-        return sequences[0].positions, sequences[0].block_ids
-
-    def join() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.cat([each.positions for each in sequences]), torch.cat([each.block_ids for each in sequences])
-
-    return once(sequences, ("index",), join)
+    """Return all sequences' positions, int64 [rows], and block ids, int64 [blocks], on the device, in order."""
+    pairs = [(each.positions, each.block_ids) for each in sequences]
+    if len(pairs) == 1:
+        return pairs[0]
+    positions, block_ids = once(sequences, ("index",), lambda: [torch.cat(each) for each in zip(*pairs, strict=True)])
+    return positions, block_ids
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:
@@ -140,14 +136,11 @@ def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int
 
 
 def _parts(positions: np.ndarray, window: int | None) -> list[int]:
-    """Return where tiles have to begin, in rows of one sequence, and its end.
-
-    Without a window a tile begins after the widest gap that is worth one more. With rows on both sides, a tile compares
-    all positions of the gap with them. That takes longer than a tile of few rows that attends to all tokens before
-    it."""
+    """Return where tiles have to begin, in rows of one sequence, and its end."""
     gaps = np.diff(positions)
     if window is not None:
         return [0, *(np.flatnonzero(gaps > window) + 1).tolist(), len(positions)]
+    # A tile with rows on both sides of a wide gap compares all positions of the gap: one more tile takes less time.
     cut = 0
     if positions[-1] - positions[0] >= max(MIN_PIECE, len(positions)):
         wide = np.where(gaps > np.maximum(MIN_PIECE, 2 * positions[:-1]), gaps, 0)
@@ -182,15 +175,11 @@ def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarra
 
 
 def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int | np.ndarray]:
-    """Return lengths of a piece to try, multiples of block_n.
-
-    Always: whole tiles, and an even share of the work or little more. If there are no more tiles than programs: the
-    shortest length with which one round of programs holds all pieces. If there are more: half and a third of the share,
-    and whole tiles for full rounds of programs with the lightest tiles, which fill no round, cut evenly."""
+    """Return lengths of a piece to try, multiples of block_n: whole tiles, an even share or little more, and others."""
     least, whole = -(-MIN_PIECE // block_n), -(-int(reach.max()) // block_n)
     share = -(-int(reach.sum()) // (programs * block_n))
     lengths = {whole, *(share + share * more // 64 for more in (0, 1, 2, 4))}
-    if len(reach) <= programs:
+    if len(reach) <= programs:  # the shortest with which one round of programs holds all pieces
         candidates = np.arange(share, whole + 1)
         needed = (-(-reach // (candidates[:, None] * block_n))).sum(axis=1)
         lengths.add(int(candidates[np.argmax(needed <= programs)]))
@@ -198,7 +187,7 @@ def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int |
         lengths |= {-(-share // 2), -(-share // 3)}
     pieces: list[int | np.ndarray] = [*{min(max(length, least), whole) * block_n for length in lengths}]
     left = len(reach) % programs
-    if len(reach) > programs and left:
+    if len(reach) > programs and left:  # the lightest tiles, which fill no round of programs, are cut evenly
         lightest = np.argsort(reach)[:left]
         mixed = np.full(len(reach), whole * block_n)
         mixed[lightest] = max(least, -(-int(reach[lightest].sum()) // (programs * block_n))) * block_n

@@ -11,7 +11,7 @@ by their log-sum-exp (Dao et al. 2023, flash-decoding). A sink is a token that n
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -70,16 +70,12 @@ def sparse_prefill(
     partial_lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     sinks = sinks if sinks is None else sinks.contiguous()
-    # The interpreter cannot multiply bf16.
-    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
         *batch_index(sequences), sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
         *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
         WINDOWED=window is not None, HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
-        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None, num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        **math_of(q), num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     if work.slots:
         # Low tiles are few and have many pieces, so pieces are read side by side; measured on an H200.
@@ -118,6 +114,13 @@ def memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], d
     return keys, 0, (block, 0, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
 
 
+def math_of(q: torch.Tensor) -> dict[str, Any]:
+    """Return the compile-time arguments by which a kernel multiplies `q`; the interpreter cannot multiply bf16."""
+    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu"):
+        return {"MATH": tl.float32, "PRECISION": "ieee"}
+    return {"MATH": tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16, "PRECISION": None}
+
+
 @cache
 def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Return the tile for a batch whose longest sequence has `packed_rows` rows times query heads a KV head."""
@@ -143,27 +146,16 @@ def processors_of(device: torch.device) -> int:
 
 
 @triton.jit
-def _block_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block table index of each token of a tile from `tokens` on; a scalar for a tile within a block."""
+def _places_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return block table index and slot of each token of a tile from `tokens` on; one index for a tile in a block."""
+    own = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tokens // BLOCK_SIZE
+        block, slot = tokens // BLOCK_SIZE, tokens % BLOCK_SIZE + own
     elif BLOCK_N % BLOCK_SIZE == 0:
-        block = tokens // BLOCK_SIZE + tl.arange(0, BLOCK_N) // BLOCK_SIZE
+        block, slot = tokens // BLOCK_SIZE + own // BLOCK_SIZE, own % BLOCK_SIZE
     else:
-        block = (tokens + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-    return block
-
-
-@triton.jit
-def _slot_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the slot in its block of each token of a tile that starts at `tokens`."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        slot = tokens % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-    elif BLOCK_N % BLOCK_SIZE == 0:
-        slot = tl.arange(0, BLOCK_N) % BLOCK_SIZE
-    else:
-        slot = (tokens + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    return slot
+        block, slot = (tokens + own) // BLOCK_SIZE, (tokens + own) % BLOCK_SIZE
+    return block, slot
 
 
 @triton.jit
@@ -178,11 +170,11 @@ def _attend(
     No row sees a token before `first_seen`."""
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.
-    ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
+    ids = tl.load(table + tl.minimum(_places_of(begin, BLOCK_SIZE, BLOCK_N)[0], last_block))
     for start in range(begin, end, BLOCK_N):
-        slots = _slot_of(start, BLOCK_SIZE, BLOCK_N)
+        slots = _places_of(start, BLOCK_SIZE, BLOCK_N)[1]
         offsets = ids * block_stride + slots * SLOT_STRIDE
-        ids = tl.load(table + tl.minimum(_block_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N), last_block))
+        ids = tl.load(table + tl.minimum(_places_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N)[0], last_block))
         # k, v: [block_n, block_d]
         pointers = keys + offsets[:, None] + channels[None, :]
         if BLOCK_D == HEAD_DIM:
@@ -275,22 +267,15 @@ def attention_kernel(
         sinks = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNELS
         maximum = tl.where(slot < 0, sinks, maximum)
         normaliser = tl.where(slot < 0, 1.0, normaliser)
-    if WINDOWED:
+    # Of the KV before `open_begin`, in between and from `open_end` on, the middle needs no mask.
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        begin = kv_begin if part == 0 else open_begin if part == 1 else open_end
+        end = open_begin if part == 0 else open_end if part == 1 else kv_end
         accumulator, normaliser, maximum = _attend(
-            accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_begin,
-            last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+            accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, begin, end, last_block,
+            pool_block_stride, scale, window, first_seen, part != 1, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
             BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
         )  # fmt: skip
-    accumulator, normaliser, maximum = _attend(
-        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_begin, open_end,
-        last_block, pool_block_stride, scale, window, first_seen, False, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
-        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
-    )  # fmt: skip
-    accumulator, normaliser, maximum = _attend(
-        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_end, kv_end,
-        last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
-        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
-    )  # fmt: skip
 
     empty = normaliser == 0.0
     accumulator = accumulator / tl.where(empty, 1.0, normaliser)[:, None]

@@ -136,9 +136,7 @@ def fingerprint(
 
 
 def _rank(tokens: TokenArray) -> _Ranks:
-    """Rank each gram: the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
-
-    It adds up sums over 1, 2, 4 and 8 tokens; those over 8 stay in `_scratch.halves`."""
+    """Rank grams: the sums of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32; those over 8 stay there."""
     rooms = (_scratch.other, _scratch.one, _scratch.halves, _scratch.ranks)
     sums: _Ranks = np.multiply(tokens.view(np.uint32), _FACTORS[0], out=_scratch.one[: len(tokens)])
     for length, factor, room in zip((1, 2, 4, 8), _FACTORS, rooms, strict=True):
@@ -149,9 +147,7 @@ def _rank(tokens: TokenArray) -> _Ranks:
 
 
 def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
-    """Flag ranks that are the least of some `window` consecutive ranks of the same text.
-
-    Such a rank equals the greatest minimum of the windows that hold it."""
+    """Flag the least of any `window` ranks of one text: it equals the greatest minimum of the windows that hold it."""
     minima = _scratch.minima[: len(ranks) + window - 1]
     minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
     # Windows that reach beyond a text's end get the minimum 0, which is never the greatest.
@@ -177,9 +173,8 @@ def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
 
 
 def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
-    """Flag grams of one repeated token, and those that begin or end a stretch of GUARANTEED_RUN tokens or more.
-
-    Returns None without such a gram. The quick test: it holds 8 equal tokens from a multiple of 8 on."""
+    """Flag grams of one repeated token, and the ends of GUARANTEED_RUN such tokens or more; None without one."""
+    # Such a gram holds 8 equal tokens from a multiple of 8 on.
     parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
     alike = parts[:, 0] == parts[:, 7]
     if not alike.any() or not (parts[alike] == parts[alike, :1]).all(axis=1).any():

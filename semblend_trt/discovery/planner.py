@@ -120,11 +120,7 @@ class Preference:
 
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
-    """Ends planning; `reason` is the name under which it is counted."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """Ends planning; its text is the reason under which it is counted."""
 
 
 class Planner:
@@ -194,8 +190,8 @@ class Planner:
                 plan = self._build(request, runs, exact, None)
         except _Refusal as refusal:
             cut = _cut(request, scan, deadline)
-            reason = cut if cut and (deadline.has_cut or refusal.reason in _AVERTABLE) else refusal.reason
-            return Planned(None, reason, len(runs), scan)
+            reason = str(refusal)
+            return Planned(None, cut if cut and (deadline.has_cut or reason in _AVERTABLE) else reason, len(runs), scan)
         return Planned(plan, _cut(request, scan, deadline) or lacking, len(runs), scan)
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
@@ -374,16 +370,10 @@ def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference
     """Return the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
 
     Of equally long ones a near donor's is taken, and none of an approximate donor."""
-    from_start = [
-        run
-        for run in runs
-        if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in preference.generations
-    ]
-    best = min(
-        from_start,
-        key=lambda run: (-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id),
-        default=None,
-    )
+    from_start = (run for run in runs if not run.donor_start and not run.target_start)
+    exact = [run for run in from_start if run.donor_id not in preference.generations]
+    near = preference.is_near
+    best = min(exact, key=lambda run: (-min(run.target_end, end), not near(run.donor_id), run.donor_id), default=None)
     return None if best is None else best.within(begin, end)
 
 
@@ -420,7 +410,7 @@ def cover(
     ranks = {each: (preference.generations.get(each, 0), not preference.is_near(each)) for each in offered}
     weights = [-weight for weight in waiting]
     heapq.heapify(weights)
-    taken, chosen = set(used_donors), _Cover()
+    taken, chosen, ends = set(used_donors), list[Run](), list[int]()
 
     def tie(piece: Run) -> tuple[Any, ...]:
         # The donor id comes before positions, so that one donor's pieces are taken together.
@@ -431,10 +421,11 @@ def cover(
     while weights:
         for piece in sorted(waiting.pop(-heapq.heappop(weights)), key=tie):
             if is_over():
-                return chosen.runs
-            free = chosen.free_parts(piece)
+                return chosen
+            at, free = _free_parts(piece, chosen, ends)
             if free == [piece]:
-                chosen.add(piece)
+                chosen.insert(at, piece)
+                ends.insert(at, piece.target_end)
                 taken.add(piece.donor_id)
                 continue
             for part in free:
@@ -443,7 +434,20 @@ def cover(
                     if weight not in waiting:
                         heapq.heappush(weights, -weight)
                     waiting[weight].append(part)
-    return chosen.runs
+    return chosen
+
+
+def _free_parts(piece: Run, chosen: list[Run], ends: list[int]) -> tuple[int, list[Run]]:
+    """Return the place of `piece` among disjoint runs, sorted by prompt position, and its parts that none covers."""
+    position, end, parts = piece.target_start, piece.target_end, list[Run]()
+    first = at = bisect_right(ends, position)
+    while at < len(chosen) and chosen[at].target_start < end:
+        if (part := piece.within(position, chosen[at].target_start)) is not None:
+            parts.append(part)
+        position, at = ends[at], at + 1
+    if (part := piece.within(position, end)) is not None:
+        parts.append(part)
+    return first, parts
 
 
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
@@ -471,29 +475,3 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: 
         *_, donor, donor_start = min(ties)
         chosen.append(Run(donor, donor_start, position, furthest - position))
         position = furthest
-
-
-class _Cover:
-    """Disjoint `runs` by prompt position."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, piece: Run) -> None:
-        at = bisect_right(self._ends, piece.target_start)
-        self._starts.insert(at, piece.target_start)
-        self._ends.insert(at, piece.target_end)
-        self.runs.insert(at, piece)
-
-    def free_parts(self, piece: Run) -> list[Run]:
-        position, end, parts = piece.target_start, piece.target_end, list[Run]()
-        at = bisect_right(self._ends, position)
-        while at < len(self.runs) and self._starts[at] < end:
-            if (part := piece.within(position, self._starts[at])) is not None:
-                parts.append(part)
-            position, at = self._ends[at], at + 1
-        if (part := piece.within(position, end)) is not None:
-            parts.append(part)
-        return parts

@@ -442,8 +442,7 @@ class SpanIndex:
                 self._table.remove(donor.pages, self._keys(donor.namespace_key, anchors))
 
     def _keys(self, namespace_key: str, anchors: Fingerprints) -> Keys:
-        """Return the anchors' hashes times an odd, secret factor of the namespace: no text can be chosen to give equal
-        keys.
+        """Return hashes times an odd, secret factor of the namespace, so that no text can be chosen to give equal keys.
 
         Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997."""
         factor = blake2b(namespace_key.encode(), digest_size=8, key=self._secret).digest()
@@ -451,9 +450,7 @@ class SpanIndex:
         return keys
 
     def _nominate(self, namespace_key: str, anchors: Fingerprints, scan: Scan) -> list[_Nomination]:
-        """Return where the namespace's donors hold a prompt's `anchors`, those with most anchors first.
-
-        Of many, each anchor's best one comes first; these are kept, and others up to the bound."""
+        """Return where the namespace's donors hold a prompt's `anchors`, those with most anchors first."""
         bounds = self._bounds
         with self._lock:
             keys, limit = self._keys(namespace_key, anchors), bounds.max_pairs - scan.places
@@ -469,7 +466,7 @@ class SpanIndex:
             edges = np.flatnonzero(diagonals[1:] != diagonals[:-1]) + 1
             begins, ends = np.append(0, edges), np.append(edges, len(order))
             ranked = np.argsort(begins - ends, kind="stable")
-            if len(ranked) > _FEW_NOMINATIONS:
+            if len(ranked) > _FEW_NOMINATIONS:  # each anchor's best one is kept, and others up to the bound
                 ranked, best = _best_first(ranked, which[order], ends - begins)
                 ranked = ranked[: max(best, bounds.max_extensions)]
                 is_left = np.isin(np.arange(len(begins)), ranked, invert=True)

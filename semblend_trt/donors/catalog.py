@@ -2,8 +2,7 @@
 
 It runs on the scheduler and decides for every rank. A donor is *saving* from `reserve` to `commit`, then *ready*. Only
 ready donors are moved or evicted, and leased, but for saving ones whose KV the engine's blocks hold until the commit. A
-leased one neither moves down nor goes. A donor counts in one tier: in the
-host's once its offload is decided, and in both during a promotion.
+leased one neither moves down nor goes. A donor counts in one tier, and in two during a promotion.
 
 A new donor goes to the device first. The donors that it displaces move down to the host, then out. A file is a second
 copy: a donor with one is released when it leaves memory, and may be fetched again."""
@@ -121,8 +120,7 @@ class CatalogStats:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry(DonorHistory):
-    """A donor as policies see it; a promotion takes device room too. `is_held`: while it is saved, the engine's blocks
-    hold its KV."""
+    """A donor as policies see it. `is_held`: while it is saved, the engine's blocks hold its KV."""
 
     tier: Tier
     state: Literal["saving", "ready", "fetching"] = "saving"
@@ -164,9 +162,7 @@ class Lease:
 
 
 class DonorCatalog:
-    """Track donors, their tiers, room and leases. Thread safe.
-
-    `generations` holds those above 0: how often a donor's KV was built from approximate KV."""
+    """Track donors, their tiers, room and leases. Thread safe. `generations` holds those above 0."""
 
     def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self.capacities = capacities
@@ -283,7 +279,7 @@ class DonorCatalog:
             entry = self._entries.get(donor_id)
             if entry is None or entry.tier is not Tier.DISK or not entry.is_movable:
                 return None
-            moves = _RoomSearch(self, entry.tokens).on(Tier.HOST)
+            moves = self._room_on(Tier.HOST, entry.tokens)
             if moves is None or (moves.dropped and not may_drop):
                 return None
             entry.state = "fetching"
@@ -316,7 +312,7 @@ class DonorCatalog:
             if entry.is_promoting or entry.file == "writing":
                 return None
             entry.is_promoting = True  # so that it does not make room for itself
-            moves = _RoomSearch(self, entry.tokens).on(Tier.DEVICE)
+            moves = self._room_on(Tier.DEVICE, entry.tokens)
             lost = sum(self._entries[each].tokens for each in (() if moves is None else moves.dropped))
             if moves is None or lost > self.capacities.limit(Tier.HOST) // _PROMOTION_SHARE:
                 entry.is_promoting = False
@@ -445,8 +441,47 @@ class DonorCatalog:
             leaving = next(chain.from_iterable(map(self._movable, reversed(Tier))), "")
             if not leaving:
                 return None
-        in_order = (_RoomSearch(self, tokens, leaving, is_full=is_full).on(tier) for tier in (Tier.DEVICE, Tier.HOST))
+        in_order = (self._room_on(tier, tokens, leaving, is_full=is_full) for tier in (Tier.DEVICE, Tier.HOST))
         return next((moves for moves in in_order if moves is not None), None)
+
+    def _room_on(self, tier: Tier, tokens: int, leaving: str = "", *, is_full: bool = False) -> TierMoves | None:
+        """Return what makes room in the arena or in host memory, before anything moves; None when nothing does.
+
+        `leaving` leaves memory in any case, and the catalog if it `is_full`. Of donors displaced from the arena, the
+        last used has the first claim on host memory. Others leave."""
+        limits, entries, gone = self.capacities, self._entries, [leaving] if leaving else []
+        free, movable = {each: self._free(each) for each in Tier}, {each: self._movable(each, leaving) for each in Tier}
+        for donor_id in gone:
+            free[entries[donor_id].tier] += limits.room(entries[donor_id].tier, entries[donor_id].tokens)
+        needed = limits.room(tier, tokens)
+        displaced = self._take(movable, tier, needed - free[tier]) if needed <= limits.limit(tier) else None
+        if displaced is None:
+            return None
+        offloaded, others = list[str](), gone if tier is Tier.DEVICE else gone + displaced
+        for donor_id in reversed(displaced) if tier is Tier.DEVICE else ():
+            length = entries[donor_id].tokens
+            taken = self._take(movable, Tier.HOST, length - free[Tier.HOST])
+            if taken is None:
+                others.append(donor_id)
+                continue
+            others += taken
+            free[Tier.HOST] += sum(entries[each].tokens for each in taken) - length
+            offloaded.insert(0, donor_id)
+        released = [each for each in others if entries[each].file == "held" and not (is_full and each == leaving)]
+        dropped = tuple(each for each in others if each not in released)
+        return TierMoves(tier, tuple(offloaded), dropped, tuple(released))
+
+    def _take(self, movable: dict[Tier, Iterator[str]], tier: Tier, missing: int, fewest: int = 0) -> list[str] | None:
+        """Take the tier's next donors, `fewest` and what is `missing`; None, without effect, when they are too few."""
+        taken: list[str] = []
+        while missing > 0 or len(taken) < fewest:
+            donor_id = next(movable[tier], None)
+            if donor_id is None:
+                movable[tier] = iter(taken)
+                return None
+            taken.append(donor_id)
+            missing -= self.capacities.room(tier, self._entries[donor_id].tokens)
+        return taken
 
     def _apply(self, moves: TierMoves, continues: str = "") -> TierMoves:
         """Carry out `moves`; return them with files and drops for these. `continues` leaves unevicted."""
@@ -473,74 +508,11 @@ class DonorCatalog:
         return replace(moves, written=written, dropped=dropped, released=released)
 
     def _make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
-        """Drop and return donors on disk alone for a file, and for the donor if not held yet.
-
-        None, without effect, when they do not suffice."""
+        """Drop and return donors on disk alone for a file, and a donor if not held; None, and no effect, if too few."""
         missing = self.capacities.room(Tier.DISK, tokens) - self._free(Tier.DISK)
         crowd = 0 if is_held else len(self._entries) + 1 - self.capacities.max_donors
-        candidates, victims = self._movable(Tier.DISK), list[str]()
-        while missing > 0 or crowd > len(victims):
-            donor_id = next(candidates, None)
-            if donor_id is None:
-                return None
-            victims.append(donor_id)
-            missing -= self.capacities.room(Tier.DISK, self._entries[donor_id].tokens)
-        for victim in victims:
+        victims = self._take({Tier.DISK: self._movable(Tier.DISK)}, Tier.DISK, missing, crowd)
+        for victim in victims or ():
             self._remove(victim, evicted=True)
-        self._counts["evicted"] += len(victims)
-        return tuple(victims)
-
-
-class _RoomSearch:
-    """Search once for one donor's room. Nothing moves until its result is applied."""
-
-    def __init__(self, catalog: DonorCatalog, tokens: int, leaving: str = "", *, is_full: bool = False) -> None:
-        """Read each tier's room. `leaving`: one that leaves memory in any case, and the catalog if it `is_full`."""
-        self._limits, self._entries, self._tokens = catalog.capacities, catalog._entries, tokens
-        self._leaving, self._is_full = [leaving] if leaving else [], is_full
-        self._free = {tier: catalog._free(tier) for tier in Tier}
-        for donor_id in self._leaving:
-            tier = self._entries[donor_id].tier
-            self._free[tier] += self._limits.room(tier, self._entries[donor_id].tokens)
-        self._movable = {tier: catalog._movable(tier, leaving) for tier in Tier}
-
-    def on(self, tier: Tier) -> TierMoves | None:
-        """Return what makes room in the arena or in host memory; None when nothing does.
-
-        Of donors displaced from the arena, the last used has the first claim on host memory. Others leave."""
-        needed = self._limits.room(tier, self._tokens)
-        if needed > self._limits.limit(tier):
-            return None
-        displaced = self._take(tier, needed - self._free[tier])
-        if displaced is None or tier is Tier.HOST:
-            return None if displaced is None else self._moves(tier, [], displaced)
-        offloaded, leaving, free = list[str](), list[str](), self._free[Tier.HOST]
-        for donor_id in reversed(displaced):
-            tokens = self._entries[donor_id].tokens
-            taken = self._take(Tier.HOST, tokens - free)
-            if taken is None:
-                leaving.append(donor_id)
-                continue
-            leaving += taken
-            free += sum(self._entries[each].tokens for each in taken) - tokens
-            offloaded.insert(0, donor_id)
-        return self._moves(tier, offloaded, leaving)
-
-    def _take(self, tier: Tier, missing: int) -> list[str] | None:
-        """Take the tier's next donors that hold what is `missing`; None, without effect, when too few."""
-        taken: list[str] = []
-        while missing > 0:
-            donor_id = next(self._movable[tier], None)
-            if donor_id is None:
-                self._movable[tier] = iter(taken)
-                return None
-            taken.append(donor_id)
-            missing -= self._limits.room(tier, self._entries[donor_id].tokens)
-        return taken
-
-    def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves:
-        dropped = self._leaving if self._is_full else []
-        others = [each for each in self._leaving + leaving if each not in dropped]
-        released = [each for each in others if self._entries[each].file == "held"]
-        dropped = dropped + [each for each in others if each not in released]
-        return TierMoves(tier, tuple(offloaded), tuple(dropped), tuple(released))
+            self._counts["evicted"] += 1
+        return None if victims is None else tuple(victims)

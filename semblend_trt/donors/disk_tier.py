@@ -93,12 +93,11 @@ class KvForm:
     @property
     def header_bytes(self) -> int:
         """Bytes before the KV: whole pages, so that KV begins at a disk block."""
-        return _header_bytes(self.geometry.num_layers)
+        return _pages(_HEADER_FIXED + _HEADER_PER_LAYER * self.geometry.num_layers)
 
-
-def file_bytes(num_layers: int, token_bytes: int, tokens: int) -> int:
-    """Return a donor's bytes on disk, in whole pages, for `token_bytes` bytes of KV a token."""
-    return _header_bytes(num_layers) + _pages(tokens * (token_bytes + 4))
+    def file_bytes(self, tokens: int) -> int:
+        """Return a donor's bytes on disk, in whole pages."""
+        return self.header_bytes + _pages(tokens * (self.token_bytes + 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +256,7 @@ class DiskTier:
 class DiskTransfers:
     """Write donors' files and read them back in the background, on one thread each.
 
-    Every `write` and `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of its
-    bytes have been read and checked."""
+    Every `write` and `fetch` ends in exactly one event, also when it fails."""
 
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
         """Begin to scan the folder."""
@@ -399,7 +397,7 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
     end = form.header_bytes + tokens * form.token_bytes
     # So that a full disk fails before any copy.
     os.posix_fallocate(descriptor, 0, end + 4 * tokens)
-    digests = _of_layers(form, lambda layer: _moved(_write_all, descriptor, layer, form, kv))
+    digests = _moved(_write_all, descriptor, form, kv)
     token_bytes = _token_bytes(text.tokens)
     _write_all(descriptor, token_bytes, end)
     digests.append(hashlib.sha256(token_bytes).hexdigest())
@@ -433,23 +431,31 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
     if found != seal:
         raise DonorFileError("corrupt", "another file of ours has come in its place")
     written = header.digests.split()[: form.geometry.num_layers]
-    if _of_layers(form, lambda layer: _moved(_read_all, descriptor, layer, form, held)) != written:
+    if _moved(_read_all, descriptor, form, held) != written:
         raise DonorFileError("corrupt", "the file does not hold the KV that was written")
 
 
-def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
-    """Run `work` for each layer on several threads. All end before an error is raised: file and memory go next."""
+def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, form: KvForm, kv: HostKv) -> list[str]:
+    """Write each layer to its place in the file, or read it, on several threads; return digests of bytes in memory."""
     num_layers = form.geometry.num_layers
-    results, errors = [""] * num_layers, []
+    layer_bytes = kv.capacity * form.token_bytes // num_layers
+    digests, errors = [""] * num_layers, []
 
     def run(first: int) -> None:
         try:
             for layer in range(first, num_layers, _THREADS):
-                results[layer] = work(layer)
+                at, digest = form.header_bytes + layer * layer_bytes, hashlib.sha256()
+                for part in kv.parts:
+                    rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], no copy
+                    view = _bytes_of(rows.view(-1).view(torch.uint8).numpy())
+                    move(descriptor, view, at)
+                    digest.update(view)
+                    at += len(view)
+                digests[layer] = digest.hexdigest()
         except Exception as error:
             errors.append(error)
 
-    with ExitStack() as started:
+    with ExitStack() as started:  # all end before an error is raised: file and memory go next
         for first in range(_THREADS):
             # A daemon: a disk that never answers must not keep the process from ending.
             thread = threading.Thread(target=run, args=(first,), name="semblend-layers", daemon=True)
@@ -457,20 +463,7 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
             started.callback(thread.join)
     if errors:
         raise errors[0]
-    return results
-
-
-def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
-    """Write a layer to its place in the file, or read it; return the digest of its bytes in memory."""
-    layer_bytes = kv.capacity * form.token_bytes // form.geometry.num_layers
-    at, digest = form.header_bytes + layer * layer_bytes, hashlib.sha256()
-    for part in kv.parts:
-        rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], without a copy
-        view = _bytes_of(rows.view(-1).view(torch.uint8).numpy())
-        move(descriptor, view, at)
-        digest.update(view)
-        at += len(view)
-    return digest.hexdigest()
+    return digests
 
 
 def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
@@ -504,10 +497,6 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
     if os.fstat(descriptor).st_size != size:
         raise DonorFileError("corrupt", f"the file has {os.fstat(descriptor).st_size} bytes; {size} were written")
     return header, seal
-
-
-def _header_bytes(num_layers: int) -> int:
-    return _pages(_HEADER_FIXED + _HEADER_PER_LAYER * num_layers)
 
 
 def _pages(size: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt.background import OnceAMinute
@@ -151,9 +150,7 @@ class DonorTexts(DonorObserver):
 
 @dataclass(slots=True)
 class _Saving:
-    """A donor that a worker saves from the engine's blocks.
-
-    `is_sound` until the engine copies into one of the blocks, or the donor is to be dropped."""
+    """A save; `is_sound` until the engine copies into one of its blocks, or the donor is to be dropped."""
 
     intent: SaveIntent
     text: DonorText
@@ -187,9 +184,9 @@ class DonorIndex:
             block_size=geometry.block_size,
         )
         if disk is not None:
-            from semblend_trt.donors.disk_tier import file_bytes  # few engines have a disk tier
+            from semblend_trt.donors.disk_tier import KvForm  # few engines have a disk tier
 
-            sizes = partial(file_bytes, geometry.num_layers, capacities.bytes_per_token)
+            sizes = KvForm(geometry, pool.dtype).file_bytes
             capacities = replace(capacities, disk_bytes=settings.disk_bytes, file_bytes=sizes)
         self.catalog = DonorCatalog(capacities, settings.eviction)
         self.texts = DonorTexts(settings)

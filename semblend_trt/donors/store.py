@@ -9,12 +9,13 @@ import os
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from kernels.device import wait
+from kernels.device import current_stream, record, wait
 from kernels.layout import ContiguousKv, by_token
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 
     from kernels.device import Event, Stream
     from kernels.layout import KvGeometry, PagedKv
-    from semblend_trt.donors.device_tier import DeviceTier
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Return a device tier's blocks within `byte_budget`; scheduler and workers both use this."""
+    """Return a device tier's blocks within `byte_budget`."""
     return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
 
 
@@ -109,127 +109,177 @@ class HostMemory:
         return self._rows[part.start : part.stop]
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One donor's room. During its copy there is no `kv`; `readers` threads queue work on it."""
+KvT = TypeVar("KvT")
 
-    ranges: list[range]
-    kv: HostKv | None = None
-    readers: int = 0
+
+@dataclass(slots=True, eq=False)
+class HeldDonor(Generic[KvT]):
+    """A donor of one tier: its `tokens` positions of `kv`, and what frees their room.
+
+    `readers` threads queue work on it, its writer included; `written` and `reads` are the ends of their work."""
+
+    kv: KvT
+    tokens: int
+    give_back: Callable[[], None]
+    written: Event | None = None
+    is_ready: bool = False
     is_dropped: bool = False
+    readers: int = 1
+    reads: list[Event] = field(default_factory=list)
 
 
-class HostTier:
-    """Donor KV of one geometry in host memory, at most `byte_budget` bytes. Thread safe; copies run outside the lock.
+class MemoryTier(Generic[KvT]):
+    """Donor KV in memory that is allocated once. Thread safe; copies run outside the lock.
+
+    A donor's room is free once it is dropped and no thread queues work on it. Queued work may still run then, so the
+    room's next writer waits for it. Work on `device` is queued on the current stream of its `with` block."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        """Hold no donor; errors call the tier `name`."""
+        self._name, self._device = name, device
+        self._donors: dict[str, HeldDonor[KvT]] = {}
+        self._fences: list[Event] = []
+        self._lock = threading.RLock()
+
+    def _take(self, donor_id: str, tokens: int) -> HeldDonor[KvT]:
+        """Take room for a new donor; CapacityError when too little is free."""
+        raise NotImplementedError
+
+    @contextmanager
+    def writing(self, donor_id: str, tokens: int, stream: Stream | None = None) -> Iterator[KvT]:
+        """Give memory for `tokens` positions of a new donor, which is held, and readable, once the block ends.
+
+        Reads of the memory's former donor end before: `stream`, by default the device's current one, waits for them,
+        and on the CPU the caller does. Raises ValueError when the id is taken, and CapacityError when too little is
+        free. Raises DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is
+        held."""
+        own = current_stream(self._device)
+        stream = stream or own
+        with self._lock:
+            if donor_id in self._donors:
+                raise ValueError(f"donor {donor_id} is already in {self._name}; drop it first")
+            donor = self._donors[donor_id] = self._take(donor_id, tokens)
+            self._fences = fences = [fence for fence in self._fences if not fence.query()]
+        try:
+            wait(stream, fences)
+            for fence in fences if stream is None else ():
+                fence.synchronize()
+            yield donor.kv
+        except BaseException:
+            self._let_go(donor_id, donor)
+            raise
+        finally:
+            self._end_work(donor, record(own))
+        with self._lock:
+            if donor.is_dropped:
+                raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
+            donor.is_ready = True
+
+    @contextmanager
+    def reading(self, donor_id: str) -> Iterator[KvT]:
+        """Give the donor's KV, which stays its own until everything queued on `device` within the block has run.
+
+        Raises DonorUnavailableError when the donor is not held."""
+        with self._lock:
+            donor = self._ready(donor_id)
+            donor.readers += 1
+        stream = current_stream(self._device)
+        try:
+            wait(stream, [donor.written])
+            yield donor.kv
+        finally:
+            self._end_work(donor, record(stream))
+
+    def tokens_of(self, donor_id: str) -> int:
+        """Return the positions that the donor holds; DonorUnavailableError when it is not held."""
+        with self._lock:
+            return self._ready(donor_id).tokens
+
+    def drop(self, donor_id: str) -> bool:
+        """Free the donor, or stop its save; its room is free once its last reader leaves. False without one."""
+        with self._lock:
+            donor = self._donors.get(donor_id)
+            return donor is not None and self._let_go(donor_id, donor)
+
+    def clear(self) -> None:
+        with self._lock:
+            for donor_id in list(self._donors):
+                self.drop(donor_id)
+
+    def __contains__(self, donor_id: object) -> bool:
+        with self._lock:
+            donor = self._donors.get(donor_id) if isinstance(donor_id, str) else None
+            return donor is not None and donor.is_ready
+
+    def _ready(self, donor_id: str) -> HeldDonor[KvT]:
+        donor = self._donors.get(donor_id)
+        if donor is None or not donor.is_ready:
+            raise DonorUnavailableError(f"donor {donor_id} is not in {self._name}")
+        return donor
+
+    def _end_work(self, donor: HeldDonor[KvT], end: Event | None) -> None:
+        """End a reader or writer of `donor` whose queued work ends with `end`."""
+        with self._lock:
+            donor.readers -= 1
+            if end is not None:
+                if donor.is_ready:
+                    donor.reads = [*(read for read in donor.reads if not read.query()), end]
+                else:
+                    donor.written = end
+            self._release_unread(donor)
+
+    def _let_go(self, donor_id: str, donor: HeldDonor[KvT]) -> bool:
+        """Drop `donor`, not another one of the same name; False when it was dropped before."""
+        with self._lock:
+            if self._donors.get(donor_id) is not donor:
+                return False
+            del self._donors[donor_id]
+            donor.is_dropped = True
+            self._release_unread(donor)
+            return True
+
+    def _release_unread(self, donor: HeldDonor[KvT]) -> None:
+        if not donor.is_dropped or donor.readers:
+            return
+        donor.give_back()
+        self._fences += donor.reads if donor.written is None else [*donor.reads, donor.written]
+
+
+class HostTier(MemoryTier[HostKv]):
+    """Donor KV of one geometry in host memory, at most `byte_budget` bytes.
 
     A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so any run of tokens of one layer is one
-    copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU. A GPU reads it
-    asynchronously: callers of `read_until` say when such reads end, and no other donor is written before."""
+    copy to a device. It lies in one or several parts of the memory, which `lock` locks for a GPU."""
 
     def __init__(self, byte_budget: int, geometry: KvGeometry, dtype: torch.dtype, *, lock: bool = False) -> None:
         """Take the memory. Raises ConfigurationError when it is not available."""
+        super().__init__("host memory", torch.device("cpu"))
         self.byte_budget, self._geometry, self._dtype = byte_budget, geometry, dtype
         self._token_bytes = geometry.bytes_per_token(dtype)
         self._tokens = byte_budget // self._token_bytes
         self._memory = HostMemory(self._tokens, self._token_bytes, lock=lock)
-        self._lock = threading.Lock()
-        self._slots: dict[str, _Slot] = {}
-        self._reads: list[Event] = []
 
     @property
     def used_bytes(self) -> int:
         """Bytes of donors that are held or being copied; a dropped one counts until its copy ends."""
         return (self._tokens - self._memory.free) * self._token_bytes
 
-    @contextmanager
-    def writing(self, donor_id: str, tokens: int, stream: Stream | None = None) -> Iterator[HostKv]:
-        """Give memory for `tokens` positions of a new donor.
-
-        The donor is held once the `with` block ends; its bytes must be there by then. Reads of the memory's former
-        donor end before the block begins; with `stream`, which alone may then write, that stream waits for them
-        instead. Raises ValueError for a taken id, and CapacityError without room in the budget. Raises
-        DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
-        with self._lock:
-            if donor_id in self._slots:
-                raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
-            if tokens > self._memory.free:
-                raise CapacityError(
-                    f"donor {donor_id} needs {tokens * self._token_bytes} bytes; {self.byte_budget - self.used_bytes} "
-                    f"of {self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
-                )
-            slot = self._slots[donor_id] = _Slot(self._memory.take(tokens))
-        try:
-            held = HostKv(tuple(ContiguousKv(self._view(part)) for part in slot.ranges))
-            with self._lock:
-                self._reads = reads = [read for read in self._reads if not read.query()]
-            wait(stream, reads)
-            for read in reads if stream is None else ():
-                read.synchronize()
-            yield held
-        except BaseException:
-            self._end_copy(donor_id, slot, None)
-            raise
-        if not self._end_copy(donor_id, slot, held):
-            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
-
-    @contextmanager
-    def reading(self, donor_id: str) -> Iterator[HostKv]:
-        """Give the donor's KV, which stays its own within the block; for queued reads see `read_until`.
-
-        Raises DonorUnavailableError when the donor is not held."""
-        with self._lock:
-            slot = self._slots.get(donor_id)
-            if slot is None or slot.kv is None:
-                raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
-            slot.readers += 1
-        try:
-            yield slot.kv
-        finally:
-            with self._lock:
-                slot.readers -= 1
-                if slot.is_dropped and not slot.readers:
-                    self._memory.give_back(slot.ranges)
-
     def read_until(self, end: Event | None) -> None:
-        """Note that reads queued within `reading` end with `end`; None where they have ended."""
+        """Note that reads by a GPU, queued within `reading`, end with `end`; None where they have ended."""
         if end is not None:
             with self._lock:
-                self._reads = [*(read for read in self._reads if not read.query()), end]
+                self._fences = [*(fence for fence in self._fences if not fence.query()), end]
 
-    def drop(self, donor_id: str) -> bool:
-        """Free the donor, or stop its save, whose room is free once its copy ends; False without one."""
-        with self._lock:
-            slot = self._slots.pop(donor_id, None)
-            if slot is None:
-                return False
-            slot.is_dropped = True
-            if slot.kv is not None and not slot.readers:
-                self._memory.give_back(slot.ranges)
-            return True
-
-    def clear(self) -> None:
-        for donor_id in list(self._slots):
-            self.drop(donor_id)
-
-    def __contains__(self, donor_id: object) -> bool:
-        with self._lock:
-            slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
-            return slot is not None and slot.kv is not None
-
-    def _view(self, part: range) -> torch.Tensor:
-        return by_token(self._memory.view(part).view(self._dtype), self._geometry, self._geometry.num_layers)
-
-    def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
-        """Make the copied donor readable. Without `kv`, or when it was dropped, free its room and return False."""
-        with self._lock:
-            is_held = self._slots.get(donor_id) is slot
-            if is_held and kv is not None:
-                slot.kv = kv
-                return True
-            if is_held:
-                del self._slots[donor_id]
-            self._memory.give_back(slot.ranges)
-            return False
+    def _take(self, donor_id: str, tokens: int) -> HeldDonor[HostKv]:
+        if tokens > self._memory.free:
+            raise CapacityError(
+                f"donor {donor_id} needs {tokens * self._token_bytes} bytes; {self.byte_budget - self.used_bytes} "
+                f"of {self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
+            )
+        ranges, layers = self._memory.take(tokens), self._geometry.num_layers
+        rows = (self._memory.view(part).view(self._dtype) for part in ranges)
+        held = HostKv(tuple(ContiguousKv(by_token(each, self._geometry, layers)) for each in rows))
+        return HeldDonor(held, tokens, partial(self._memory.give_back, ranges))
 
 
 class DonorStore:
@@ -237,7 +287,7 @@ class DonorStore:
 
     A donor that moves stays readable: it is in its new tier before it leaves the old one."""
 
-    def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
+    def __init__(self, host: HostTier, device: MemoryTier[PagedKv] | None) -> None:
         self.host = host
         self.device = device
 
@@ -259,10 +309,7 @@ class DonorStore:
             return False
         try:
             tokens = self.device.tokens_of(donor_id)
-            with (
-                self.device.reading(donor_id) as source,
-                self.host.writing(donor_id, tokens) as held,
-            ):
+            with self.device.reading(donor_id) as source, self.host.writing(donor_id, tokens) as held:
                 copy(source, tokens, held)
         except Exception:
             # Nothing is lost where the scheduler has dropped it meanwhile.
@@ -292,7 +339,7 @@ class DonorStore:
         on_device = self.device is not None and self.device.drop(donor_id)
         return self.host.drop(donor_id) or on_device
 
-    def device_tier(self) -> DeviceTier:
+    def device_tier(self) -> MemoryTier[PagedKv]:
         """Return the device tier; CapacityError where this rank has none."""
         if self.device is None:
             raise CapacityError("this rank has no device tier; set SEMBLEND_DEVICE_BYTES alike on every rank")

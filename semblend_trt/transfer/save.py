@@ -44,10 +44,7 @@ _RUNS, _NOTHING_LOST = -1, 1
 
 @dataclass(slots=True)
 class _Save:
-    """A donor's `tokens` on their way from the engine's pool into a tier, and later to disk.
-
-    Each step of `chunks` queues a part of the copy into `room`, which becomes the donor's when it is left. `error`
-    stopped the queueing."""
+    """A save: each step of `chunks` queues a part of the copy into `room`, the donor's once it is left."""
 
     intent: SaveIntent
     tokens: int
@@ -205,9 +202,7 @@ class DonorSaver:
         return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
-        """Queue a copy of the first `tokens` positions on the engine's stream, before later writes to these blocks.
-
-        `room` holds the returned copy."""
+        """Queue a copy on the engine's stream, before later writes to these blocks; `room` holds it."""
         if not tokens:
             raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
         with torch.inference_mode(), snapshots.writing(donor_id, tokens) as copy:

@@ -141,7 +141,7 @@ class HostWriter:
     def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
         """Queue the copies of `copy` on the current stream, a chunk a step, without waiting."""
         for part, _, done, length in held.parts_of(0, tokens):
-            yield from self._chunks_of_part(source, done, length, part.tensor)
+            yield from self._chunks_of_part(source, done, length, part)
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copy all of `held` to the first positions of `target`; done when it returns."""
@@ -160,10 +160,10 @@ class HostWriter:
                     kv_move(_staged(batch, ContiguousKv(staged)), target.layers(first, end), self._rotation)
         finish(current_stream(target.pool.device))
 
-    def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
-        """Do as `chunks`, for `tokens` positions from `first_token` on, to the start of `held`."""
+    def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, part: ContiguousKv) -> Iterator[None]:
+        """Do as `chunks`, for `tokens` positions from `first_token` on, to the start of `part`."""
         if self._staging is None:
-            kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
+            kv_move([Move(source, first_token, 0, tokens, turn=0)], part, self._rotation)
             yield
             return
         staging, num_layers = self._staging, source.geometry.num_layers
@@ -177,7 +177,7 @@ class HostWriter:
             for first in range(0, num_layers, layers):
                 end = min(first + layers, num_layers)
                 gather.make(range(first, end))
-                _copy_rows(staged[: end - first], held[first:end, :, :, start : start + length])
+                _copy_rows(staged[: end - first], part.tensor[first:end, :, :, start : start + length])
                 yield
 
 
@@ -218,9 +218,7 @@ def _staged(batch: Sequence[Move], staged: ContiguousKv) -> list[Move]:
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy [layers, kv_factor, kv_heads, tokens, head_dim]; the tokens of each layer lie in one run of memory.
-
-    Each run is one asynchronous copy. Torch would first gather other strides on the host."""
+    """Copy [layers, kv_factor, kv_heads, tokens, head_dim], each layer's run in one copy: torch would gather others."""
     runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
     if runs.is_contiguous() and target_runs.is_contiguous():
         target_runs.copy_(runs, non_blocking=True)

@@ -93,7 +93,7 @@ def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, mon
         (failed,) = llm.generate([question_about(0)], PREFILL)
     assert "a forward that failed" in failed.error
     assert_reused(llm, reference, 1)
-    assert not any(slot.readers for slot in llm.connector_worker.store.host._slots.values())
+    assert not any(donor.readers for donor in llm.connector_worker.store.host._donors.values())
 
 
 @pytest.mark.promise("donors", "A full card moves donors down to the host; one that is used there goes up again")

@@ -132,8 +132,8 @@ def filled(layout, device, donor, block_size=BLOCK):
     """The donor's tokens in a pool whose other rows are NaN."""
     layers, kinds, heads, tokens, dim = donor.tensor.shape
     pool = pool_of(layout, geometry_of(heads, dim, block_size, kinds, layers), device, donor.tensor.dtype)
-    for layer, kind, head, token in itertools.product(range(layers), range(kinds), range(heads), range(tokens)):
-        naive.row_of(pool, kind, layer, head, token).copy_(donor.tensor[layer, kind, head, token])
+    for layer, kind, token in itertools.product(range(layers), range(kinds), range(tokens)):
+        naive.row_of(pool, kind, layer, token).copy_(donor.tensor[layer, kind, :, token])
     return pool
 
 
@@ -218,7 +218,7 @@ class Batch:
 
 def token_rows(kv, positions):
     """A copy of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]."""
-    sizes = kv.geometry.num_layers, kv.geometry.kv_factor, len(positions), kv.geometry.kv_heads
-    places = itertools.product(*map(range, sizes[:2]), positions.tolist(), range(sizes[3]))
-    rows = [indexable(naive.row_of(kv, kind, layer, head, at)) for layer, kind, at, head in places]
+    sizes = kv.geometry.num_layers, kv.geometry.kv_factor, len(positions)
+    places = itertools.product(*map(range, sizes[:2]), positions.tolist())
+    rows = [indexable(naive.row_of(kv, kind, layer, at)) for layer, kind, at in places]
     return torch.stack(rows).view(kv.pool.dtype).unflatten(0, sizes)

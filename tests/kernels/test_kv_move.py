@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kernels import naive
 from kernels.kv_move import LayerMoves, Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
-from kernels.rope import rotary_factors, rotate
 from tests.kernels import builders
 from tests.kernels.builders import assert_same, content, donor_of, geometry_of, on, pool_of, rotation_of, target_of
 
@@ -314,12 +313,3 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers
         kv_move([], target, ROTATION)
         LayerMoves(moves, target, ROTATION).make(range(0))
     assert target.tensor.isnan().all()
-
-
-def test_keys_of_a_move_are_those_of_their_new_positions():
-    plain, target = donor_of(geometry_of(), 9, seed=1), ContiguousKv(torch.zeros(2, 2, 2, 20, 8))
-    placed = ContiguousKv(plain.tensor.clone())
-    placed.tensor[:, 0] = rotate(plain.tensor[:, 0], rotary_factors(torch.arange(9), ROTATION).float(), ROTATION)
-    kv_move([Move(placed, 2, 10, 3)], target, ROTATION)
-    factors = rotary_factors(torch.arange(10, 13), ROTATION).float()
-    assert_same(target.tensor[:, 0, :, 10:13], rotate(plain.tensor[:, 0, :, 2:5], factors, ROTATION))

@@ -1,7 +1,6 @@
 """Donors that are held: in a catalog, in the host tier as a save puts them there, and in files."""
 
 import threading
-from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ import torch
 from kernels.layout import ContiguousKv, KvGeometry
 from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText
-from semblend_trt.donors.disk_tier import KvForm, file_bytes
+from semblend_trt.donors.disk_tier import KvForm
 from semblend_trt.donors.store import HostKv
 
 BYTES_PER_TOKEN = 10
@@ -18,8 +17,9 @@ FORM = KvForm(KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=1), to
 
 def catalog_of(host_tokens=100, max_donors=10, eviction=Eviction.LRU, **limits):
     """A catalog of donors with BYTES_PER_TOKEN a token; `limits` are the other `Capacities`."""
-    sizes = partial(file_bytes, 1, BYTES_PER_TOKEN)
-    limited = Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, file_bytes=sizes, **limits)
+    form = KvForm(KvGeometry(1, 1, BYTES_PER_TOKEN, 1, kv_factor=1), torch.float8_e4m3fn)
+    sizes = {"bytes_per_token": form.token_bytes, "file_bytes": form.file_bytes}
+    limited = Capacities(host_tokens * BYTES_PER_TOKEN, max_donors=max_donors, **sizes, **limits)
     return DonorCatalog(limited, eviction)
 
 
@@ -43,7 +43,7 @@ def whole(kv):
 
 def held_in(store):
     """Donors that either tier holds or is being given."""
-    return {*store.host._slots, *(() if store.device is None else store.device._donors)}
+    return {*store.host._donors, *(() if store.device is None else store.device._donors)}
 
 
 def used_blocks(tier):

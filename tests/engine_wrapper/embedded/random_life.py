@@ -313,7 +313,7 @@ class Life:
     def _check_donors(self):
         store = self._llm.connector_worker.store
         drain(self._llm)
-        for donor_id in list(store.host._slots):
+        for donor_id in list(store.host._donors):
             with store.host.reading(donor_id) as held:
                 self._check_donor(donor_id, whole(held))
         for donor_id in [] if store.device is None else list(store.device._donors):

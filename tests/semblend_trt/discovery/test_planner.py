@@ -187,12 +187,18 @@ def test_a_run_of_head_tokens_alone_is_not_moved():
         assert asked.plan(request()).outcome_reason == reason
 
 
-@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
-    assert_refused(planner({"a": SHIFTED}).plan(request(mode=mode, guard=False)), "no_publication_guard")
-    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
-    assert plan.kind is PlanKind.EXACT_PREFIX
-    assert plan.matched_tokens == 600
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        *(({"publication_guard": False, "mode": mode}, "no_publication_guard") for mode in (STOCK, WRAPPER)),
+        ({"exact_only": True}, "not_exact"),
+    ],
+)
+def test_without_a_publication_guard_or_if_so_asked_only_exact_kv_is_placed(changes, reason):
+    asked = replace(request(), **changes)
+    assert_refused(planner({"a": SHIFTED}).plan(asked), reason)
+    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(asked))
+    assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)
 
 
 @pytest.mark.parametrize(
@@ -451,36 +457,33 @@ def test_what_cannot_pay_is_searched_only_if_a_donor_begins_alike(planned_row, b
     )
 
 
+STRICT, TIGHT, SHORT = {"strict_prefix_boundary": True}, {"max_kl": 0.005}, {"lookup_deadline_ms": 0.001}
+# The donor's tokens, policy and settings, and the request's fields.
 _REFUSALS = {
-    "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
-    "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
-    "invalid_tokens": lambda: planner({"a": PROMPT}).plan(request(-PROMPT)),
-    "no_donor_match": lambda: planner({}).plan(request()),
-    "not_exact": lambda: planner({"a": DOCUMENT}, "exact").plan(request()),
-    "boundary_needs_wrapper": lambda: planner({"a": SHIFTED}, "boundary", recompute_boundary_layer=1).plan(
-        request(mode=STOCK)
-    ),
-    "head_needs_wrapper": lambda: planner({"a": SHIFTED}, "epic").plan(request(mode=STOCK)),
-    "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "verified").plan(
-        request(mode=STOCK, profile=profile("position_fix"))
-    ),
-    "no_profile": lambda: planner({"a": SHIFTED}, "verified").plan(request()),
-    "profile_mismatch": lambda: planner({"a": SHIFTED}, "verified").plan(request(profile_refusal="profile_mismatch")),
-    "no_bound": lambda: planner({"a": SHIFTED}, "verified", max_kl=0.005).plan(request(profile=BOUNDED)),
-    "profile_unreadable": lambda: planner({"a": SHIFTED}, "verified").plan(
-        request(profile_refusal="profile_unreadable")
-    ),
-    "no_publication_guard": lambda: planner({"a": DOCUMENT}).plan(request(guard=False)),
-    "lookup_timeout": lambda: planner({"a": PROMPT}, lookup_deadline_ms=0.001).plan(request()),
-    "strict_prefix_boundary": lambda: planner({"a": DOCUMENT}, strict_prefix_boundary=True).plan(request()),
-    "hole_needs_wrapper": lambda: planner({"a": DOCUMENT}).plan(request(mode=STOCK)),
-    "low_reuse": lambda: planner({"a": OTHER}).plan(request()),
+    "disabled": (PROMPT, "position_fix", {"enabled": False}, {}),
+    "policy_off": (PROMPT, "off", {}, {}),
+    "invalid_tokens": (PROMPT, "position_fix", {}, {"tokens": -PROMPT}),
+    "no_donor_match": (text(6, 99), "position_fix", {}, {}),
+    "not_exact": (DOCUMENT, "exact", {}, {}),
+    "boundary_needs_wrapper": (SHIFTED, "boundary", {"recompute_boundary_layer": 1}, {"mode": STOCK}),
+    "head_needs_wrapper": (SHIFTED, "epic", {}, {"mode": STOCK}),
+    "check_needs_wrapper": (SHIFTED, "verified", {}, {"mode": STOCK, "profile": profile("position_fix")}),
+    "no_profile": (SHIFTED, "verified", {}, {}),
+    "profile_mismatch": (SHIFTED, "verified", {}, {"profile_refusal": "profile_mismatch"}),
+    "no_bound": (SHIFTED, "verified", TIGHT, {"profile": BOUNDED}),
+    "profile_unreadable": (SHIFTED, "verified", {}, {"profile_refusal": "profile_unreadable"}),
+    "no_publication_guard": (DOCUMENT, "position_fix", {}, {"guard": False}),
+    "lookup_timeout": (PROMPT, "position_fix", SHORT, {}),
+    "strict_prefix_boundary": (DOCUMENT, "position_fix", STRICT, {}),
+    "hole_needs_wrapper": (DOCUMENT, "position_fix", {}, {"mode": STOCK}),
+    "low_reuse": (OTHER, "position_fix", {}, {}),
 }
 
 
 @pytest.mark.parametrize("reason", sorted(_REFUSALS))
 def test_each_refusal_happens(reason):
-    assert_refused(_REFUSALS[reason](), reason)
+    donor, policy, settings, asked = _REFUSALS[reason]
+    assert_refused(planner({"a": donor}, policy, **settings).plan(request(**asked)), reason)
 
 
 RUNS = st.lists(
@@ -607,10 +610,3 @@ def test_pieces_are_the_run_and_each_lies_in_one_chunk(donor, target, length, ch
         return
     for start, end in ((each[at], each[at] + each.length - 1) for each in pieces for at in (1, 2)):
         assert start // chunk == end // chunk
-
-
-def test_a_request_that_asks_for_exact_kv_alone_gets_no_other():
-    alone = replace(request(), exact_only=True)
-    assert_refused(planner({"a": SHIFTED}).plan(alone), "not_exact")
-    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(alone))
-    assert (plan.kind, plan.matched_tokens) == (PlanKind.EXACT_PREFIX, 600)

@@ -18,7 +18,7 @@ from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors import offload
 from semblend_trt.donors.catalog import FULL_SECONDS, CatalogStats, DonorText, Tier
-from semblend_trt.donors.disk_tier import file_bytes
+from semblend_trt.donors.disk_tier import KvForm
 from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts
 from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import PlanSpan, SpanCheck
@@ -30,7 +30,8 @@ from tests.semblend_trt.plans import plan_of
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 TEXT = 64
-FILE_BYTES = file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, TEXT)
+FORM = KvForm(GEOMETRY, torch.float32)
+FILE_BYTES = FORM.file_bytes(TEXT)
 
 
 class Observer(offload.DonorObserver):
@@ -422,7 +423,7 @@ def test_a_file_goes_only_once_that_of_the_donor_that_continues_it_is_written():
     assert moves(tiers.index) == OffloadCommands()
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "turn-2")
     assert moves(tiers.index) == OffloadCommands(drops=["turn-1"])
-    assert tiers.index.catalog.stats().disk_bytes == file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, 2 * TEXT)
+    assert tiers.index.catalog.stats().disk_bytes == FORM.file_bytes(2 * TEXT)
 
 
 def test_of_files_of_one_conversation_the_longest_stays():
