@@ -127,10 +127,12 @@ async def listen_to(
 
 
 def _line(payload: bytes, *, as_json: bool) -> str:
-    from semblend_trt.fleet.events import decode, shown
+    import msgspec
+
+    from semblend_trt.fleet.events import decode
 
     event = decode(payload)
-    message = shown(event)
+    message = msgspec.to_builtins(event, enc_hook=list)
     if as_json:
         return json.dumps(message)
     data = {key: value for key, value in message["data"].items() if key not in ("namespace", "segments", "block_ids")}

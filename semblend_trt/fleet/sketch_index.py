@@ -107,9 +107,7 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        entries = sketch.entries.copy()
-        entries.sort()
-        posting = Posting(worker, sketch.level, entries)
+        posting = Posting(worker, sketch.level, np.unique(sketch.entries))
         self._donors_of_level[posting.level] += 1
         self._change(posting, 1)
         return posting
@@ -211,13 +209,13 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
 
 @_entry
 def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
-    """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
-    Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
+    """Add `step` to the donors of `holder`, whose own count is 0, for each entry; all entries differ. Return 0.
+    Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
     table, hashing, sets, pool, _, state = arrays
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
-    taken, count, room = _find(arrays, entries, slots, left)
+    count, room = _find(arrays, entries, slots, left)
     if state[_END] + room > len(pool) or state[_LEFT] < count:
         for number in left[:count]:
             sets[number, _LEAVING] = 0
@@ -232,7 +230,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
         if not sets[number, _USES] and number != _EMPTY:
             _forget(arrays, number)
     gone = 0
-    for slot in slots[:taken]:
+    for slot in slots:
         value = table[slot] >> _ENTRY_SHIFT
         successor = sets[table[slot] & _NUMBER, _SUCCESSOR]
         table[slot] = value << _ENTRY_SHIFT | np.uint64(successor)
@@ -246,17 +244,14 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
 
 
 @_inner
-def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
-    """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
-    Return the numbers of slots and sets, and the holders of all those sets with one more each."""
+def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int]:
+    """Write the slot of each entry and each of their sets; a new entry gets a slot with the empty set.
+    Return the number of sets, and the holders of all those sets with one more each."""
     table, hashing, sets, _, _, state = arrays
-    taken = count = room = 0
+    count = room = 0
     for each in range(len(entries)):
-        if each and entries[each] == entries[each - 1]:
-            continue
         value = np.uint64(entries[each])
-        slots[taken] = slot = _slot_of(table, hashing, value)
-        taken += 1
+        slots[each] = slot = _slot_of(table, hashing, value)
         if table[slot] == _FREE:
             table[slot] = value << _ENTRY_SHIFT | np.uint64(_EMPTY)
             state[_TAKEN] += 1
@@ -266,7 +261,7 @@ def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers)
             count += 1
             room += sets[number, _LENGTH] + 1
         sets[number, _LEAVING] += 1
-    return taken, count, room
+    return count, room
 
 
 @_inner
@@ -294,30 +289,22 @@ def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     for each in pool[begin:end]:
         value = (value ^ np.uint64(each)) * hashing[0]
         value ^= value >> _ENTRY_SHIFT
-    hashed = np.int64(value)
+    hashed, length = np.int64(value), end - begin
     bucket = hashed & (len(buckets) - 1)
     found = buckets[bucket]
-    while found and not _is_equal(sets, pool, found, hashed, begin, end):
+    while found:
+        start = sets[found, _START]
+        is_alike = sets[found, _HASH] == hashed and sets[found, _LENGTH] == length
+        if is_alike and np.array_equal(pool[start : start + length], pool[begin:end]):
+            return found
         found = sets[found, _NEXT]
-    if not found:
-        found = state[_UNUSED]
-        state[_UNUSED] = sets[found, _NEXT]
-        state[_LEFT] -= 1
-        state[_END] = end
-        sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
-        sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
+    found = state[_UNUSED]
+    state[_UNUSED] = sets[found, _NEXT]
+    state[_LEFT] -= 1
+    state[_END] = end
+    sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, length, hashed
+    sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
     return found
-
-
-@_inner
-def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin: int, end: int) -> bool:
-    """Return whether a set has this hash and the holders in pool[begin:end]."""
-    if sets[number, _HASH] != hashed or sets[number, _LENGTH] != end - begin:
-        return False
-    at, ahead = begin, sets[number, _START] - begin
-    while at < end and pool[at] == pool[at + ahead]:
-        at += 1
-    return at == end
 
 
 @_inner

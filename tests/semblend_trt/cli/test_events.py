@@ -36,7 +36,7 @@ class Listening:
 def events(generation=7):
     """A worker's short life: a reset, a heartbeat that says that it holds nothing, and its last word."""
     writer = EventWriter(Emitter(3, 0, generation), EventFormat.JSON)
-    return [writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged()]
+    return [notice.payload for notice in (writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged())]
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_status_tells_what_is_wrong(listen):
 @pytest.mark.promise("fleet", "`semblend-trt events tail` prints every event;...")
 def test_status_says_who_holds_how_much(listen):
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
-    payloads = [writer.reset()]
-    payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, SKETCH) for number in range(3)]
-    payloads += [writer.relocated("d1", "device"), writer.evicted("d2")]
-    status, output = listen("status", payloads)
+    notices = [writer.reset()]
+    notices += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, SKETCH) for number in range(3)]
+    notices += [writer.relocated("d1", "device"), writer.evicted("d2")]
+    status, output = listen("status", [notice.payload for notice in notices])
     assert status == 0, output
     (worker,) = json.loads(output)["workers"]
     assert worker["events"]["donor_registered"] == 3

@@ -190,9 +190,9 @@ def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_s
         # Until the reader listens: it may begin to between two of these messages.
         while not (directory.counts["reset"] and directory.counts["wrong_subject"]):
             for subject in (f"{SUBJECT}.3", SUBJECT, f"{SUBJECT}.resync", f"{SUBJECT}.3.4"):
-                await forger.publish(subject, as_other.reset())
-            await forger.publish(f"{SUBJECT}.4", as_other.reset())
-            await forger.publish(f"{SUBJECT}.4", own.reset())
+                await forger.publish(subject, as_other.reset().payload)
+            await forger.publish(f"{SUBJECT}.4", as_other.reset().payload)
+            await forger.publish(f"{SUBJECT}.4", own.reset().payload)
             await forger.flush()
         await forger.close()
         assert list(directory.workers()) == [(4, 0)]
@@ -251,7 +251,7 @@ def test_a_worker_reads_no_other_workers_events(guarded_server):
         await spy.subscribe(f"{SUBJECT}.*", cb=take)
         await asyncio.wait_for(refused.wait(), 60)
         worker = await connect_client(options_of(guarded_server, "worker-3"))
-        await worker.publish(f"{SUBJECT}.3", EventWriter(Emitter(3, 0, 7), EventFormat.JSON).reset())
+        await worker.publish(f"{SUBJECT}.3", EventWriter(Emitter(3, 0, 7), EventFormat.JSON).reset().payload)
         await worker.flush()
         await spy.flush()
         for client in (worker, spy):

@@ -45,7 +45,7 @@ def with_sketch(registered, sketch):
 def said(*deeds, generation=7):
     """A worker's messages: a `reset`, or else the eviction of the named donor."""
     writer = EventWriter(Emitter(*WORKER, generation), EventFormat.JSON)
-    return [writer.reset() if deed == "reset" else writer.evicted(deed) for deed in deeds]
+    return [(writer.reset() if deed == "reset" else writer.evicted(deed)).payload for deed in deeds]
 
 
 def is_synced(directory):
@@ -71,10 +71,10 @@ def test_what_is_wrong_is_told_with_its_name():
     told = []
     directory = Directory(on_problem=lambda reason, sentence: told.append((reason, sentence)))
     speaks = EventWriter(Emitter(*WORKER, 5), EventFormat.JSON)
-    first = speaks.reset()
-    feed(directory, [first, first, b"garbage", speaks.evicted("never there"), speaks.heartbeat(1.0, 5, 5)])
+    first, lost = speaks.reset().payload, [speaks.evicted("never there").payload, speaks.heartbeat(1.0, 5, 5).payload]
+    feed(directory, [first, first, b"garbage", *lost])
     speaks.reset()
-    feed(directory, [speaks.evicted("a"), *said("reset", generation=1)])
+    feed(directory, [speaks.evicted("a").payload, *said("reset", generation=1)])
     assert [reason for reason, _ in told] == ["duplicate", "malformed", "unknown_donor", "wrong_state", "gap", "stale"]
     assert told[0][1] == "worker 3.0, event 1: was seen already, or comes too late"
     assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
