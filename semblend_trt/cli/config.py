@@ -46,9 +46,8 @@ that gave it. `semblend-trt doctor` says whether the settings can work on this m
 def configure(parser: argparse.ArgumentParser) -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON")
-    forms.add_argument(
-        "--markdown", action="store_true", help="print the page of all settings and their meaning, without values"
-    )
+    about = "print the page of all settings and their meaning, without values"
+    forms.add_argument("--markdown", action="store_true", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"settings": settings, "unknown": unknown}, indent=2) + "\n")
         return 0
     variables = max(len(row.variable) for row in rows)
-    values = min(_LONGEST_COLUMN, max(len(row.text) for row in rows))
+    values = min(_LONGEST_COLUMN, max(len(shown(row.value)) for row in rows))
     for row in rows:
         also = f" ({', '.join(row.ignored)} set too, and not read)" if row.ignored else ""
-        line = f"{row.variable:<{variables}}  {row.text:<{values}}  {row.source or 'default'}{also}"
+        line = f"{row.variable:<{variables}}  {shown(row.value):<{values}}  {row.source or 'default'}{also}"
         sys.stdout.write(printable(line) + "\n")
     return 0
 
@@ -83,11 +82,7 @@ class SettingInUse:
     variable: str
     value: JsonValue
     source: str | None
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return shown(self.value)
+    ignored: tuple[str, ...]
 
 
 def settings_in_use(settings: Settings) -> list[SettingInUse]:

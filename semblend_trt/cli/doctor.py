@@ -91,7 +91,8 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
         llm_args = None
     else:
         yield from Area("engine").collect(trtllm.engine(llm_args))
-        kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
+        if kv_dtype == AUTO:
+            kv_dtype = str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or AUTO).lower()
     given = {} if arguments is None else arguments.settings
     try:
         settings = load_settings(**given)

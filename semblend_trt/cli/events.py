@@ -6,18 +6,19 @@ with 2 when it cannot listen. `semblend-trt fleet status` says who holds how muc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from semblend_trt.command_line import count, printable
+from semblend_trt.command_line import count, number_up_to, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from semblend_trt.fleet.connection import ConnectionOptions
@@ -39,7 +40,8 @@ def add_listening(action: argparse.ArgumentParser, seconds: float | None) -> Non
     action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
     action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
     default = "until it is interrupted" if seconds is None else "%(default)s"
-    action.add_argument("--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})")
+    most = partial(number_up_to, MAX_SECONDS, "number")
+    action.add_argument("--seconds", type=most, default=seconds, help=f"how long to listen (default: {default})")
     action.add_argument("--limit", type=count, help="stop after this many messages")
 
 
@@ -141,10 +143,3 @@ def _line(payload: bytes, *, as_json: bool) -> str:
         data["tier"] = place["tier"]
     details = " ".join(f"{key}={json.dumps(value)}" for key, value in data.items())
     return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {kind} {details}")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= MAX_SECONDS:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to {MAX_SECONDS}")

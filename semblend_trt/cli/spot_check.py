@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.cli._server import KEY_VARIABLE, Server, add_server, said
-from semblend_trt.command_line import USAGE_ERROR, printable
+from semblend_trt.cli._server import Server, add_server, said
+from semblend_trt.command_line import USAGE_ERROR, number_up_to, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -36,9 +36,9 @@ DIFFERENCES_SHOWN = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL of requests' bodies, or a pipe")
     add_server(parser)
-    parser.add_argument(
-        "--share", type=_share, default=0.01, help="share of the requests that are checked (default: %(default)s)"
-    )
+    share = partial(number_up_to, 1, "share")
+    about = "share of the requests that are checked (default: %(default)s)"
+    parser.add_argument("--share", type=share, default=0.01, help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from semblend_trt.fleet.connection import ConnectionOptions
 
     server = arguments.url
-    server.use_key(arguments.api_key or os.environ.get(KEY_VARIABLE, ""))
+    server.use_key(arguments.api_key)
     checks = SpotChecks(server, ConnectionOptions.of(load_settings()))
     try:
         for body in bodies_of(arguments.files, checks.counts):
@@ -156,7 +156,7 @@ class SpotChecks:
             return False
         try:
             asyncio.run(tell_broken(self._options, bounded.profile, bounded.namespace))
-        except Exception as error:  # nats-py raises many types; the report says that no worker heard of it
+        except Exception as error:  # nats-py raises many types
             sys.stderr.write(f"NATS is out of reach, no worker was told: {type(error).__name__}\n")
             return False
         return True
@@ -173,15 +173,6 @@ def receipt_in(answer: bytes) -> dict[str, Any]:
     except (ValueError, AttributeError, RecursionError):
         return {}
     return next((each for each in found if isinstance(each, dict)), {})
-
-
-def _share(text: str) -> float:
-    import argparse
-
-    with suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1")
 
 
 async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:

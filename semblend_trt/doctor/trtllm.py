@@ -109,11 +109,6 @@ def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
         )
 
 
-def kv_dtype_of(llm_args: Any) -> str:
-    """Return the dtype of the KV cache that the options ask for, "auto" where they leave it to the engine."""
-    return str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or "auto").lower()
-
-
 def _installed() -> Iterator[Finding]:
     """Yield the contract, and whether TensorRT-LLM can make our classes: they need its bases' abstract methods."""
     from semblend_trt import connector

@@ -94,25 +94,23 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace, its key and the digest of its salt, the number and sketches of its donors."""
+    """A namespace, the digest of its salt, the number and sketches of its donors."""
 
     fields: CacheNamespace
-    key: str
     salt: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
 
 @functools.lru_cache(maxsize=1024)
-def _identity(spelling: bytes) -> tuple[CacheNamespace, str, str]:
-    """Return a namespace in MessagePack, its key and its salt's digest. Donors with the same bytes share one cache
-    entry."""
+def _identity(spelling: bytes) -> tuple[CacheNamespace, str]:
+    """Return a namespace in MessagePack, and its salt's digest. Donors with the same bytes share one cache entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace, namespace.key, salt
+    return namespace, salt
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -315,11 +313,11 @@ class Directory:
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
             self._expire(self._clock())
-            met = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
-            own = ((each, each.fields.tokenizer_revision) for each in met)
+            of_salt = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
+            own = ((each, each.fields.tokenizer_revision) for each in of_salt)
             fit = (each for each, other in own if tokenizer in (None, other) or not is_content(other))
             met = sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
-        prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
+        prompts = fingerprints_of(token_ids, [sketch_key(each.fields.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 
     def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
@@ -468,12 +466,12 @@ class Directory:
     def _entered(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Return the namespace with these `values`, and count a donor. Raise NamespaceError for bad values, a tenant
         key that does not match the salt, and too many namespaces."""
-        fields, key, salt = _identity(msgspec.msgpack.encode(values))
-        known = self._namespaces.get(key)
+        fields, salt = _identity(msgspec.msgpack.encode(values))
+        known = self._namespaces.get(fields.key)
         if known is None:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._namespaces[key] = KnownNamespace(fields, key, salt)
+            known = self._namespaces[fields.key] = KnownNamespace(fields, salt)
             self._of_salt.setdefault(salt, []).append(known)
         known.donors += 1
         return known
@@ -489,7 +487,7 @@ class Directory:
             self._entries -= len(posting.entries)
             known.index.remove(posting)
         if not known.donors:
-            del self._namespaces[known.key]
+            del self._namespaces[known.fields.key]
             self._of_salt[known.salt].remove(known)
             if not self._of_salt[known.salt]:
                 del self._of_salt[known.salt]

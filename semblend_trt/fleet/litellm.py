@@ -155,8 +155,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
     async def async_post_call_success_deployment_hook(self, *_: Any, **__: Any) -> None:
         _answered()
 
-    async def async_post_call_failure_deployment_hook(self, *_: Any, **__: Any) -> None:
-        _answered()
+    async_post_call_failure_deployment_hook = async_post_call_success_deployment_hook
 
     async def async_post_call_streaming_iterator_hook(
         self,
