@@ -15,14 +15,23 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from semblend_trt.command_line import printable
+from semblend_trt.config import (
+    Settings,
+    SettingsGroup,
+    allowed_by,
+    load_settings,
+    unknown_variables,
+    variable_in_use,
+    variables_of,
+)
 
 if TYPE_CHECKING:
     import argparse
 
     from pydantic import JsonValue
-
-    from semblend_trt.config import Settings
 
 MASK = "********"
 # Servers that are named without a user or a password: nothing of it is secret.
@@ -52,8 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings. Raises ConfigurationError when one cannot be used."""
-    from semblend_trt.config import load_settings, unknown_variables
-
     if arguments.markdown:
         sys.stdout.write(settings_page())
         return 0
@@ -87,10 +94,6 @@ class SettingInUse:
 
 def settings_in_use(settings: Settings) -> list[SettingInUse]:
     """Return every setting, in the order of its fields; `settings` were read from this process's environment."""
-    from pydantic import SecretStr
-
-    from semblend_trt.config import variable_in_use, variables_of
-
     values, rows = settings.model_dump(mode="json"), []
     for name in type(settings).model_fields:
         held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
@@ -116,8 +119,6 @@ def shown(value: object) -> str:
 
 def settings_page() -> str:
     """Return docs/configuration.md, made from the settings' fields: a table, with a line before each group."""
-    from semblend_trt.config import Settings, SettingsGroup, allowed_by, variables_of
-
     page = f"{_HEAD}\n{_COLUMNS}"
     # pydantic takes the fields of the last base first.
     for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):

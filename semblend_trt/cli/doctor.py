@@ -20,17 +20,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.requirements import Requirement
+
+from semblend_trt import __version__
+from semblend_trt.cli.config import settings_in_use
 from semblend_trt.command_line import named, printable
-from semblend_trt.doctor import Area
+from semblend_trt.config import Settings, load_settings, unknown_variables, why_ignored
+from semblend_trt.doctor import Area, Finding
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reasons import advice
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-
-    from packaging.requirements import Requirement
-
-    from semblend_trt.config import Settings
-    from semblend_trt.doctor import Finding
 
 SUMMARY = "say what is installed, what it fits, and what would be refused"
 AUTO = "auto"
@@ -56,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, print, and return 1 for a problem. Raises ConfigurationError for an options file without options."""
-    from semblend_trt import __version__
     from semblend_trt.doctor.trtllm import read_options
 
     llm_args = None if arguments.engine_options is None else read_options(arguments.engine_options)
@@ -81,9 +82,7 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 
 
 def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
-    from semblend_trt.config import load_settings
     from semblend_trt.doctor import model, trtllm
-    from semblend_trt.errors import ConfigurationError
 
     arguments = settings = None
     if (plugged := _plugged().get(engine_name)) is not None:
@@ -107,8 +106,6 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
 
 def software(settings: Settings | None) -> Iterator[Finding]:
     """Yield findings of Python, our requirements and each extra; an extra that the settings need must be complete."""
-    from packaging.requirements import Requirement
-
     yield _software.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     try:
         ours = metadata.distribution(DISTRIBUTION)
@@ -188,10 +185,6 @@ def _host_memory() -> int:
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
     """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
-    from semblend_trt.cli.config import settings_in_use
-    from semblend_trt.config import unknown_variables, why_ignored
-    from semblend_trt.reasons import advice
-
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
             yield _settings.note(f"{name} is ignored: {why}")

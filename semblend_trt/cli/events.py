@@ -14,14 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from semblend_trt.cli.config import masked
 from semblend_trt.command_line import count, number_up_to, printable
+from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.fleet.connection import RESYNC_SUFFIX, ConnectionOptions, connect_client, flush, listen
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
-
-    from semblend_trt.fleet.connection import ConnectionOptions
 
 SUMMARY = "print every donor event of the fleet, one a line"
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -62,9 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
-    from semblend_trt.config import load_settings
-    from semblend_trt.fleet.connection import ConnectionOptions
-
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
     given = {name: value for name, value in given.items() if value is not None}
     settings = load_settings(**given)
@@ -85,9 +83,6 @@ async def listen_to(
     asks: bool,
 ) -> None:
     """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.cli.config import masked
-    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
-
     ended, is_lost, left = asyncio.Event(), False, limit or sys.maxsize
 
     async def take(payload: bytes, sender: str | None) -> None:

@@ -27,6 +27,7 @@ from semblend_trt.cli._server import Server, add_server, said
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
+from semblend_trt.policy import EXACT_ONLY
 
 if TYPE_CHECKING:
     import argparse
@@ -56,8 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the documents. Raises SemBlendError when the server or the state file cannot be used."""
-    from semblend_trt.policy import EXACT_ONLY
-
     files, server = arguments.files, arguments.url
     prefix = read_text(arguments.prefix, may_be_pipe=True) if arguments.prefix else ""
     server.use_key(arguments.api_key)

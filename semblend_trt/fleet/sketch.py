@@ -183,15 +183,9 @@ class Held:
 def sketch_held(donors: list[Held]) -> None:
     """Write sketch and digest of donors with tokens and a namespace, and drop the tokens. Raise ValueError for tokens
     that are no ids."""
-    texts, keys = [], []
-    for held in donors:
-        tokens, namespace = held.tokens, held.namespace
-        assert tokens is not None
-        assert namespace is not None
-        texts.append(as_token_array(tokens).data)
-        keys.append(held.salted_key or sketch_key(namespace.key, None))
-    together = np.frombuffer(bytearray().join(texts), dtype=np.int32)
-    ends, start = np.cumsum([len(text) for text in texts]), 0
+    texts = [as_token_array(held.tokens) for held in donors if held.tokens is not None]
+    keys = [held.salted_key or sketch_key(held.namespace.key, None) for held in donors if held.namespace is not None]
+    together, ends, start = np.concatenate(texts), np.cumsum([len(text) for text in texts]), 0
     sketches, wide = _sketches_of(together, ends, keys, DEFAULT_ENTRIES), together.astype("<i8")
     for held, sketch, end in zip(donors, sketches, ends.tolist(), strict=True):
         held.digest, held.sketch = token_digest(wide[start:end], held.salted_key), sketch.to_bytes()

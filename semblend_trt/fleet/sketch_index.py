@@ -107,7 +107,7 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        posting = Posting(worker, sketch.level, np.unique(sketch.entries))
+        posting = Posting(worker, sketch.level, np.sort(sketch.entries))
         self._donors_of_level[posting.level] += 1
         self._change(posting, 1)
         return posting
@@ -209,13 +209,13 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
 
 @_entry
 def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
-    """Add `step` to the donors of `holder`, whose own count is 0, for each entry; all entries differ. Return 0.
-    Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
+    """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
+    Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
     table, hashing, sets, pool, _, state = arrays
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
-    count, room = _find(arrays, entries, slots, left)
+    taken, count, room = _find(arrays, entries, slots, left)
     if state[_END] + room > len(pool) or state[_LEFT] < count:
         for number in left[:count]:
             sets[number, _LEAVING] = 0
@@ -230,7 +230,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
         if not sets[number, _USES] and number != _EMPTY:
             _forget(arrays, number)
     gone = 0
-    for slot in slots:
+    for slot in slots[:taken]:
         value = table[slot] >> _ENTRY_SHIFT
         successor = sets[table[slot] & _NUMBER, _SUCCESSOR]
         table[slot] = value << _ENTRY_SHIFT | np.uint64(successor)
@@ -244,14 +244,17 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
 
 
 @_inner
-def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int]:
-    """Write the slot of each entry and each of their sets; a new entry gets a slot with the empty set.
-    Return the number of sets, and the holders of all those sets with one more each."""
+def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
+    """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
+    Return the numbers of slots and sets, and the holders of all those sets with one more each."""
     table, hashing, sets, _, _, state = arrays
-    count = room = 0
+    taken = count = room = 0
     for each in range(len(entries)):
+        if each and entries[each] == entries[each - 1]:
+            continue
         value = np.uint64(entries[each])
-        slots[each] = slot = _slot_of(table, hashing, value)
+        slots[taken] = slot = _slot_of(table, hashing, value)
+        taken += 1
         if table[slot] == _FREE:
             table[slot] = value << _ENTRY_SHIFT | np.uint64(_EMPTY)
             state[_TAKEN] += 1
@@ -261,7 +264,7 @@ def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers)
             count += 1
             room += sets[number, _LENGTH] + 1
         sets[number, _LEAVING] += 1
-    return count, room
+    return taken, count, room
 
 
 @_inner

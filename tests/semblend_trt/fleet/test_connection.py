@@ -14,6 +14,7 @@ from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import Emitter, EventWriter
+from semblend_trt.fleet.placement import Placement
 from tests.pages import Page
 from tests.semblend_trt.fleet.conftest import donors_of, stored
 from tests.server_process import wait_for
@@ -111,6 +112,21 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
             await directory.equals(workers)
 
     reading(ConnectionOptions((nats_server.url,), SUBJECT), check)
+
+
+@pytest.mark.promise("fleet", "Two live processes of one worker...")
+def test_workers_of_one_id_hear_of_each_other(nats_server, make_worker, caplog):
+    workers = [make_worker(nats_server, worker=(3, 0), generation=generation) for generation in (7, 8)]
+
+    async def run():
+        placement = Placement(ConnectionOptions((nats_server.url,), SUBJECT))
+        await placement.start()
+        await asyncio.to_thread(wait_for, lambda: all(each.counters.connections["id_twice"] for each in workers))
+        await placement.stop()
+
+    asyncio.run(run())
+    assert "another live process has worker id 3" in caplog.text
+    assert "two live processes have this worker id" in caplog.text
 
 
 def test_what_a_message_makes_fail_ends_nothing(caplog):

@@ -313,6 +313,41 @@ def test_sketches_beyond_the_index_are_left_out(directory, monkeypatch):
     assert is_synced(directory)
 
 
+@pytest.mark.promise("fleet", "Two live processes of one worker id are reported, and neither one's text counts as held")
+def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(directory, clock):
+    first, second = (fed(directory, heartbeat=True, generation=generation) for generation in (7, 8))
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+    for _ in range(2):
+        assert directory.twice() == set()  # the last word of a process that was replaced is no second process
+        clock.now += 10
+        feed(directory, first.messages(heartbeat=True))
+        feed(directory, second.messages(heartbeat=True))
+    assert directory.twice() == {(3, 0)}
+    assert directory.holders(DOCUMENT) == ()
+    assert directory.status()[1].keys() == {"id_twice"}
+    for _ in range(4):
+        clock.now += 10
+        feed(directory, second.messages(heartbeat=True))
+    assert directory.twice() == set()
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+
+
+@pytest.mark.promise(
+    "fleet",
+    "`semblend-trt fleet status` says who is known, which ids are seen twice, whose events are old, and which field "
+    "keeps namespaces apart, with status 1 for each",
+)
+def test_old_and_missing_events_are_found(directory, clock):
+    teller = fed(directory, heartbeat=True)
+    assert directory.status()[1] == {}
+    clock.now += 16
+    assert directory.status()[1].keys() == {"old_events"}
+    teller.add("b", DOCUMENT)
+    teller.messages()
+    feed(directory, teller.messages(heartbeat=True))
+    assert directory.status()[1].keys() == {"unsynced"}
+
+
 DEEDS = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])
 FATES = st.sampled_from(["arrive", "arrive", "drop", "twice", "late"])
 
