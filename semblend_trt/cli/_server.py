@@ -33,7 +33,7 @@ class _Answer(BaseModel):
 class _EveryStatus(HTTPErrorProcessor):
     """Hands on each answer: no status raises, and no redirect is followed."""
 
-    def http_response(self, _: Request, response: Any) -> Any:
+    def http_response(self, request: Request, response: Any) -> Any:  # noqa: ARG002
         return response
 
     https_response = http_response

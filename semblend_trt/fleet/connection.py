@@ -190,7 +190,7 @@ class Sender:
     def __init__(self, client: Any, options: ConnectionOptions, emitter: Emitter) -> None:
         self._client, self._emitter, self._stream = client, emitter, options.stream
         self._subject = f"{options.subject}.{emitter.worker_id}" if options.per_worker else options.subject
-        self._jetstream = None if options.stream is None else client.jetstream(timeout=ANSWER_SECONDS)
+        self._jetstream: Any = None if options.stream is None else client.jetstream(timeout=ANSWER_SECONDS)
 
     @classmethod
     async def over(cls, client: Any, options: ConnectionOptions, emitter: Emitter) -> Sender:

@@ -77,7 +77,7 @@ class _Request:
 _current: ContextVar[_Request | None] = ContextVar("semblend_request", default=None)
 
 
-def _tokenizer_in(folder: str) -> tuple[ReadingThreads, str]:
+def _tokenizer_in(folder: str) -> tuple[ReadingThreads, str | None]:
     """Return a folder's tokenizer on threads, and the digest by which engines name it. Raise ConfigurationError."""
     return ReadingThreads(load_tokenizer(folder)), tokenizer_digest(folder)
 
@@ -89,7 +89,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         super().__init__()
         self._placement, self._counters = counted_placement(settings)
         self._loads: Loads[str] = Loads()
-        self._tokenizers: dict[str, asyncio.Task[tuple[ReadingThreads, str]]] = {}
+        self._tokenizers: dict[str, asyncio.Task[tuple[ReadingThreads, str | None]]] = {}
         self._secret = None if settings.tenant_secret is None else settings.tenant_secret.get_secret_value().encode()
         self._is_started = False
         if self._secret is None:

@@ -215,9 +215,6 @@ class _DirectoryGauges:
             problems.add_metric([problem], len(found.get(problem, ())))
         yield from (donors, problems)
 
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
 
 def counted_placement(
     settings: Settings, registry: CollectorRegistry | None = None, tokenizer: str | None = None
