@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,8 +69,7 @@ def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
         settings = load_settings(**given, nats_url=DEFAULT_URL)
     options = ConnectionOptions.of(settings)
     assert options is not None
-    # Reading needs no stream: what is published to one goes to every subscriber as well.
-    return replace(options, stream=None)
+    return options
 
 
 async def listen_to(
