@@ -5,8 +5,6 @@ Passwords and tokens are masked. It exits with 2 when a setting cannot be used, 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import os
 import re
@@ -124,21 +122,8 @@ def settings_page() -> str:
     for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):
         theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
         page += f"| **{theme[:1].upper() + theme[1:]}** | | | |\n"
-        meanings = meanings_of(group)
         for name, field in group.model_fields.items():
             _, variable, *older = variables_of(name)
-            meaning = " ".join([*meanings[name].split(), *(f"Older name: `{each}`." for each in older)])
+            meaning = " ".join([*str(field.description).split(), *(f"Older name: `{each}`." for each in older)])
             page += f"| `{variable}` | {shown(field.default)} | {allowed_by(field)} | {meaning} |\n"
     return page
-
-
-def meanings_of(group: type) -> dict[str, str]:
-    """Return the text under each field of a class. Read from its source: pydantic would do it at every start."""
-    (definition,) = ast.parse(inspect.getsource(group)).body
-    assert isinstance(definition, ast.ClassDef)
-    meanings = {}
-    for field, text in zip(definition.body, definition.body[1:], strict=False):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
-                meanings[name] = meaning
-    return meanings
