@@ -68,14 +68,11 @@ class ConnectionOptions:
         """Return the options that the settings ask for; None when no events are sent."""
         if settings.nats_url is None:
             return None
-        servers, token = settings.nats_url.get_secret_value().split(","), settings.nats_token
-        as_named = ("subject", "stream", "tls_ca", "tls_cert", "tls_key", "creds")
-        return cls(
-            servers=tuple(filter(None, (each.strip() for each in servers))),
-            token=None if token is None else token.get_secret_value(),
-            per_worker=settings.nats_subject_per_worker,
-            **{name: getattr(settings, f"nats_{name}") for name in as_named},
-        )
+        servers = tuple(filter(None, (each.strip() for each in settings.nats_url.get_secret_value().split(","))))
+        token = None if settings.nats_token is None else settings.nats_token.get_secret_value()
+        sent_to = settings.nats_subject, settings.nats_stream
+        tls = settings.nats_tls_ca, settings.nats_tls_cert, settings.nats_tls_key
+        return cls(servers, *sent_to, *tls, settings.nats_creds, token, settings.nats_subject_per_worker)
 
     @property
     def subjects(self) -> str:

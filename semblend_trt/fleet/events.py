@@ -63,12 +63,9 @@ class Metadata(bytes):
     """Bytes of a provider: binary in MessagePack, and in JSON a list of integers."""
 
 
-class _Part(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message. It holds no cycle, so that the garbage collector need not look at it."""
-
-
-class _Kind(_Part, frozen=True, gc=False, tag_field="kind"):
-    """A part whose field `kind` says what it is."""
+# No part of a message holds a cycle, so that the garbage collector need not look at it.
+class _Kind(msgspec.Struct, frozen=True, gc=False, tag_field="kind"):
+    """A part of a message whose field `kind` says what it is."""
 
     @property
     def kind(self) -> str:
@@ -94,7 +91,7 @@ class SharedLocation(_Kind, frozen=True, gc=False, tag="shared"):
 Location: TypeAlias = WorkerLocation | SharedLocation
 
 
-class Segment(_Part, frozen=True, gc=False, omit_defaults=True):
+class Segment(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
     `digest`: see `token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
@@ -161,7 +158,7 @@ class ProviderHeartbeat(_Kind, frozen=True, gc=False, tag="provider_heartbeat"):
     provider_generation: Count
 
 
-class _Message(_Part, frozen=True, gc=False, kw_only=True):
+class _Message(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     schema_version: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     event_id: Count
     worker_id: Count

@@ -144,20 +144,9 @@ def test_a_full_queue_drops_texts_but_no_removals(records, monkeypatch, neighbou
     assert [len(made.nearest(number)) for number in range(6)] == [0, 1, 0, 1, 0, 0]
 
 
-def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
-    def broken():
-        words = decoder()
-
-        def decode(tokens):
-            if len(tokens) == 1:
-                raise RuntimeError("injected")
-            return words(tokens)
-
-        return decode
-
-    made = neighbours_of(open_decoder=broken)
-    made.found("bad", "space", text(0, 1), "host")
-    made.found("worse", "space", text(0, 1), "host")
+def test_one_text_that_fails_costs_only_itself(records, caplog, made):
+    made.found("bad", "space", None, "host")
+    made.found("worse", "space", None, "host")
     made.found("empty", "space", text(0, 0), "host")
     made.found("good", "space", text(1), "host")
     made.look_up(1, "space", text(1))
@@ -186,8 +175,7 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
     assert records.counts() == {}
 
 
-def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
-    made = neighbours_of()
+def test_close_ends_the_thread_and_later_calls_do_nothing(records, made):
     made.drain()
     made.close()
     made.close()
