@@ -151,10 +151,6 @@ class Neighbours(DonorObserver):
         """Return donors near the requests answered since the last call, the nearest of each request first."""
         return [self._near.popleft() for _ in range(len(self._near))]
 
-    def drain(self) -> None:
-        if not self._is_closed:
-            self._thread.drain()
-
     def close(self, timeout: float = 5.0) -> None:
         """End the thread after its present text, and drop the texts that wait. Waits `timeout` seconds at most."""
         with self._lock:
