@@ -87,12 +87,12 @@ class DonorAnnouncer(DonorObserver):
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
         salted_key = b"" if salt is None else sketch_key(namespace.key, salt)
         self._intended[donor_id] = namespace, salted_key
-        found = self._found.pop(namespace.key, [])
-        for name in found[:_FOUND_AT_ONCE]:
+        found = self._found.get(namespace.key, [])
+        for name in (found.pop() for _ in range(min(_FOUND_AT_ONCE, len(found)))):
             if (held := self._publisher.donors.get(name)) is not None:
                 self._announce(name, replace(held, namespace=namespace, salted_key=salted_key))
-        if left := found[_FOUND_AT_ONCE:]:
-            self._found[namespace.key] = left
+        if not found:
+            self._found.pop(namespace.key, None)
 
     @_guarded
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
