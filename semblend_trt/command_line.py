@@ -69,6 +69,14 @@ def named(text: str) -> str:
     return text
 
 
+def number_up_to(most: float, kind: str, text: str) -> float:
+    """Return a number above 0 for an argument parser. Raises ArgumentTypeError for any other."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= most:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no {kind} above 0 and up to {most}")
+
+
 def count(text: str) -> int:
     """Return a number for an argument parser. Raises ArgumentTypeError for one below 1."""
     with contextlib.suppress(ValueError):

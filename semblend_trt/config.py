@@ -118,7 +118,12 @@ class SettingsGroup(BaseSettings):
 
     # A wrong value may be a secret, and an error's text is in every traceback.
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, hide_input_in_errors=True
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     @classmethod

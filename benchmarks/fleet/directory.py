@@ -86,7 +86,7 @@ class Fleet:
         self._sketches = list[bytes]()
         self.directory = Directory()
         for writer in self._writers:
-            self.directory.observe(writer.reset())
+            self.directory.observe(writer.reset().payload)
         for number in range(donors):
             document = self._documents[self._rng.integers(DOCUMENTS)]
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
@@ -98,7 +98,7 @@ class Fleet:
         held, messages = len(self._sketches), list[bytes]()
         # A tenth more than is due, since a round may last a little longer.
         for number in range(count * 11 // 20):
-            messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}"))
+            messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}").payload)
             messages.append(self._registered(held + number))
         return iter(messages)
 
@@ -110,7 +110,7 @@ class Fleet:
 
     def _registered(self, number: int) -> bytes:
         sketch, writer = self._sketches[number % len(self._sketches)], self._writers[number % WORKERS]
-        return writer.registered(f"donor-{number}", NAMESPACE, "device", DONOR_TOKENS, number, sketch)
+        return writer.registered(f"donor-{number}", NAMESPACE, "device", DONOR_TOKENS, number, sketch).payload
 
     def _text(self, shape: int | tuple[int, int]) -> _Tokens:
         return self._rng.integers(0, VOCABULARY, shape, dtype=np.int32)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPErrorProcessor, Request, build_opener
 
 from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
@@ -29,13 +30,17 @@ class _Answer(BaseModel):
     message: Any = Field(default=None, validation_alias=AliasChoices(AliasPath("error", "message"), "message"))
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
+class _EveryStatus(HTTPErrorProcessor):
+    """Hands on each answer: no status raises, and no redirect is followed."""
+
+    def http_response(self, request: Request, response: Any) -> Any:  # noqa: ARG002
+        return response
+
+    https_response = http_response
 
 
 class Server:
-    """An OpenAI-compatible server at `url`, which may end in /v1. Redirects are not followed."""
+    """An OpenAI-compatible server at `url`, which may end in /v1."""
 
     def __init__(self, url: str) -> None:
         """Raises ArgumentTypeError for a text that is no address."""
@@ -48,14 +53,15 @@ class Server:
             raise argparse.ArgumentTypeError("it is no address such as http://127.0.0.1:8001; give one without a user")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._key = ""
-        self._opener = build_opener(_NoRedirects)
+        self._opener = build_opener(_EveryStatus)
 
-    def use_key(self, key: str) -> None:
-        """Send this API key. Raises ConfigurationError for one that no header takes."""
-        if not (key.isascii() and key.isprintable()):
-            message = f"the API key has characters that no header takes; look at {KEY_VARIABLE}, --api-key"
-            raise ConfigurationError(message)
-        self._key = key
+    def use_key(self, key: str | None) -> None:
+        """Send this API key, or that of KEY_VARIABLE. Raises ConfigurationError for one that no header takes."""
+        self._key = key or os.environ.get(KEY_VARIABLE, "")
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ConfigurationError(
+                f"the API key has characters that no header takes; look at {KEY_VARIABLE}, --api-key"
+            )
 
     def first_model(self) -> str:
         """Return the name of the first model. Raises SemBlendError without one."""
@@ -75,16 +81,9 @@ class Server:
 
     def _ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes, str]:
         """Return the answer's status, its bytes and its Retry-After."""
-        headers = {
-            "Content-Type": "application/json",
-            **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-        }
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         try:
-            try:
-                response = self._opener.open(Request(self.url + path, body, headers), timeout=_ANSWER_SECONDS)
-            except HTTPError as error:
-                response = error
-            with response:
+            with self._opener.open(Request(self.url + path, body, headers), timeout=_ANSWER_SECONDS) as response:
                 return response.status, response.read(_MAX_ANSWER_BYTES), response.headers.get("Retry-After", "")
         except (OSError, HTTPException, UnicodeError) as error:
             reason = error.reason if isinstance(error, URLError) else error

@@ -5,8 +5,6 @@ Passwords and tokens are masked. It exits with 2 when a setting cannot be used, 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import os
 import re
@@ -15,14 +13,23 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from semblend_trt.command_line import printable
+from semblend_trt.config import (
+    Settings,
+    SettingsGroup,
+    allowed_by,
+    load_settings,
+    unknown_variables,
+    variable_in_use,
+    variables_of,
+)
 
 if TYPE_CHECKING:
     import argparse
 
     from pydantic import JsonValue
-
-    from semblend_trt.config import Settings
 
 MASK = "********"
 # Servers that are named without a user or a password: nothing of it is secret.
@@ -46,15 +53,12 @@ that gave it. `semblend-trt doctor` says whether the settings can work on this m
 def configure(parser: argparse.ArgumentParser) -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON")
-    forms.add_argument(
-        "--markdown", action="store_true", help="print the page of all settings and their meaning, without values"
-    )
+    about = "print the page of all settings and their meaning, without values"
+    forms.add_argument("--markdown", action="store_true", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings. Raises ConfigurationError when one cannot be used."""
-    from semblend_trt.config import load_settings, unknown_variables
-
     if arguments.markdown:
         sys.stdout.write(settings_page())
         return 0
@@ -64,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"settings": settings, "unknown": unknown}, indent=2) + "\n")
         return 0
     variables = max(len(row.variable) for row in rows)
-    values = min(_LONGEST_COLUMN, max(len(row.text) for row in rows))
+    values = min(_LONGEST_COLUMN, max(len(shown(row.value)) for row in rows))
     for row in rows:
         also = f" ({', '.join(row.ignored)} set too, and not read)" if row.ignored else ""
-        line = f"{row.variable:<{variables}}  {row.text:<{values}}  {row.source or 'default'}{also}"
+        line = f"{row.variable:<{variables}}  {shown(row.value):<{values}}  {row.source or 'default'}{also}"
         sys.stdout.write(printable(line) + "\n")
     return 0
 
@@ -83,19 +87,11 @@ class SettingInUse:
     variable: str
     value: JsonValue
     source: str | None
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return shown(self.value)
+    ignored: tuple[str, ...]
 
 
 def settings_in_use(settings: Settings) -> list[SettingInUse]:
     """Return every setting, in the order of its fields; `settings` were read from this process's environment."""
-    from pydantic import SecretStr
-
-    from semblend_trt.config import variable_in_use, variables_of
-
     values, rows = settings.model_dump(mode="json"), []
     for name in type(settings).model_fields:
         held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
@@ -121,28 +117,13 @@ def shown(value: object) -> str:
 
 def settings_page() -> str:
     """Return docs/configuration.md, made from the settings' fields: a table, with a line before each group."""
-    from semblend_trt.config import Settings, SettingsGroup, allowed_by, variables_of
-
     page = f"{_HEAD}\n{_COLUMNS}"
     # pydantic takes the fields of the last base first.
     for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):
         theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
         page += f"| **{theme[:1].upper() + theme[1:]}** | | | |\n"
-        meanings = meanings_of(group)
         for name, field in group.model_fields.items():
             _, variable, *older = variables_of(name)
-            meaning = " ".join([*meanings[name].split(), *(f"Older name: `{each}`." for each in older)])
+            meaning = " ".join([*str(field.description).split(), *(f"Older name: `{each}`." for each in older)])
             page += f"| `{variable}` | {shown(field.default)} | {allowed_by(field)} | {meaning} |\n"
     return page
-
-
-def meanings_of(group: type) -> dict[str, str]:
-    """Return the text under each field of a class. Read from its source: pydantic would do it at every start."""
-    (definition,) = ast.parse(inspect.getsource(group)).body
-    assert isinstance(definition, ast.ClassDef)
-    meanings = {}
-    for field, text in zip(definition.body, definition.body[1:], strict=False):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
-                meanings[name] = meaning
-    return meanings

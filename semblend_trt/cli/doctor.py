@@ -20,22 +20,27 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.requirements import Requirement
+
+from semblend_trt import __version__
+from semblend_trt.cli.config import settings_in_use
 from semblend_trt.command_line import named, printable
-from semblend_trt.doctor import Area
+from semblend_trt.config import Settings, load_settings, unknown_variables, why_ignored
+from semblend_trt.doctor import Area, Finding
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reasons import advice
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from packaging.requirements import Requirement
-
-    from semblend_trt.config import Settings
-    from semblend_trt.doctor import Finding
-
 SUMMARY = "say what is installed, what it fits, and what would be refused"
 AUTO = "auto"
 KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 DISTRIBUTION = "semblend-trt"
+# Entry points of this group are other engines. Each, called with model and options, yields findings and returns its
+# EngineSpec.
+_ENGINES = "semblend_trt.doctor"
 # What embedders need beside the extra semantic.
 EXTRAS = {"minilm": ("embedder",), "onnx": ("onnx",), "onnx_gpu": ("onnx-gpu",)}
 # Of control groups, version 2 and version 1.
@@ -48,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help=about)
     about = "dtype of the engine's KV cache (default: that of the engine's options, or the model's own)"
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help=about)
-    parser.add_argument("--engine", choices=("trtllm", *_plugged()), default="trtllm", help="the engine to look at")
+    engines = ("trtllm", *sorted(metadata.entry_points(group=_ENGINES).names))
+    parser.add_argument("--engine", choices=engines, default="trtllm", help="the engine to look at")
     about = "the YAML file that trtllm-serve gets as --extra_llm_api_options, or vllm serve as --config"
     parser.add_argument("--engine-options", metavar="FILE", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -56,7 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, print, and return 1 for a problem. Raises ConfigurationError for an options file without options."""
-    from semblend_trt import __version__
     from semblend_trt.doctor.trtllm import read_options
 
     llm_args = None if arguments.engine_options is None else read_options(arguments.engine_options)
@@ -75,23 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Return other engines by name. Each, called with model and options, yields findings and returns its EngineSpec."""
-    return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
-
-
 def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
-    from semblend_trt.config import load_settings
     from semblend_trt.doctor import model, trtllm
-    from semblend_trt.errors import ConfigurationError
 
     arguments = settings = None
-    if (plugged := _plugged().get(engine_name)) is not None:
-        arguments = yield from Area("engine").collect(plugged.load()(name, llm_args))
-        llm_args = None
-    else:
+    if engine_name == "trtllm":
         yield from Area("engine").collect(trtllm.engine(llm_args))
-        kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
+        if kv_dtype == AUTO:
+            kv_dtype = str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or AUTO).lower()
+    else:
+        plugged = metadata.entry_points(group=_ENGINES)[engine_name].load()
+        arguments, llm_args = (yield from Area("engine").collect(plugged(name, llm_args))), None
     given = {} if arguments is None else arguments.settings
     try:
         settings = load_settings(**given)
@@ -106,8 +105,6 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
 
 def software(settings: Settings | None) -> Iterator[Finding]:
     """Yield findings of Python, our requirements and each extra; an extra that the settings need must be complete."""
-    from packaging.requirements import Requirement
-
     yield _software.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     try:
         ours = metadata.distribution(DISTRIBUTION)
@@ -187,10 +184,6 @@ def _host_memory() -> int:
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
     """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
-    from semblend_trt.cli.config import settings_in_use
-    from semblend_trt.config import unknown_variables, why_ignored
-    from semblend_trt.reasons import advice
-
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
             yield _settings.note(f"{name} is ignored: {why}")

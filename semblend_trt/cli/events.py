@@ -6,21 +6,22 @@ with 2 when it cannot listen. `semblend-trt fleet status` says who holds how muc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import sys
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from semblend_trt.command_line import count, printable
+from semblend_trt.cli.config import masked
+from semblend_trt.command_line import count, number_up_to, printable
+from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.fleet.connection import RESYNC_SUFFIX, ConnectionOptions, connect_client, flush, listen
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
-
-    from semblend_trt.fleet.connection import ConnectionOptions
 
 SUMMARY = "print every donor event of the fleet, one a line"
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -39,7 +40,8 @@ def add_listening(action: argparse.ArgumentParser, seconds: float | None) -> Non
     action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
     action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
     default = "until it is interrupted" if seconds is None else "%(default)s"
-    action.add_argument("--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})")
+    most = partial(number_up_to, MAX_SECONDS, "number")
+    action.add_argument("--seconds", type=most, default=seconds, help=f"how long to listen (default: {default})")
     action.add_argument("--limit", type=count, help="stop after this many messages")
 
 
@@ -60,9 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
-    from semblend_trt.config import load_settings
-    from semblend_trt.fleet.connection import ConnectionOptions
-
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
     given = {name: value for name, value in given.items() if value is not None}
     settings = load_settings(**given)
@@ -70,8 +69,7 @@ def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
         settings = load_settings(**given, nats_url=DEFAULT_URL)
     options = ConnectionOptions.of(settings)
     assert options is not None
-    # Reading needs no stream: what is published to one goes to every subscriber as well.
-    return replace(options, stream=None)
+    return options
 
 
 async def listen_to(
@@ -83,9 +81,6 @@ async def listen_to(
     asks: bool,
 ) -> None:
     """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.cli.config import masked
-    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
-
     ended, is_lost, left = asyncio.Event(), False, limit or sys.maxsize
 
     async def take(payload: bytes, sender: str | None) -> None:
@@ -127,10 +122,12 @@ async def listen_to(
 
 
 def _line(payload: bytes, *, as_json: bool) -> str:
-    from semblend_trt.fleet.events import decode, shown
+    import msgspec
+
+    from semblend_trt.fleet.events import decode
 
     event = decode(payload)
-    message = shown(event)
+    message = msgspec.to_builtins(event, enc_hook=list)
     if as_json:
         return json.dumps(message)
     data = {key: value for key, value in message["data"].items() if key not in ("namespace", "segments", "block_ids")}
@@ -139,10 +136,3 @@ def _line(payload: bytes, *, as_json: bool) -> str:
         data["tier"] = place["tier"]
     details = " ".join(f"{key}={json.dumps(value)}" for key, value in data.items())
     return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {kind} {details}")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= MAX_SECONDS:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to {MAX_SECONDS}")

@@ -13,7 +13,6 @@ import asyncio
 import json
 import sys
 from collections import Counter, defaultdict, deque
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.cli.events import add_listening, listen_to, options_of
@@ -41,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Listen and print. Raises SemBlendError when it cannot listen."""
     from semblend_trt.fleet.directory import Directory, worker_name
 
-    messages: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    sentences: deque[str] = deque(maxlen=EXAMPLES)
+    messages, faults, sentences = Counter[str](), Counter[str](), deque[str](maxlen=EXAMPLES)
 
     def note(reason: str, sentence: str) -> None:
         faults[reason] += 1
@@ -60,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_workers = {name: {each.namespace.fields for each in donors if each.namespace} for name, donors in held.items()}
     if apart := fields_apart(of_workers):
         problems["apart"] = apart
-    known = {"workers": [asdict(worker) for worker in workers], "problems": problems}
-    report = {**messages, **known, "faults": faults, "examples": [*sentences]}
+    report = {**messages, "workers": workers, "problems": problems, "faults": faults, "examples": [*sentences]}
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return int(bool(problems or faults))
 

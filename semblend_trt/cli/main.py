@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# Entry points of this group are the subcommands of the floors above, which this one cannot import.
+_PLUGGED = "semblend_trt.cli"
 # Subcommands that are gone, and what replaced them.
 _GONE = {
     "router": "the router is gone: gateways place requests now, LiteLLM by the callback "
@@ -33,12 +35,7 @@ _GONE = {
 def subcommands() -> list[str]:
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_")}
     names = {name.replace("_", "-") for name in modules - {"main"}}
-    return sorted(names | _plugged().keys())
-
-
-def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Return the subcommands of the floors above, which this one cannot import."""
-    return {point.name: point for point in metadata.entry_points(group="semblend_trt.cli")}
+    return sorted(names | metadata.entry_points(group=_PLUGGED).names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +55,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser. It imports only the subcommand that `words` begin with, or all where they name none."""
     parser = argparse.ArgumentParser(prog="semblend-trt", description=semblend_trt.__doc__)
     parsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    known, plugged, own = subcommands(), _plugged(), f"{cli.__name__}.{{}}"
+    known, plugged, own = subcommands(), metadata.entry_points(group=_PLUGGED), f"{cli.__name__}.{{}}"
     for name in [words[0]] if words and words[0] in known else known:
-        module: Any = plugged[name].load() if name in plugged else import_module(own.format(name.replace("-", "_")))
+        is_own = name not in plugged.names
+        module: Any = import_module(own.format(name.replace("-", "_"))) if is_own else plugged[name].load()
         subparser = parsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         module.configure(subparser)
         subparser.set_defaults(run=module.run)

@@ -12,22 +12,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.cli._server import KEY_VARIABLE, Server, add_server, said
-from semblend_trt.command_line import USAGE_ERROR, printable
+from semblend_trt.cli._server import Server, add_server, said
+from semblend_trt.cold_runs import (
+    BoundedAnswer,
+    DriftMonitor,
+    cold_body,
+    compared,
+    least_kl,
+    likelihood_fields,
+    likelihoods_in,
+    said_in,
+)
+from semblend_trt.command_line import USAGE_ERROR, number_up_to, printable
+from semblend_trt.config import load_settings
+from semblend_trt.files import bounded_lines, open_input
+from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, ConnectionOptions, connect_client, flush
+from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-
-    from semblend_trt.fleet.connection import ConnectionOptions
 
 SUMMARY = "repeat sampled requests without reuse, and compare the answers"
 DIFFERENCES_SHOWN = 20
@@ -36,18 +48,15 @@ DIFFERENCES_SHOWN = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL of requests' bodies, or a pipe")
     add_server(parser)
-    parser.add_argument(
-        "--share", type=_share, default=0.01, help="share of the requests that are checked (default: %(default)s)"
-    )
+    share = partial(number_up_to, 1, "share")
+    about = "share of the requests that are checked (default: %(default)s)"
+    parser.add_argument("--share", type=share, default=0.01, help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the sample and print the report. Raises SemBlendError when the server cannot be used."""
-    from semblend_trt.config import load_settings
-    from semblend_trt.fleet.connection import ConnectionOptions
-
     server = arguments.url
-    server.use_key(arguments.api_key or os.environ.get(KEY_VARIABLE, ""))
+    server.use_key(arguments.api_key)
     checks = SpotChecks(server, ConnectionOptions.of(load_settings()))
     try:
         for body in bodies_of(arguments.files, checks.counts):
@@ -61,8 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def bodies_of(files: list[Path], counts: Counter[str]) -> Iterator[dict[str, Any]]:
     """Yield the bodies of all files' requests; count `requests`, and lines that hold none as `unread`."""
-    from semblend_trt.files import bounded_lines, open_input
-
     for path in files:
         with open_input(path, may_be_pipe=True) as file:
             for line, _ in bounded_lines(file):
@@ -80,20 +87,14 @@ class SpotChecks:
     """Compares answers of a server with cold runs, tests the promises of its profiles, and tells the workers."""
 
     def __init__(self, server: Server, options: ConnectionOptions | None) -> None:
-        from semblend_trt.cold_runs import DriftMonitor
-
         self._server, self._options = server, options
-        self.counts: Counter[str] = Counter()
-        self.results: Counter[str] = Counter()
-        self._bounds: Counter[str] = Counter()
+        self.counts, self.results, self._bounds = Counter[str](), Counter[str](), Counter[str]()
         self._drift = DriftMonitor(lambda result: self._bounds.update([result]))
         self._differences: list[dict[str, Any]] = []
         self.broken: list[dict[str, Any]] = []
 
     def check(self, body: dict[str, Any]) -> None:
         """Send a request, and once more without reuse. Raises SemBlendError when the server is out of reach."""
-        from semblend_trt.cold_runs import cold_body, compared, likelihood_fields, said_in
-
         self.counts["sampled"] += 1
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -142,8 +143,6 @@ class SpotChecks:
 
     def _judge(self, receipt: dict[str, Any], first: bytes, cold: bytes) -> None:
         """Add an answer to the test of its bound; tell the workers where that finds the promise broken."""
-        from semblend_trt.cold_runs import BoundedAnswer, least_kl, likelihoods_in
-
         with suppress(ValueError):  # no bound covers the answer, or the server tells no likelihoods
             bounded = BoundedAnswer.model_validate(receipt)
             kl = least_kl(likelihoods_in(first), likelihoods_in(cold))
@@ -156,7 +155,7 @@ class SpotChecks:
             return False
         try:
             asyncio.run(tell_broken(self._options, bounded.profile, bounded.namespace))
-        except Exception as error:  # nats-py raises many types; the report says that no worker heard of it
+        except Exception as error:  # nats-py raises many types
             sys.stderr.write(f"NATS is out of reach, no worker was told: {type(error).__name__}\n")
             return False
         return True
@@ -164,8 +163,6 @@ class SpotChecks:
 
 def receipt_in(answer: bytes) -> dict[str, Any]:
     """Return the receipt of an answer, in the usage or where vLLM has it; empty where it is missing."""
-    from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
-
     try:
         told = json.loads(answer)
         places = ((told.get("usage"), RECEIPT), (told.get("kv_transfer_params"), VLLM_RECEIPT))
@@ -175,19 +172,8 @@ def receipt_in(answer: bytes) -> dict[str, Any]:
     return next((each for each in found if isinstance(each, dict)), {})
 
 
-def _share(text: str) -> float:
-    import argparse
-
-    with suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1")
-
-
 async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
     """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
-    from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, connect_client, flush
-
     client = await connect_client(options, name="semblend-trt spot-check")
     try:
         message = {BROKEN_PROFILE: profile, "namespace": namespace_key}

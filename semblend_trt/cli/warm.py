@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -24,10 +23,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AliasPath, BaseModel, Field, StrictInt
 from tqdm import tqdm
 
-from semblend_trt.cli._server import KEY_VARIABLE, Server, add_server, said
+from semblend_trt.cli._server import Server, add_server, said
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
+from semblend_trt.policy import EXACT_ONLY
 
 if TYPE_CHECKING:
     import argparse
@@ -44,33 +44,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     parser.add_argument("--model", type=named, help="what requests call the model (default: the server's first)")
     parser.add_argument("--salt", type=named, help="cache_salt of the requests that are to reuse the documents")
-    parser.add_argument(
-        "--prefix",
-        type=Path,
-        metavar="FILE",
-        help="text to put before each document: the beginning of your prompts, with a document or two; a reuse "
-        "profile's check passes more KV that was computed after it",
-    )
-    parser.add_argument(
-        "--priority",
-        type=int,
-        metavar="N",
-        help="with 1 or more, requests come before documents: on the embedded engine's server, and on vLLM with "
-        "--scheduling-policy priority (without that vLLM may refuse it)",
-    )
-    parser.add_argument(
-        "--concurrency", type=count, default=1, metavar="N", help="documents under way at once (default: %(default)s)"
-    )
+    about = "text to put before each document: the beginning of your prompts, with a document or two; a reuse "
+    about += "profile's check passes more KV that was computed after it"
+    parser.add_argument("--prefix", type=Path, metavar="FILE", help=about)
+    about = "with 1 or more, requests come before documents: on the embedded engine's server, and on vLLM with "
+    about += "--scheduling-policy priority (without that vLLM may refuse it)"
+    parser.add_argument("--priority", type=int, metavar="N", help=about)
+    about = "documents under way at once (default: %(default)s)"
+    parser.add_argument("--concurrency", type=count, default=1, metavar="N", help=about)
     parser.add_argument("--state", type=Path, help=f"the state file (default: {STATE_NAME} beside the first FILE)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the documents. Raises SemBlendError when the server or the state file cannot be used."""
-    from semblend_trt.policy import EXACT_ONLY
-
     files, server = arguments.files, arguments.url
     prefix = read_text(arguments.prefix, may_be_pipe=True) if arguments.prefix else ""
-    server.use_key(arguments.api_key or os.environ.get(KEY_VARIABLE, ""))
+    server.use_key(arguments.api_key)
     fields = {
         "model": arguments.model or server.first_model(),
         "max_tokens": 1,
@@ -161,10 +150,10 @@ class Warming:
         for (digest, (place, _)), tokens in zip(fresh.items(), answers, strict=True):
             if isinstance(tokens, str):
                 self.fail(place, tokens)
-                continue
-            self.counts.update(sent=1, tokens=tokens)
-            self._sent[digest] = None
-            write_bytes(self._state, json.dumps({"warmed": list(self._sent)}).encode())
+            else:
+                self.counts.update(sent=1, tokens=tokens)
+                self._sent[digest] = None
+                write_bytes(self._state, json.dumps({"warmed": list(self._sent)}).encode())
 
     def fail(self, place: str, problem: str) -> None:
         self.counts["failed"] += 1

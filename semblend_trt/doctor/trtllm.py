@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from semblend_trt import connector
+from semblend_trt.connector import contract
+from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE
+from semblend_trt.connector.contract import takes_v2
 from semblend_trt.doctor import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
@@ -71,9 +76,6 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any) -> Iterator[Finding]:
     """Yield options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
-    from semblend_trt.connector.engine_spec import WRAPPER_MODULE
-
     config, cache = (getattr(llm_args, name, None) for name in ("kv_connector_config", "kv_cache_config"))
     known = SimpleNamespace(**(_DEFAULTS | vars(llm_args)))
     module, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
@@ -93,8 +95,6 @@ def options(llm_args: Any) -> Iterator[Finding]:
 
 def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
     """Yield what keeps an engine with a connector from its start, by the cache manager that the options may give it."""
-    from semblend_trt.connector.contract import takes_v2
-
     asked, size = (getattr(cache, name, None) for name in ("use_kv_cache_manager_v2", "host_cache_size"))
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
     if asked not in (None, True, False, "auto"):
@@ -109,16 +109,8 @@ def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
         )
 
 
-def kv_dtype_of(llm_args: Any) -> str:
-    """Return the dtype of the KV cache that the options ask for, "auto" where they leave it to the engine."""
-    return str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or "auto").lower()
-
-
 def _installed() -> Iterator[Finding]:
     """Yield the contract, and whether TensorRT-LLM can make our classes: they need its bases' abstract methods."""
-    from semblend_trt import connector
-    from semblend_trt.connector import contract
-
     try:
         release = metadata.version("tensorrt-llm")
     except metadata.PackageNotFoundError:

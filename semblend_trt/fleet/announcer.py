@@ -9,11 +9,11 @@ import re
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Held, sketch_key
 
@@ -73,8 +73,8 @@ class DonorAnnouncer(DonorObserver):
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         self._publisher, self._leave = publisher, leave
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
-        # Donors of earlier processes, by namespace key and id.
-        self._found: dict[str, dict[str, Held]] = {}
+        # Ids of donors of earlier processes, by namespace key. Without a namespace the publisher leaves them out.
+        self._found: dict[str, list[str]] = {}
         self._own: set[str] = set()
         self._is_closed = False
 
@@ -87,11 +87,10 @@ class DonorAnnouncer(DonorObserver):
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
         salted_key = b"" if salt is None else sketch_key(namespace.key, salt)
         self._intended[donor_id] = namespace, salted_key
-        found = self._found.get(namespace.key, {})
-        for _ in range(min(_FOUND_AT_ONCE, len(found))):
-            name, held = found.popitem()
-            held.namespace, held.salted_key = namespace, salted_key
-            self._announce(name, held)
+        found = self._found.get(namespace.key, [])
+        for name in (found.pop() for _ in range(min(_FOUND_AT_ONCE, len(found)))):
+            if (held := self._publisher.donors.get(name)) is not None:
+                self._announce(name, replace(held, namespace=namespace, salted_key=salted_key))
         if not found:
             self._found.pop(namespace.key, None)
 
@@ -103,7 +102,9 @@ class DonorAnnouncer(DonorObserver):
 
     @_guarded
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        self._found.setdefault(namespace_key, {})[donor_id] = Held(None, b"", tier, len(tokens), tokens)
+        self._found.setdefault(namespace_key, []).append(donor_id)
+        self._own.add(donor_id)
+        self._publisher.donors[donor_id] = Held(None, b"", tier, len(tokens), tokens)
 
     @_guarded
     def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
@@ -118,8 +119,6 @@ class DonorAnnouncer(DonorObserver):
     @_guarded
     def gone(self, donor_id: str) -> None:
         self._intended.pop(donor_id, None)
-        for found in self._found.values():
-            found.pop(donor_id, None)
         self._withdraw(donor_id)
 
     def is_broken(self, profile: str, namespace_key: str) -> bool:
@@ -142,14 +141,9 @@ class DonorAnnouncer(DonorObserver):
         self._publisher.changed(donor_id)
 
     def _change(self, donor_id: str, field: str, value: Any) -> None:
-        """Set a field of a donor, whether it is announced already or only found."""
-        held = self._publisher.donors.get(donor_id)
-        if held is not None:
+        if (held := self._publisher.donors.get(donor_id)) is not None:
             setattr(held, field, value)
             self._publisher.changed(donor_id)
-        for found in list(self._found.values()):
-            if donor_id in found:
-                setattr(found[donor_id], field, value)
 
     def _withdraw(self, donor_id: str) -> None:
         self._own.discard(donor_id)
@@ -169,10 +163,6 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
             return None
-        try:
-            import msgspec  # noqa: F401 - the publisher writes with it
-        except ImportError as error:
-            raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
         from semblend_trt.fleet.events import Emitter
         from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 
@@ -185,8 +175,8 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
                 publisher = EventPublisher(options, emitter, EventCounters(settings.metrics), *chosen)
             _publishers[key] = publisher, users + 1
         return DonorAnnouncer(publisher, lambda: _leave(key))
-    except ConfigurationError as error:
-        logger.warning("no donors are announced to the fleet: %s", error)
+    except ImportError:
+        logger.warning("no donors are announced to the fleet: events need msgspec; install semblend-trt[nats]")
     except Exception:
         logger.exception("no donors are announced to the fleet")
     return None

@@ -66,20 +66,13 @@ class ConnectionOptions:
     @classmethod
     def of(cls, settings: Settings) -> ConnectionOptions | None:
         """Return the options that the settings ask for; None when no events are sent."""
-        url, token = settings.nats_url, settings.nats_token
-        if url is None:
+        if settings.nats_url is None:
             return None
-        return cls(
-            servers=tuple(filter(None, (each.strip() for each in url.get_secret_value().split(",")))),
-            token=None if token is None else token.get_secret_value(),
-            per_worker=settings.nats_subject_per_worker,
-            subject=settings.nats_subject,
-            stream=settings.nats_stream,
-            tls_ca=settings.nats_tls_ca,
-            tls_cert=settings.nats_tls_cert,
-            tls_key=settings.nats_tls_key,
-            creds=settings.nats_creds,
-        )
+        servers = tuple(filter(None, (each.strip() for each in settings.nats_url.get_secret_value().split(","))))
+        token = None if settings.nats_token is None else settings.nats_token.get_secret_value()
+        sent_to = settings.nats_subject, settings.nats_stream
+        tls = settings.nats_tls_ca, settings.nats_tls_cert, settings.nats_tls_key
+        return cls(servers, *sent_to, *tls, settings.nats_creds, token, settings.nats_subject_per_worker)
 
     @property
     def subjects(self) -> str:
@@ -88,7 +81,12 @@ class ConnectionOptions:
 
     def client_arguments(self) -> dict[str, Any]:
         """Return arguments of `nats.connect` for one attempt. Raise OSError for TLS files that cannot be read."""
-        arguments: dict[str, Any] = {
+        tls = None
+        if self.tls_ca is not None or self.tls_cert is not None:
+            tls = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                tls.load_cert_chain(self.tls_cert, self.tls_key)
+        return {
             "servers": list(self.servers),
             "allow_reconnect": False,
             "max_reconnect_attempts": 1,
@@ -96,16 +94,10 @@ class ConnectionOptions:
             "connect_timeout": ANSWER_SECONDS,
             "ping_interval": 10,
             "max_outstanding_pings": 2,
+            "tls": tls,
+            "token": self.token,
+            "user_credentials": None if self.creds is None else str(self.creds),
         }
-        if self.tls_ca is not None or self.tls_cert is not None:
-            arguments["tls"] = context = ssl.create_default_context(cafile=self.tls_ca)
-            if self.tls_cert is not None:
-                context.load_cert_chain(self.tls_cert, self.tls_key)
-        if self.token is not None:
-            arguments["token"] = self.token
-        if self.creds is not None:
-            arguments["user_credentials"] = str(self.creds)
-        return arguments
 
 
 async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
@@ -195,16 +187,15 @@ class Sender:
     def __init__(self, client: Any, options: ConnectionOptions, emitter: Emitter) -> None:
         self._client, self._emitter, self._stream = client, emitter, options.stream
         self._subject = f"{options.subject}.{emitter.worker_id}" if options.per_worker else options.subject
-        self._jetstream: Any = None
+        self._jetstream: Any = None if options.stream is None else client.jetstream(timeout=ANSWER_SECONDS)
 
     @classmethod
     async def over(cls, client: Any, options: ConnectionOptions, emitter: Emitter) -> Sender:
         """Return a sender, once there is its stream; raise what the client raises."""
         sender = cls(client, options, emitter)
-        if options.stream is not None:
+        if sender._jetstream is not None:
             from nats.js.errors import NotFoundError
 
-            sender._jetstream = client.jetstream(timeout=ANSWER_SECONDS)
             try:
                 await sender._jetstream.stream_info(options.stream)
             except NotFoundError:

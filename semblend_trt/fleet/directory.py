@@ -75,7 +75,7 @@ _LOOK_SECONDS = 0.05
 LIVE_PROBLEMS = ("id_twice", "old_events", "unsynced")
 # Heartbeat intervals after which a worker's events are old.
 _OLD = 1.5
-# Donors of cleared workers that are removed from the index with each event or look-up.
+# Donors of retired numbers that are removed from the indexes with each event or look-up.
 _REMOVED_AT_ONCE = 8
 
 
@@ -94,25 +94,23 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace, its key and the digest of its salt, the number and sketches of its donors."""
+    """A namespace, the digest of its salt, the number and sketches of its donors."""
 
     fields: CacheNamespace
-    key: str
     salt: str
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
 
 @functools.lru_cache(maxsize=1024)
-def _identity(spelling: bytes) -> tuple[CacheNamespace, str, str]:
-    """Return a namespace in MessagePack, its key and its salt's digest. Donors with the same bytes share one cache
-    entry."""
+def _identity(spelling: bytes) -> tuple[CacheNamespace, str]:
+    """Return a namespace in MessagePack, and its salt's digest. Donors with the same bytes share one cache entry."""
     namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
-    return namespace, namespace.key, salt
+    return namespace, salt
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -148,21 +146,6 @@ class FollowedWorker:
     rival: tuple[int, int, float] = (0, 0, float("-inf"))
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A worker as the directory knows it: its donors' `tokens` by tier, the number of their tenants, its events by kind
-    and the age of its last one."""
-
-    name: str
-    generation: int
-    donors: int
-    tokens: dict[str, int]
-    tenants: int
-    events: dict[str, int]
-    heartbeats_compared: int
-    silent_seconds: float
 
 
 class FairLock:
@@ -226,7 +209,7 @@ class Directory:
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
         self._free_numbers: list[int] = []
-        # Former numbers of workers, and the donors that are still in the indexes under them.
+        # Retired numbers, and the donors that are still in the indexes under them.
         self._cleared: deque[tuple[int, list[FollowedDonor]]] = deque()
         self._namespaces: dict[str, KnownNamespace] = {}
         self._of_salt: dict[str, list[KnownNamespace]] = {}
@@ -286,8 +269,9 @@ class Directory:
             now = self._clock()
             return {worker for worker, followed in self._workers.items() if _is_twice(followed, now)}
 
-    def status(self) -> tuple[list[WorkerStatus], dict[str, list[str]]]:
-        """Return the followed workers, and by problem (LIVE_PROBLEMS) a sentence for each worker that has it."""
+    def status(self) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+        """Return the followed workers, each as a row of `semblend-trt fleet status`: its donors, their tokens by tier
+        and so on. Return also, by problem (LIVE_PROBLEMS), a sentence for each worker that has it."""
         known, problems = [], defaultdict[str, list[str]](list)
         twice, now = self.twice(), self._clock()
         for worker, followed in self.workers().items():
@@ -296,8 +280,10 @@ class Directory:
             for donor in donors:
                 tokens[donor.tier] += donor.tokens
             tenants = len({donor.namespace.salt for donor in donors if donor.namespace is not None})
-            heard = dict(followed.events), followed.compared, round(silent, 3)
-            known.append(WorkerStatus(name, followed.generation, len(donors), dict(tokens), tenants, *heard))
+            held = {"donors": len(donors), "tokens": dict(tokens), "tenants": tenants}
+            heard = {"events": dict(followed.events), "heartbeats_compared": followed.compared}
+            row = {"name": name, "generation": followed.generation, **held, **heard, "silent_seconds": round(silent, 3)}
+            known.append(row)
             if worker in twice:
                 problems["id_twice"].append(f"two live processes say that they are worker {name}; give each its own id")
             if silent > _OLD * followed.interval:
@@ -327,11 +313,11 @@ class Directory:
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
             self._expire(self._clock())
-            met = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
-            own = ((each, each.fields.tokenizer_revision) for each in met)
+            of_salt = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
+            own = ((each, each.fields.tokenizer_revision) for each in of_salt)
             fit = (each for each, other in own if tokenizer in (None, other) or not is_content(other))
             met = sorted(fit, key=lambda each: -each.donors)[:_MAX_MET]
-        prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
+        prompts = fingerprints_of(token_ids, [sketch_key(each.fields.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 
     def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
@@ -412,7 +398,8 @@ class Directory:
         elif isinstance(data, (DonorEvicted, DonorRelocated)):
             self._change(event, followed, data)
         elif isinstance(data, (ProviderGenerationReset, DonorsPurged)):
-            self._clear(worker, followed)
+            self._retire(followed)
+            followed.number = self._number_for(worker)
         elif isinstance(data, ProviderHeartbeat):
             self._compare(event, followed, data)
         else:
@@ -479,12 +466,12 @@ class Directory:
     def _entered(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Return the namespace with these `values`, and count a donor. Raise NamespaceError for bad values, a tenant
         key that does not match the salt, and too many namespaces."""
-        fields, key, salt = _identity(msgspec.msgpack.encode(values))
-        known = self._namespaces.get(key)
+        fields, salt = _identity(msgspec.msgpack.encode(values))
+        known = self._namespaces.get(fields.key)
         if known is None:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
-            known = self._namespaces[key] = KnownNamespace(fields, key, salt)
+            known = self._namespaces[fields.key] = KnownNamespace(fields, salt)
             self._of_salt.setdefault(salt, []).append(known)
         known.donors += 1
         return known
@@ -500,29 +487,21 @@ class Directory:
             self._entries -= len(posting.entries)
             known.index.remove(posting)
         if not known.donors:
-            del self._namespaces[known.key]
+            del self._namespaces[known.fields.key]
             self._of_salt[known.salt].remove(known)
             if not self._of_salt[known.salt]:
                 del self._of_salt[known.salt]
 
-    def _clear(self, worker: Worker, followed: FollowedWorker) -> None:
-        """Forget all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
-        if followed.donors:
-            self._by_number[followed.number] = None
-            self._cleared.append((followed.number, list(followed.donors.values())))
-            followed.number = self._number_for(worker)
+    def _retire(self, followed: FollowedWorker) -> None:
+        """Forget all donors of a worker at once: its number names no worker, and is free once the indexes are clear."""
+        self._by_number[followed.number] = None
+        self._cleared.append((followed.number, list(followed.donors.values())))
         self._donors -= len(followed.donors)
         followed.donors, followed.digest = {}, 0
 
-    def _tidy(self) -> None:
-        """Do a small part of the work that `_clear` postponed."""
-        for _ in range(_REMOVED_AT_ONCE):
-            number, donors = self._cleared[0]
-            if not donors:
-                self._cleared.popleft()
-                self._free_numbers.append(number)
-                return
-            self._take_back(donors.pop())
+    def _forget(self, worker: Worker) -> None:
+        self._retire(self._workers.pop(worker))
+        self.counts["expired"] += 1
 
     def _number_for(self, worker: Worker) -> int:
         if not self._free_numbers:
@@ -533,18 +512,16 @@ class Directory:
         return number
 
     def _expire(self, now: float) -> None:
+        """Forget silent workers, and take a few donors of retired numbers out of the indexes."""
         if self._cleared:
-            self._tidy()
-        if now < self._expire_at:
-            return
-        self._expire_at = now + _LOOK_SECONDS
-        for worker, followed in list(self._workers.items()):
-            if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
-                self._forget(worker)
-
-    def _forget(self, worker: Worker) -> None:
-        followed = self._workers.pop(worker)
-        self._clear(worker, followed)
-        self._by_number[followed.number] = None
-        self._free_numbers.append(followed.number)
-        self.counts["expired"] += 1
+            number, donors = self._cleared[0]
+            for _ in range(min(_REMOVED_AT_ONCE, len(donors))):
+                self._take_back(donors.pop())
+            if not donors:
+                self._cleared.popleft()
+                self._free_numbers.append(number)
+        if now >= self._expire_at:
+            self._expire_at = now + _LOOK_SECONDS
+            for worker, followed in list(self._workers.items()):
+                if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
+                    self._forget(worker)

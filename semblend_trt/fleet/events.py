@@ -63,12 +63,9 @@ class Metadata(bytes):
     """Bytes of a provider: binary in MessagePack, and in JSON a list of integers."""
 
 
-class _Part(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message. It holds no cycle, so that the garbage collector need not look at it."""
-
-
-class _Kind(_Part, frozen=True, gc=False, tag_field="kind"):
-    """A part whose field `kind` says what it is."""
+# No part of a message holds a cycle, so that the garbage collector need not look at it.
+class _Kind(msgspec.Struct, frozen=True, gc=False, tag_field="kind"):
+    """A part of a message whose field `kind` says what it is."""
 
     @property
     def kind(self) -> str:
@@ -94,7 +91,7 @@ class SharedLocation(_Kind, frozen=True, gc=False, tag="shared"):
 Location: TypeAlias = WorkerLocation | SharedLocation
 
 
-class Segment(_Part, frozen=True, gc=False, omit_defaults=True):
+class Segment(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
     `digest`: see `token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
@@ -161,7 +158,7 @@ class ProviderHeartbeat(_Kind, frozen=True, gc=False, tag="provider_heartbeat"):
     provider_generation: Count
 
 
-class _Message(_Part, frozen=True, gc=False, kw_only=True):
+class _Message(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     schema_version: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     event_id: Count
     worker_id: Count
@@ -220,11 +217,6 @@ def decode(payload: bytes) -> Event:
         raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
-def shown(event: Event) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=list)
-    return fields
-
-
 def _as_metadata(_: type, value: Any) -> Metadata:
     value = b"" if value is None else value
     is_list = isinstance(value, list) and all(type(each) is int and 0 <= each <= 255 for each in value)
@@ -261,17 +253,17 @@ def donor_digest(donor_id: str, tier: str) -> int:
 
 
 class EventWriter:
-    """Writes one emitter's messages and numbers them from 1."""
+    """Writes one emitter's messages, numbered from 1."""
 
     def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
-        self.emitter, self.last_id, self._embeddings = emitter, 0, embeddings
+        self.emitter, self._last_id, self._embeddings = emitter, 0, embeddings
         self._is_json = form is EventFormat.JSON
         self._encode = (msgspec.json.Encoder() if self._is_json else msgspec.msgpack.Encoder()).encode
         # Donors share namespaces.
         self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
 
-    def reset(self) -> bytes:
-        return self._message(ProviderGenerationReset(self.emitter.generation))
+    def reset(self) -> Notice:
+        return self._notice(ProviderGenerationReset(self.emitter.generation))
 
     def registered(
         self,
@@ -282,7 +274,7 @@ class EventWriter:
         digest: int,
         sketch: bytes,
         embedding: npt.NDArray[np.float32] | None = None,
-    ) -> bytes:
+    ) -> Notice:
         """Write donor_registered; `sketch` as `Sketch.to_bytes`, `embedding` float32 [dim].
         Raise EventError (oversize) for too large a namespace or embedding; no event id is used then."""
         metadata: Any = sketch
@@ -303,27 +295,26 @@ class EventWriter:
             segments=[Segment(0, (0, tokens), digest, [], metadata, vector)],
             provider_generation=self.emitter.generation,
         )
-        return self._message(data)
+        return self._notice(data)
 
-    def evicted(self, donor_id: str) -> bytes:
-        """Write donor_evicted for a whole donor."""
-        return self._message(DonorEvicted(donor_id, self.emitter.generation))
+    def evicted(self, donor_id: str) -> Notice:
+        return self._notice(DonorEvicted(donor_id, self.emitter.generation))
 
-    def relocated(self, donor_id: str, tier: str) -> bytes:
-        return self._message(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
+    def relocated(self, donor_id: str, tier: str) -> Notice:
+        return self._notice(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
 
-    def purged(self) -> bytes:
-        """Write donors_purged for all donors of this emitter."""
-        return self._message(DonorsPurged({"kind": "all"}, self.emitter.generation))
+    def purged(self) -> Notice:
+        return self._notice(DonorsPurged({"kind": "all"}, self.emitter.generation))
 
-    def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
+    def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> Notice:
         """Write provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
-        return self._message(ProviderHeartbeat(interval_seconds, donor_count, digest, self.emitter.generation))
+        return self._notice(ProviderHeartbeat(interval_seconds, donor_count, digest, self.emitter.generation))
 
-    def _message(self, data: Any) -> bytes:
-        self.last_id += 1
+    def _notice(self, data: Any) -> Notice:
+        self._last_id += 1
         place = {"worker_id": self.emitter.worker_id, "dp_rank": self.emitter.dp_rank}
-        return self._encode(SemanticKvEvent(schema_version=SCHEMA_VERSION, event_id=self.last_id, **place, data=data))
+        event = SemanticKvEvent(schema_version=SCHEMA_VERSION, event_id=self._last_id, **place, data=data)
+        return Notice(data.kind, self._last_id, self._encode(event))
 
     def _location(self, tier: str) -> WorkerLocation:
         return WorkerLocation(tier, self.emitter.worker_id, self.emitter.dp_rank)

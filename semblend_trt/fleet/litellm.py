@@ -12,8 +12,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-import time
-from collections import Counter, deque
+from collections import Counter
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,8 +39,8 @@ logger.addFilter(OnceAMinute())
 
 SALT_FIELD = "cache_salt"
 WORKER_FIELD, TOKENIZER_FIELD = "semblend_worker_id", "semblend_tokenizer"
-# Calls of the proxy whose body has a chat or a prompt as the replica gets it.
-_CHAT_CALLS, _COMPLETION_CALLS = ("acompletion", "completion"), ("atext_completion", "text_completion")
+# Calls of the proxy whose body has a chat, or else a prompt, as the replica gets it.
+_IS_CHAT = {"acompletion": True, "completion": True, "atext_completion": False, "text_completion": False}
 # Seconds that a request waits for its prompt to be read, its model's first tokenizer to be loaded among them.
 READ_SECONDS = 10.0
 # Seconds after which a request counts as computed, for a client that left: no hook tells of it.
@@ -78,12 +77,9 @@ class _Request:
 _current: ContextVar[_Request | None] = ContextVar("semblend_request", default=None)
 
 
-class _Tokenizer:
-    """A folder's tokenizer on threads, and the digest by which engines name it. Raises ConfigurationError."""
-
-    def __init__(self, folder: str) -> None:
-        self.threads = ReadingThreads(load_tokenizer(folder))
-        self.digest = tokenizer_digest(folder)
+def _tokenizer_in(folder: str) -> tuple[ReadingThreads, str | None]:
+    """Return a folder's tokenizer on threads, and the digest by which engines name it. Raise ConfigurationError."""
+    return ReadingThreads(load_tokenizer(folder)), tokenizer_digest(folder)
 
 
 class SpanPlacement(CustomLogger):  # type: ignore[misc]
@@ -93,8 +89,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         super().__init__()
         self._placement, self._counters = counted_placement(settings)
         self._loads: Loads[str] = Loads()
-        self._open: deque[tuple[float, Callable[[], None]]] = deque()
-        self._tokenizers: dict[str, asyncio.Task[_Tokenizer]] = {}
+        self._tokenizers: dict[str, asyncio.Task[tuple[ReadingThreads, str | None]]] = {}
         self._secret = None if settings.tenant_secret is None else settings.tenant_secret.get_secret_value().encode()
         self._is_started = False
         if self._secret is None:
@@ -119,8 +114,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
         is_cold = isinstance(asked, dict) and bool(asked.get(COLD))
         # A cold run has a salt of its own, so that the engine's prefix cache holds nothing for it either.
         salt = _fresh_salt() if is_cold else self._salt_of(user_api_key_dict)
-        is_chat = call_type in _CHAT_CALLS if call_type in (*_CHAT_CALLS, *_COMPLETION_CALLS) else None
-        _current.set(_Request(body, is_chat, salt))
+        _current.set(_Request(body, _IS_CHAT.get(call_type), salt))
         return data
 
     async def async_filter_deployments(
@@ -155,8 +149,7 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
     async def async_post_call_success_deployment_hook(self, *_: Any, **__: Any) -> None:
         _answered()
 
-    async def async_post_call_failure_deployment_hook(self, *_: Any, **__: Any) -> None:
-        _answered()
+    async_post_call_failure_deployment_hook = async_post_call_success_deployment_hook
 
     async def async_post_call_streaming_iterator_hook(
         self,
@@ -184,15 +177,12 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
             self._is_started = True
             await _detached(self._placement.start())
         token_ids, digest = await self._token_ids(request, deployments)
-        now = time.monotonic()
-        while self._open and self._open[0][0] < now:
-            self._open.popleft()[1]()
         request.answered()
         best = self._placement.place(token_ids, request.salt, left, self._loads.tokens, tokenizer=digest)[0]
         tokens = len(str(request.prompt)) // _CHARACTERS_PER_TOKEN if token_ids is None else len(token_ids)
         self._counters.sent(tokens, best.held)
         request.answered = self._loads.sent(best.name, max(0, tokens - best.held))
-        self._open.append((now + LOAD_SECONDS, request.answered))
+        asyncio.get_running_loop().call_later(LOAD_SECONDS, request.answered, context=Context())
         request.tried.add(best.name)
         return [by_id[best.name]]
 
@@ -216,12 +206,11 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
 
     async def _read(self, request: _Request, folder: str) -> tuple[list[int] | None, str | None]:
         if folder not in self._tokenizers:
-            self._tokenizers[folder] = _detached(asyncio.to_thread(_Tokenizer, folder))
-        tokenizer = await asyncio.shield(self._tokenizers[folder])
+            self._tokenizers[folder] = _detached(asyncio.to_thread(_tokenizer_in, folder))
+        threads, digest = await asyncio.shield(self._tokenizers[folder])
         size = len(str(request.prompt))
-        if size > MAX_CHARACTERS:
-            return None, tokenizer.digest
-        return await tokenizer.threads.read(size, request.tokens), tokenizer.digest
+        token_ids = None if size > MAX_CHARACTERS else await threads.read(size, request.tokens)
+        return token_ids, digest
 
     def _salt_of(self, key: Any) -> str | None:
         """Return the salt of a key's tenant: its team, or the key itself. Under the secret no client can compute it."""

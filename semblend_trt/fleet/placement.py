@@ -209,14 +209,11 @@ class _DirectoryGauges:
         workers, found = self._directory.status()
         donors = GaugeMetricFamily("semblend_fleet_donors", "Known donors.", labels=["worker"])
         for worker in workers:
-            donors.add_metric([worker.name], worker.donors)
+            donors.add_metric([worker["name"]], worker["donors"])
         problems = GaugeMetricFamily("semblend_fleet_problems", "What is wrong in the fleet.", labels=["problem"])
         for problem in LIVE_PROBLEMS:
             problems.add_metric([problem], len(found.get(problem, ())))
         yield from (donors, problems)
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
 
 
 def counted_placement(

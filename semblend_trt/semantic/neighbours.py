@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class SemanticIndex:
     """Unit vectors by entry id; a search compares all of its own namespace, in half precision. Not thread safe."""
 
     def __init__(self) -> None:
-        """Raises ConfigurationError without faiss, which an engine without an embedder does not need."""
+        """Raises ConfigurationError without faiss."""
         try:
             import faiss
         except ImportError:
@@ -110,7 +110,7 @@ class Neighbours(DonorObserver):
         self._lock = threading.Lock()
         self._waiting = 0
         self._live: set[str] = set()
-        self._found: OrderedDict[int, tuple[Neighbour, ...]] = OrderedDict()
+        self._found: dict[int, tuple[Neighbour, ...]] = {}
         self._is_closed = False
         self._near: deque[str] = deque(maxlen=_MOST_NEAR)
         self._key_of_donor: dict[str, str] = {}
@@ -151,10 +151,6 @@ class Neighbours(DonorObserver):
         """Return donors near the requests answered since the last call, the nearest of each request first."""
         return [self._near.popleft() for _ in range(len(self._near))]
 
-    def drain(self) -> None:
-        if not self._is_closed:
-            self._thread.drain()
-
     def close(self, timeout: float = 5.0) -> None:
         """End the thread after its present text, and drop the texts that wait. Waits `timeout` seconds at most."""
         with self._lock:
@@ -168,15 +164,13 @@ class Neighbours(DonorObserver):
         with self._lock:
             if self._is_closed or self.refusal is not None:
                 return
-            is_full = self._waiting >= QUEUE_LENGTH
-            if not is_full:
-                self._waiting += 1
-                if isinstance(owner, str):
-                    self._live.add(owner)
-        if is_full:
-            self._metrics.neighbours_counted("dropped")
-        else:
-            self._thread.submit(lambda: self._embed(namespace_key, owner, tokens))
+            if self._waiting >= QUEUE_LENGTH:
+                self._metrics.neighbours_counted("dropped")
+                return
+            self._waiting += 1
+            if isinstance(owner, str):
+                self._live.add(owner)
+        self._thread.submit(lambda: self._embed(namespace_key, owner, tokens))
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -206,9 +200,7 @@ class Neighbours(DonorObserver):
         try:
             (vector,) = self._embedder.embed([self._decode(tokens)])
             if isinstance(owner, str):
-                with self._lock:
-                    is_live = owner in self._live
-                if is_live and vector.any():
+                if vector.any():  # if the donor is gone, its removal comes next
                     self._index.add(namespace_key, owner, vector)
                     if self._announcer is not None:
                         self._announcer.embedded(owner, vector)
@@ -226,9 +218,8 @@ class Neighbours(DonorObserver):
         with self._lock:
             found = tuple(each for each in near if each.donor_id in self._live)
             self._found[request_id] = found
-            self._found.move_to_end(request_id)
             if len(self._found) > RECENT_REQUESTS:
-                self._found.popitem(last=False)
+                del self._found[next(iter(self._found))]
         self._audit.neighbours(request_id, found)
         self._metrics.neighbours_found(found)
         self._near.extend(each.donor_id for each in found)

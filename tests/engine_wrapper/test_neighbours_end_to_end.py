@@ -44,7 +44,7 @@ def serve(llm, prompt, **options):
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
     if scheduler._neighbours is not None:
-        scheduler._neighbours.drain()
+        scheduler._neighbours._thread.drain()
     return output, scheduler.reuse_of(output.request_id)
 
 

@@ -74,11 +74,9 @@ class AskedRequest:
         self._continued_at = done = len(self._sent)
         if not done:
             return self._request
-        stops = dict(self._stops)
-        for bound in ("max_tokens", "min_tokens"):
-            if isinstance(stops.get(bound), int):
-                stops[bound] = max(0, stops[bound] - done)
-        return {**self._request, "token_ids": self.tokens.tolist(), "stop_conditions": stops}
+        bounds = {name: self._stops.get(name) for name in ("max_tokens", "min_tokens")}
+        left = {name: max(0, bound - done) for name, bound in bounds.items() if isinstance(bound, int)}
+        return {**self._request, "token_ids": self.tokens.tolist(), "stop_conditions": self._stops | left}
 
     def take(self, out: dict[str, Any]) -> bool:
         """Note a piece of the answer and correct its usage; return whether it ends a choice."""

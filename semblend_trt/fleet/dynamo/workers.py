@@ -90,8 +90,7 @@ class EngineWorkers:
         self._resting.pop(instance, None)
         if instance not in self._worker_of:
             try:
-                named = worker_of(engine_data["kv_transfer_params"][VLLM_RECEIPT]["worker"])
-                self._worker_of[instance] = named
+                self._worker_of[instance] = worker_of(engine_data["kv_transfer_params"][VLLM_RECEIPT]["worker"])
             except (TypeError, KeyError, ValueError):
                 self.problem("no_connector")
                 logger.warning("instance %d names no worker id: load alone places there", instance)

@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from semblend_trt.cli.fleet import fields_apart
 from semblend_trt.cli.main import main
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from tests.semblend_trt.samples import NAMESPACE, text
+from semblend_trt.namespace import unknown_value
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 SKETCH = sketch_of(text(1, 100), sketch_key(NAMESPACE.key, None)).to_bytes()
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
@@ -36,7 +39,7 @@ class Listening:
 def events(generation=7):
     """A worker's short life: a reset, a heartbeat that says that it holds nothing, and its last word."""
     writer = EventWriter(Emitter(3, 0, generation), EventFormat.JSON)
-    return [writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged()]
+    return [notice.payload for notice in (writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged())]
 
 
 @pytest.fixture
@@ -103,15 +106,31 @@ def test_status_tells_what_is_wrong(listen):
 @pytest.mark.promise("fleet", "`semblend-trt events tail` prints every event;...")
 def test_status_says_who_holds_how_much(listen):
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
-    payloads = [writer.reset()]
-    payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, SKETCH) for number in range(3)]
-    payloads += [writer.relocated("d1", "device"), writer.evicted("d2")]
-    status, output = listen("status", payloads)
+    notices = [writer.reset()]
+    notices += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, SKETCH) for number in range(3)]
+    notices += [writer.relocated("d1", "device"), writer.evicted("d2")]
+    status, output = listen("status", [notice.payload for notice in notices])
     assert status == 0, output
     (worker,) = json.loads(output)["workers"]
     assert worker["events"]["donor_registered"] == 3
     held = {"generation": 7, "donors": 2, "tokens": {"host": 100, "device": 100}, "tenants": 1}
     assert worker | held | {"name": "3.0"} == worker
+
+
+@pytest.mark.promise("fleet", "`semblend-trt fleet status` says who is...")
+def test_the_fields_that_keep_namespaces_apart_are_named():
+    one = BASE_NAMESPACE.for_request("acme", "adapter")
+    same = BASE_NAMESPACE.for_request(None, None)
+    other = replace(BASE_NAMESPACE, kv_dtype="fp8", rope_config={"rope_type": "default", "rope_theta": 5})
+    assert fields_apart({"1.0": [one], "2.0": [same]}) == []
+    assert fields_apart({"1.0": [one], "2.0": [other.for_request(None, None)]}) == [
+        "namespaces do not meet in kv_dtype: 'bfloat16' on 1.0; 'fp8' on 2.0",
+        "namespaces do not meet in rope_config.rope_theta: 1000000 on 1.0; 5 on 2.0",
+    ]
+    unknown = [replace(BASE_NAMESPACE, model_revision=unknown_value()).for_request(None, None) for _ in range(2)]
+    assert fields_apart({"1.0": unknown[:1], "2.0": unknown[1:]}) == [
+        "namespaces do not meet in model_revision: not determined on 1.0, 2.0"
+    ]
 
 
 def test_a_server_that_dies_ends_it_with_two(nats_server):

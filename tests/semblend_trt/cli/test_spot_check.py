@@ -115,6 +115,9 @@ def test_a_broken_promise_is_found_and_workers_are_told(check, nats_server, work
     assert report["broken"] == [{"profile": "a" * 64, "namespace": "b" * 64, "workers_told": True}]
     wait_for(lambda: worker.announcer.is_broken("a" * 64, "b" * 64))
     assert not worker.announcer.is_broken("a" * 64, "c" * 64)
+    monkeypatch.delenv("SEMBLEND_NATS_URL")
+    _, report = check(StandIn(BOUNDED | {"reused_tokens": 3}, 0.9), *[ASKED] * 40)
+    assert not report["broken"][0]["workers_told"]
 
 
 @pytest.mark.promise("commands", "A broken promise ends approximate reuse...")
@@ -125,11 +128,6 @@ def test_what_names_no_promise_changes_nothing(nats_server, worker, promise):
     wait_for(lambda: worker.publisher.broken)
     assert worker.publisher.broken == {("a" * 64, "b" * 64)}
     assert worker.counters.resyncs["requested"] == 0
-
-
-def test_without_nats_the_report_says_that_nobody_was_told(check):
-    status, report = check(StandIn(BOUNDED | {"reused_tokens": 3}, 0.9), *[ASKED] * 40)
-    assert (status, report["broken"][0]["workers_told"]) == (1, False)
 
 
 @pytest.mark.promise("commands", "`semblend-trt spot-check` says of a sample...")

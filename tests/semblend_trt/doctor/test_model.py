@@ -28,8 +28,13 @@ def config_folder(folder, source, **changes):
     return str(folder)
 
 
-def told(known, **settings):
+def of(path, kv_dtype="auto", own=None):
+    known = known_model(str(path), kv_dtype, own)
     assert isinstance(known, KnownModel)
+    return known
+
+
+def told(known, **settings):
     return list(model(known, load_settings(**settings)))
 
 
@@ -62,7 +67,7 @@ def test_geometry_rotation_and_size(tmp_path, source, texts):
         published_model.save(tmp_path)
     else:
         tmp_path = save_tiny_model(source, tmp_path)
-    found = [each.text for each in told(known_model(str(tmp_path), "auto"), host_bytes=1 << 20)]
+    found = [each.text for each in told(of(tmp_path), host_bytes=1 << 20)]
     assert [text for text in texts if not any(text in each for each in found)] == []
 
 
@@ -72,51 +77,40 @@ def test_geometry_rotation_and_size(tmp_path, source, texts):
 def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path, kv_dtype, scaled, dtype):
     """An engine that names its scales may keep KV in fp8."""
     own = replace(engine(tiny_qwen2_path), kv_dtype="float8_e4m3fn", tells_kv_scales=True) if scaled else None
-    known = known_model(str(tiny_qwen2_path), kv_dtype, own)
+    known = of(tiny_qwen2_path, kv_dtype, own)
     assert known.dtype is dtype
     assert f"in {str(dtype).removeprefix('torch.')}" in told(known)[2].text
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "kv_dtype", "reason"),
     [
-        (WINDOW, "sliding_window"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
-        ({"model_type": "mamba"}, "unknown_model_type"),
-        ({"kv_lora_rank": 512}, "mla"),
-        ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "attention_layout"),
-        *(("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout"), (None, "configuration")),
+        (WINDOW, "auto", "sliding_window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "auto", "rope_dynamic"),
+        ({"model_type": "mamba"}, "auto", "unknown_model_type"),
+        ({"kv_lora_rank": 512}, "auto", "mla"),
+        ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "auto", "attention_layout"),
+        *(({}, *each) for each in (("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout"))),
+        (None, "auto", "configuration"),
     ],
 )
-def test_refusals_have_the_connectors_names(tmp_path, tiny_qwen2_path, changes, reason):
+def test_refusals_have_the_connectors_names(tmp_path, tiny_qwen2_path, changes, kv_dtype, reason):
     """Of a configuration, of a dtype of the cache, and of a model that is not there."""
-    place, kv_dtype = str(tiny_qwen2_path), "auto"
-    if isinstance(changes, dict):
-        place = config_folder(tmp_path, tiny_qwen2_path, **changes)
-    elif changes is None:
-        place = str(tmp_path / "nowhere")
-    else:
-        kv_dtype = changes
-    refused = known_model(place, kv_dtype)
+    nowhere = str(tmp_path / "nowhere")
+    refused = known_model(nowhere if changes is None else config_folder(tmp_path, tiny_qwen2_path, **changes), kv_dtype)
     assert isinstance(refused, Finding)
     assert (refused.status, refused.reason) == (Status.REFUSED, reason)
     assert changes is not None or "nowhere" in refused.text
 
 
 def test_what_does_not_fit_a_model_is_told(tmp_path, tiny_qwen2_path):
-    notes = told(known_model(config_folder(tmp_path, tiny_qwen2_path), "float32"), policy="exact")[3:]
+    notes = told(of(config_folder(tmp_path, tiny_qwen2_path), "float32"), policy="exact")[3:]
     assert [note.status for note in notes] == [Status.NOTE, Status.NOTE]
     assert [name in note.text for name, note in zip(("MODEL_REV", "TOKENIZER_REV"), notes, strict=True)] == [True, True]
-    *_, policy = told(known_model(str(tiny_qwen2_path), "auto"), policy="boundary", recompute_boundary_layer=9)
+    *_, policy = told(of(tiny_qwen2_path), policy="boundary", recompute_boundary_layer=9)
     assert (policy.status, policy.reason) == (Status.REFUSED, "configuration")
-    size = told(known_model(str(tiny_qwen2_path), "auto"), host_bytes=1024)[2]
+    size = told(of(tiny_qwen2_path), host_bytes=1024)[2]
     assert (size.status, "raise SEMBLEND_HOST_BYTES" in size.text) == (Status.FAILED, True)
-
-
-def of(path, kv_dtype="auto"):
-    known = known_model(str(path), kv_dtype)
-    assert isinstance(known, KnownModel)
-    return known
 
 
 @pytest.fixture

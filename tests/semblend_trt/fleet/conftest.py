@@ -1,5 +1,6 @@
 """Workers and servers that the fleet's tests share."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.connection import ConnectionOptions, connect_client
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Outbox
@@ -96,6 +97,21 @@ def outbox(worker=(3, 0), generation=7):
 def held_donor(tokens, salt=None, tier="device", base=BASE_NAMESPACE):
     namespace = base.for_request(salt, None)
     return Held(namespace, b"" if salt is None else sketch_key(namespace.key, salt), tier, len(tokens), tokens)
+
+
+def stored(url, makes_stream=False):
+    """How many messages the stream of all workers has."""
+
+    async def count():
+        client = await connect_client(ConnectionOptions((url,), "semantic-kv-events"))
+        jetstream = client.jetstream()
+        if makes_stream:
+            await jetstream.add_stream(name="DONORS", subjects=["semantic-kv-events.*"])
+        info = await jetstream.stream_info("DONORS")
+        await client.close()
+        return info.state.messages
+
+    return asyncio.run(count())
 
 
 class PublishingWorker:

@@ -111,6 +111,7 @@ def test_nothing_is_raised_into_serving(caplog):
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
+    monkeypatch.delitem(sys.modules, "semblend_trt.fleet.events")
     assert announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False)) is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
 

@@ -14,8 +14,10 @@ from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import Emitter, EventWriter
+from semblend_trt.fleet.placement import Placement
 from tests.pages import Page
-from tests.semblend_trt.fleet.conftest import donors_of
+from tests.semblend_trt.fleet.conftest import donors_of, stored
+from tests.server_process import wait_for
 
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
@@ -52,32 +54,27 @@ def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path):
 
 
 class LossyDirectory(Directory):
-    """A directory that tests can wait for. It loses the share `loss` of its messages."""
+    """It loses the share `loss` of its messages."""
 
     def __init__(self):
         super().__init__()
-        self.changed, self.loss, self._rng = asyncio.Event(), 0.0, np.random.default_rng(0)
-        self._held_back = None
+        self.loss, self._rng, self._held_back = 0.0, np.random.default_rng(0), None
 
     def observe(self, payload, sender=None):
-        self.changed.set()  # a waiting test looks in a later turn of the loop
         if self._rng.random() < self.loss:
             return None
         if self._rng.random() < self.loss:  # it comes after the next one
             payload, self._held_back = self._held_back or payload, payload
         return super().observe(payload, sender)
 
-    async def until(self, condition):
-        async def holds():
-            while not condition():
-                await self.changed.wait()
-                self.changed.clear()
+    async def equals(self, workers):
+        """Waits until the directory has what the workers hold."""
 
-        await asyncio.wait_for(holds(), 60)
+        def is_equal():
+            synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
+            return all(worker in synced and donors_of(self, worker) == held.held for worker, held in workers.items())
 
-    def equals(self, workers):
-        synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
-        return all(worker in synced and donors_of(self, worker) == held.held for worker, held in workers.items())
+        await asyncio.to_thread(wait_for, is_equal)
 
 
 def reading(options, check):
@@ -112,9 +109,24 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
             directory.loss = 0.2
             await asyncio.to_thread(lives)
             directory.loss = 0.0
-            await directory.until(lambda: directory.equals(workers))
+            await directory.equals(workers)
 
     reading(ConnectionOptions((nats_server.url,), SUBJECT), check)
+
+
+@pytest.mark.promise("fleet", "Two live processes of one worker...")
+def test_workers_of_one_id_hear_of_each_other(nats_server, make_worker, caplog):
+    workers = [make_worker(nats_server, worker=(3, 0), generation=generation) for generation in (7, 8)]
+
+    async def run():
+        placement = Placement(ConnectionOptions((nats_server.url,), SUBJECT))
+        await placement.start()
+        await asyncio.to_thread(wait_for, lambda: all(each.counters.connections["id_twice"] for each in workers))
+        await placement.stop()
+
+    asyncio.run(run())
+    assert "another live process has worker id 3" in caplog.text
+    assert "two live processes have this worker id" in caplog.text
 
 
 def test_what_a_message_makes_fail_ends_nothing(caplog):
@@ -172,7 +184,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
         assert workers[worker].publisher.flush(30)  # sent before the reader listens: only a resync repeats it
 
     async def check(directory):
-        await directory.until(lambda: directory.equals(workers))
+        await directory.equals(workers)
 
     reading(options_of(guarded_server, "gateway"), check)
 
@@ -181,21 +193,33 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
     "fleet",
     "With a subject for each worker none can speak for another, by the documented permissions",
 )
-def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog):
+def test_a_worker_cannot_publish_under_another_workers_subject_or_name_and_reads_no_others_events(
+    guarded_server, caplog
+):
     caplog.set_level(logging.WARNING, "semblend_trt.fleet")
 
     async def check(directory):
-        forger = await connect_client(options_of(guarded_server, "worker-4"))
+        async def hear(message):
+            heard.append(message.subject)
+
+        heard, forger = [], await connect_client(options_of(guarded_server, "worker-4"))
         as_other, own = (EventWriter(Emitter(number, 0, 7), EventFormat.JSON) for number in (3, 4))
+        for subject in (f"{SUBJECT}.*", f"{SUBJECT}.3", SUBJECT):
+            await forger.subscribe(subject, cb=hear)
+        await flush(forger)
+        worker = await connect_client(options_of(guarded_server, "worker-3"))
+        await worker.publish(f"{SUBJECT}.3", own.reset().payload)
+        await flush(worker)
+        await worker.close()
         # Until the reader listens: it may begin to between two of these messages.
         while not (directory.counts["reset"] and directory.counts["wrong_subject"]):
             for subject in (f"{SUBJECT}.3", SUBJECT, f"{SUBJECT}.resync", f"{SUBJECT}.3.4"):
-                await forger.publish(subject, as_other.reset())
-            await forger.publish(f"{SUBJECT}.4", as_other.reset())
-            await forger.publish(f"{SUBJECT}.4", own.reset())
+                await forger.publish(subject, as_other.reset().payload)
+            await forger.publish(f"{SUBJECT}.4", as_other.reset().payload)
+            await forger.publish(f"{SUBJECT}.4", own.reset().payload)
             await forger.flush()
         await forger.close()
-        assert list(directory.workers()) == [(4, 0)]
+        assert [*directory.workers(), *heard] == [(4, 0)]
         assert set(directory.counts) <= {"reset", "refused", "wrong_subject"}
 
     reading(options_of(guarded_server, "gateway"), check)
@@ -235,32 +259,6 @@ def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
     assert b"SUB" in seen[: len(seen) - seen[::-1].index(b"PING")]
 
 
-def test_a_worker_reads_no_other_workers_events(guarded_server):
-    async def listens():
-        refused = asyncio.Event()
-        heard = []
-
-        async def erred(error):
-            if "permissions violation" in str(error).lower():
-                refused.set()
-
-        async def take(message):
-            heard.append(message)
-
-        spy = await connect_client(options_of(guarded_server, "worker-4"), error_cb=erred)
-        await spy.subscribe(f"{SUBJECT}.*", cb=take)
-        await asyncio.wait_for(refused.wait(), 60)
-        worker = await connect_client(options_of(guarded_server, "worker-3"))
-        await worker.publish(f"{SUBJECT}.3", EventWriter(Emitter(3, 0, 7), EventFormat.JSON).reset())
-        await worker.flush()
-        await spy.flush()
-        for client in (worker, spy):
-            await client.close()
-        assert heard == []
-
-    asyncio.run(listens())
-
-
 def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker, tmp_path):
     """What docs/fleet.md says of streams: its users' further permissions, and JetStream for the account."""
     config = tmp_path / "nats.conf"
@@ -271,19 +269,9 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
     )
     server = make_nats_server("-c", str(config))
     admin = server.url.replace("nats://", "nats://admin:secret@")
-
-    async def messages(make):
-        client = await connect_client(ConnectionOptions((admin,), SUBJECT))
-        jetstream = client.jetstream()
-        if make:
-            await jetstream.add_stream(name="DONORS", subjects=[f"{SUBJECT}.*"])
-        count = (await jetstream.stream_info("DONORS")).state.messages
-        await client.close()
-        return count
-
-    assert asyncio.run(messages(True)) == 0
+    assert stored(admin, makes_stream=True) == 0
     options = options_of(server, "worker-3")
     worker = make_worker(server, servers=options.servers, per_worker=True, stream="DONORS", heartbeat_seconds=60.0)
     worker.add("a")
     assert worker.publisher.flush(30)
-    assert asyncio.run(messages(False)) >= 2
+    assert stored(admin) >= 2

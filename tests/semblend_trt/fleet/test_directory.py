@@ -45,7 +45,7 @@ def with_sketch(registered, sketch):
 def said(*deeds, generation=7):
     """A worker's messages: a `reset`, or else the eviction of the named donor."""
     writer = EventWriter(Emitter(*WORKER, generation), EventFormat.JSON)
-    return [writer.reset() if deed == "reset" else writer.evicted(deed) for deed in deeds]
+    return [(writer.reset() if deed == "reset" else writer.evicted(deed)).payload for deed in deeds]
 
 
 def is_synced(directory):
@@ -71,10 +71,10 @@ def test_what_is_wrong_is_told_with_its_name():
     told = []
     directory = Directory(on_problem=lambda reason, sentence: told.append((reason, sentence)))
     speaks = EventWriter(Emitter(*WORKER, 5), EventFormat.JSON)
-    first = speaks.reset()
-    feed(directory, [first, first, b"garbage", speaks.evicted("never there"), speaks.heartbeat(1.0, 5, 5)])
+    first, lost = speaks.reset().payload, [speaks.evicted("never there").payload, speaks.heartbeat(1.0, 5, 5).payload]
+    feed(directory, [first, first, b"garbage", *lost])
     speaks.reset()
-    feed(directory, [speaks.evicted("a"), *said("reset", generation=1)])
+    feed(directory, [speaks.evicted("a").payload, *said("reset", generation=1)])
     assert [reason for reason, _ in told] == ["duplicate", "malformed", "unknown_donor", "wrong_state", "gap", "stale"]
     assert told[0][1] == "worker 3.0, event 1: was seen already, or comes too late"
     assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
@@ -311,6 +311,41 @@ def test_sketches_beyond_the_index_are_left_out(directory, monkeypatch):
     assert donors_of(directory, WORKER) == teller.held
     feed(directory, [teller.messages(heartbeat=True)[0]])
     assert is_synced(directory)
+
+
+@pytest.mark.promise("fleet", "Two live processes of one worker id are reported, and neither one's text counts as held")
+def test_two_live_processes_of_one_id_are_found_and_neither_holds_anything(directory, clock):
+    first, second = (fed(directory, heartbeat=True, generation=generation) for generation in (7, 8))
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+    for _ in range(2):
+        assert directory.twice() == set()  # the last word of a process that was replaced is no second process
+        clock.now += 10
+        feed(directory, first.messages(heartbeat=True))
+        feed(directory, second.messages(heartbeat=True))
+    assert directory.twice() == {(3, 0)}
+    assert directory.holders(DOCUMENT) == ()
+    assert directory.status()[1].keys() == {"id_twice"}
+    for _ in range(4):
+        clock.now += 10
+        feed(directory, second.messages(heartbeat=True))
+    assert directory.twice() == set()
+    assert [holder.tokens for holder in directory.holders(DOCUMENT)] == [1000]
+
+
+@pytest.mark.promise(
+    "fleet",
+    "`semblend-trt fleet status` says who is known, which ids are seen twice, whose events are old, and which field "
+    "keeps namespaces apart, with status 1 for each",
+)
+def test_old_and_missing_events_are_found(directory, clock):
+    teller = fed(directory, heartbeat=True)
+    assert directory.status()[1] == {}
+    clock.now += 16
+    assert directory.status()[1].keys() == {"old_events"}
+    teller.add("b", DOCUMENT)
+    teller.messages()
+    feed(directory, teller.messages(heartbeat=True))
+    assert directory.status()[1].keys() == {"unsynced"}
 
 
 DEEDS = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])

@@ -61,14 +61,12 @@ class Fleet:
         self.workers = {name: Worker(self.model, at, self.nats.url) for at, name in enumerate(("one", "two"), 1)}
         for worker in self.workers.values():
             ending.callback(worker.kill)
-        listed = [
-            deployment(name, worker.address(), at, self.model)
-            for at, (name, worker) in enumerate(self.workers.items(), 1)
-        ]
-        other = deployment("one-otherwise", self.workers["one"].address(), 1, MODEL, group="another tokenizer")
-        bare = [deployment("bare", self.workers["two"].address(), None, None, group="mixed")]
-        ours = deployment("ours", self.workers["one"].address(), 1, self.model, group="mixed")
-        bare += [deployment(name, self.workers["one"].address(), 1, self.model, group="twins") for name in "ab"]
+        urls = {name: worker.address() for name, worker in self.workers.items()}
+        listed = [deployment(name, url, at, self.model) for at, (name, url) in enumerate(urls.items(), 1)]
+        other = deployment("one-otherwise", urls["one"], 1, MODEL, group="another tokenizer")
+        bare = [deployment("bare", urls["two"], None, None, group="mixed")]
+        ours = deployment("ours", urls["one"], 1, self.model, group="mixed")
+        bare += [deployment(name, urls["one"], 1, self.model, group="twins") for name in "ab"]
         variables = {"SEMBLEND_NATS_URL": self.nats.url, **SECRET}
         self.proxy = LiteLlm(folder, [*listed, other, ours, *bare], {"timeout": 10}, **variables)
         ending.callback(self.proxy.kill)
@@ -78,6 +76,11 @@ class Fleet:
 
     def donors(self):
         return self.proxy.metric("semblend_fleet_donors")
+
+    def reuses(self, prompt, holder):
+        """Whether this worker answers, and reuses the text."""
+        name, reused = self.proxy.ask(prompt)
+        return name == holder and reused > 500
 
     def hold(self, prompt, **more):
         """Asks for a new text; returns its holder once the proxy knows of the donor."""
@@ -105,8 +108,7 @@ def test_texts_behind_other_instructions_go_to_their_holder(fleet, form):
     assert set(holders) == {"one", "two"}
     for instruction in INSTRUCTIONS[1:]:
         for text, holder in zip(texts, holders, strict=True):
-            name, reused = fleet.proxy.ask(form(instruction + text))
-            assert (name, reused > 500) == (holder, True)
+            assert fleet.reuses(form(instruction + text), holder)
 
 
 @pytest.mark.promise("fleet", "LiteLLM's callback makes each tenant's salt and drops the client's")
@@ -117,8 +119,7 @@ def test_the_keys_tenant_is_the_salt_whatever_the_client_names(fleet, place):
     holder = fleet.hold({"prompt": "A" + text, **named})
     assert fleet.proxy.ask({"prompt": "B" + text, **named}, tenant="globex")[1] == 0
     for body in ({"prompt": "C" + text}, {"prompt": "D" + text, place: named[place]}):
-        name, reused = fleet.proxy.ask(body)
-        assert (name, reused > 500) == (holder, True)
+        assert fleet.reuses(body, holder)
     assert fleet.proxy.metric("semblend_placement_client_salts_total") >= 3
 
 
@@ -164,8 +165,7 @@ def test_nats_is_lost_and_comes_back(fleet):
     assert fleet.proxy.ask(page())[0] in ("one", "two")
     fleet.nats.start()
     wait_for(lambda: fleet.donors() > 0)
-    name, reused = fleet.proxy.ask(INSTRUCTIONS[1] + text)
-    assert (name, reused > 500) == (holder, True)
+    assert fleet.reuses(INSTRUCTIONS[1] + text, holder)
 
 
 @pytest.mark.promise("fleet", "Workers of LiteLLM restart one after the other, and every request is answered")
@@ -184,8 +184,7 @@ def test_workers_restart_one_after_the_other_and_every_request_is_answered(fleet
     wait_for(lambda: {fleet.proxy.ask(page())[0] for _ in range(2)} == {"one", "two"})
     text = page()
     holder = fleet.hold(INSTRUCTIONS[0] + text)
-    name, reused = fleet.proxy.ask(INSTRUCTIONS[1] + text)
-    assert (name, reused > 500) == (holder, True)
+    assert fleet.reuses(INSTRUCTIONS[1] + text, holder)
 
 
 @pytest.mark.promise("fleet", "A dead or frozen worker is replaced as long as the client was sent nothing")
@@ -208,22 +207,23 @@ def test_a_worker_that_freezes_or_dies_is_replaced(fleet, end):
 class Replica:
     """A plain OpenAI replica of another make: streams an event, waits for `go_on`, and ends."""
 
-    def __init__(self):
-        self.go_on, self.headers, self.bodies, self.event = threading.Event(), [], [], "first"
+    def __init__(self, go_on):
+        self.go_on, self.headers, self.bodies, self.event = go_on, [], [], "first"
 
     async def answer(self, request):
         self.headers.append(request.headers)
         if request.method != "POST":
             return web.json_response({"path": request.path}, status=404)
-        self.headers.append(request.headers)
         self.bodies.append(await request.json())
         form = {"id": "1", "object": "text_completion", "created": 1, "model": "model"}
         if not self.bodies[-1].get("stream"):
             await asyncio.to_thread(self.go_on.wait)
-            choice = {"index": 0, "text": "whole", "finish_reason": "stop"}
-            if "messages" in self.bodies[-1]:
-                choice = {"index": 0, "message": {"role": "assistant", "content": "whole"}, "finish_reason": "stop"}
-            return web.json_response({**form, "choices": [choice]})
+            told = (
+                {"message": {"role": "assistant", "content": "whole"}}
+                if "messages" in self.bodies[-1]
+                else {"text": "a"}
+            )
+            return web.json_response({**form, "choices": [{"index": 0, "finish_reason": "stop", **told}]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for text, reason in ((self.event, None), ("last", "stop")):
@@ -236,13 +236,13 @@ class Replica:
 
 @pytest.fixture
 def plain(tmp_path):
-    """A proxy without NATS in front of two such replicas."""
-    replicas = {"one": Replica(), "two": Replica()}
+    """A proxy without NATS in front of two such replicas, and what they wait for."""
+    go_on = threading.Event()
+    replicas = {name: Replica(go_on) for name in ("one", "two")}
     with answering(replicas["one"].answer) as one, answering(replicas["two"].answer) as two:
         proxy = LiteLlm(tmp_path, [deployment("one", one, 1, MODEL), deployment("two", two, 2, MODEL)], **SECRET)
-        yield proxy, replicas
-        for replica in replicas.values():
-            replica.go_on.set()
+        yield proxy, replicas, go_on
+        go_on.set()
         proxy.kill()
 
 
@@ -252,7 +252,7 @@ def plain(tmp_path):
     "its streams",
 )
 def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_on(plain):
-    proxy, replicas = plain
+    proxy, replicas, go_on = plain
     for replica in replicas.values():
         replica.event = "x" * (3 << 19)
     stream = {"stream": True, "model": "shipped", "prompt": page(3000), "cache_salt": "mine", "max_tokens": 2}
@@ -264,28 +264,25 @@ def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_o
         asked = [threads.submit(proxy.post, {"prompt": "a"}) for _ in range(4)]
         wait_for(lambda: sum(len(each.bodies) for each in replicas.values()) == 5)
         assert len(replicas[other].bodies) == 2  # they take turns, beside a stream of some thousand tokens
-        for replica in replicas.values():
-            replica.go_on.set()
+        go_on.set()
         assert {each.result()[0] for each in asked} == {200}
     assert "[DONE]" in answer.read().decode()
     [sent] = {each.bodies[0]["cache_salt"] for each in replicas.values()}
     assert len(sent) == 64
-    assert {headers["Authorization"] for each in replicas.values() for headers in each.headers} == {
-        "Bearer key-of-the-replica"
-    }
+    keys = {headers["Authorization"] for each in replicas.values() for headers in each.headers}
+    assert keys == {"Bearer key-of-the-replica"}
 
 
 @pytest.mark.promise("fleet", "A stream passes whole whatever its...")
 def test_a_slow_answer_is_asked_for_once_and_a_stopped_proxy_ends_its_streams(plain):
-    proxy, replicas = plain
+    proxy, replicas, go_on = plain
     answer = proxy.open({"stream": True, "model": "shipped", "prompt": "a", "max_tokens": 2})
     with ThreadPoolExecutor(1) as thread:
         slow = thread.submit(proxy.post, {"prompt": "b"})
         wait_for(lambda: sum(len(each.bodies) for each in replicas.values()) == 2)
         proxy.process.send_signal(signal.SIGTERM)
         answer.readline()
-        for replica in replicas.values():
-            replica.go_on.set()
+        go_on.set()
         assert "[DONE]" in answer.read().decode()
         assert slow.result()[0] == 200
     assert sum(len(each.bodies) for each in replicas.values()) == 2
@@ -306,9 +303,8 @@ REWRITTEN = ("an answer as parts", "developer after a system")
 @pytest.mark.promise("fleet", "A replica of LiteLLM reads the prompt that was placed")
 def test_a_replica_reads_the_chat_that_was_placed(plain):
     """To the character, or but for the little that LiteLLM rewrites, behind which spans are found all the same."""
-    proxy, replicas = plain
-    for replica in replicas.values():
-        replica.go_on.set()
+    proxy, replicas, go_on = plain
+    go_on.set()
     for name, body in READ.items():
         status, answered, answer = proxy.post(body)
         assert status == 200, (name, answer)
@@ -323,9 +319,8 @@ def test_a_replica_reads_the_chat_that_was_placed(plain):
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
 def test_every_route_carries_the_tenants_salt(plain, path):
     """Also where LiteLLM gives the replica a body of another form."""
-    proxy, replicas = plain
-    for replica in replicas.values():
-        replica.go_on.set()
+    proxy, replicas, go_on = plain
+    go_on.set()
     chat = [{"role": "user", "content": "Who speaks?"}]
     body = {"input": chat} if path.endswith("responses") else {"messages": chat}
     for place in ({"cache_salt": "mine"}, {"extra_body": {"cache_salt": "mine"}}):

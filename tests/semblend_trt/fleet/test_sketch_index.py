@@ -35,7 +35,7 @@ def test_compiled_functions_take_nothing_from_another_file_and_what_loads_them_h
     shared = {name for name, value in vars(sketch).items() if held.get(name) is value and not ismodule(value)}
     compiled = [each.py_func.__code__.co_names for each in held.values() if hasattr(each, "py_func")]
     assert "sketch_of" in shared
-    assert len(compiled) == 10
+    assert len(compiled) == 9
     assert not shared & {name for names in compiled for name in names}
     assert vars(ffi.lib).get("kernel") is None
 

@@ -109,7 +109,7 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     made.found("foreign", "another salt", text(3), "host")
     made.look_up(7, "space", np.concatenate([text(50, 40), text(3)]))
     made.look_up(8, "space", text(99))
-    made.drain()
+    made._thread.drain()
     (near,) = made.nearest(7)
     assert near.donor_id == "donor-3"
     assert 0.6 <= near.similarity <= 1.0
@@ -137,32 +137,21 @@ def test_a_full_queue_drops_texts_but_no_removals(records, monkeypatch, neighbou
     made.gone("donor-0")
     made.gone("donor-2")
     gate.let.release(100)
-    made.drain()
+    made._thread.drain()
     for number in range(6):
         made.look_up(number, "space", text(number))
-        made.drain()
+        made._thread.drain()
     assert [len(made.nearest(number)) for number in range(6)] == [0, 1, 0, 1, 0, 0]
 
 
-def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
-    def broken():
-        words = decoder()
-
-        def decode(tokens):
-            if len(tokens) == 1:
-                raise RuntimeError("injected")
-            return words(tokens)
-
-        return decode
-
-    made = neighbours_of(open_decoder=broken)
-    made.found("bad", "space", text(0, 1), "host")
-    made.found("worse", "space", text(0, 1), "host")
+def test_one_text_that_fails_costs_only_itself(records, caplog, made):
+    made.found("bad", "space", None, "host")
+    made.found("worse", "space", None, "host")
     made.found("empty", "space", text(0, 0), "host")
     made.found("good", "space", text(1), "host")
     made.look_up(1, "space", text(1))
     made.look_up(2, "space", text(1, 0))
-    made.drain()
+    made._thread.drain()
     assert [near.donor_id for near in made.nearest(1)] == ["good"]
     assert made.nearest(2) == ()
     assert records.count("failed") == 2
@@ -176,25 +165,23 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
 
     with caplog.at_level(logging.WARNING):
         made = neighbours_of(raises)
-        made.drain()
+        made._thread.drain()
         for number in range(1000):
             made.found(str(number), "space", text(number, 5), "host")
-    made.drain()
+    made._thread.drain()
     assert made.refusal == str(error)
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
     assert records.counts() == {}
 
 
-def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
-    made = neighbours_of()
-    made.drain()
+def test_close_ends_the_thread_and_later_calls_do_nothing(records, made):
+    made._thread.drain()
     made.close()
     made.close()
     made.found("donor", "space", text(1), "host")
     made.look_up(1, "space", text(1))
     made.gone("donor")
-    made.drain()
     assert made.nearest(1) == ()
     assert records.counts() == {}
     assert not [thread for thread in threading.enumerate() if thread is made._thread._thread]
@@ -202,7 +189,7 @@ def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of
 
 def test_the_thread_ends_with_the_last_reference(records):
     made = Neighbours(static, decoder, records.audit, records.metrics, records.announcer, min_similarity=0.6)
-    made.drain()
+    made._thread.drain()
     thread, gone = made._thread._thread, weakref.ref(made)
     del made
     gc.collect()
@@ -218,7 +205,7 @@ def hold(made, donor_id, tokens):
 
 def nearest(made, request_id, tokens):
     made.look_up(request_id, "space", tokens)
-    made.drain()
+    made._thread.drain()
     return [each.donor_id for each in made.nearest(request_id)]
 
 

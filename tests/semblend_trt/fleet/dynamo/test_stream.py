@@ -15,7 +15,7 @@ def taken(asked, *pieces):
 
 
 @pytest.mark.parametrize("tokens", [[5, 6, 7], np.array([5, 6, 7], "<i4").tobytes()])
-def test_the_next_worker_is_asked_for_the_rest(tokens):
+def test_the_next_worker_is_asked_for_the_rest_and_usage_is_that_of_the_whole(tokens):
     came = request(token_ids=tokens, model="m")
     asked = AskedRequest(came)
     assert asked.next_request() is came
@@ -23,25 +23,11 @@ def test_the_next_worker_is_asked_for_the_rest(tokens):
     rest = {"max_tokens": 1, "min_tokens": 0}
     assert asked.next_request() == {"token_ids": [5, 6, 7, 8, 9, 10], "stop_conditions": rest, "model": "m"}
     assert asked.tokens.tolist() == [5, 6, 7, 8, 9, 10]
-
-
-def test_usage_is_that_of_the_whole_answer():
-    asked = AskedRequest(request())
-    asked.next_request()
-    taken(asked, {"token_ids": [8, 9]})
-    asked.next_request()
-    last = {"token_ids": [10], "finish_reason": "stop"}
-    last["completion_usage"] = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+    assert not asked.is_whole
+    last = {"token_ids": [11], "finish_reason": "stop"}
+    last["completion_usage"] = {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
     assert taken(asked, last) == [True]
-    assert last["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
-
-
-def test_an_answer_that_lacks_its_end_alone_is_whole():
-    asked = AskedRequest(request())
-    assert not asked.is_whole
-    taken(asked, {"token_ids": [1, 2, 3]})
-    assert not asked.is_whole
-    taken(asked, {"token_ids": [4]})
+    assert last["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert asked.is_whole
 
 
