@@ -8,7 +8,6 @@ import shlex
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from validation.models import shipped_model
 from validation.output import beside, complain, progress, write_json, write_text
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page, show
+from validation.report import BOUNDS, FILE_NAME, Report, check_bounds, end_to_end_rows, gates_of, page, show
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
@@ -135,15 +134,9 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     repeat = "measure everything N times, each with fresh engines"
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
     gates = parser.add_argument_group("gates")
-    bounds = {
-        "min_speedup": "TTFT against cold",
-        "min_rouge1": "ROUGE-1 F1 against cold's answers",
-        "min_token_f1": "token F1 against cold's answers",
-        **{f"min_{name}": counted for name, counted in COUNTED.items()},
-    }
-    for each in fields(GateBounds):
-        option = "--" + each.name.replace("_", "-")
-        gates.add_argument(option, type=type(each.default), default=each.default, help=bounds[each.name])
+    for name, (default, what_for) in BOUNDS.items():
+        option = "--min-" + name.replace("_", "-")
+        gates.add_argument(option, type=type(default), default=default, help=what_for)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
     files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
@@ -157,7 +150,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     """Run and write everything; True when all gates hold. Raises SemBlendError and OSError."""
     began = time.perf_counter()
     options.full |= options.record is not None  # rows are those of a full run
-    bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
+    bounds = {name: getattr(options, f"min_{name}") for name in BOUNDS}
+    check_bounds(bounds)
     arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
     if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")

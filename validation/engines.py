@@ -202,16 +202,26 @@ class Asked:
         """The tokens that end the answer; None is the model's own."""
         return None if self.params.stop_token_ids is None else list(self.params.stop_token_ids)
 
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer without text. `logits`: float32 [tokens, vocabulary]. `cached_tokens`: all not computed."""
-
-    tokens: list[int]
-    finish_reason: str | None
-    logits: torch.Tensor | None
-    cached_tokens: int = 0
-    time_to_first_token: float | None = None
+    def answered(
+        self,
+        tokens: Sequence[int],
+        reason: str | None,
+        logits: torch.Tensor | None,
+        cached: int | None = 0,
+        first_token: float | None = None,
+    ) -> RequestOutput:
+        """Return the answer without text. `logits`: float32 [tokens, vocabulary]; `first_token` is in seconds."""
+        return RequestOutput(
+            request_id=self.number,
+            prompt=None,
+            prompt_token_ids=self.prompt,
+            outputs=[CompletionOutput("", list(tokens), reason, logits)],
+            cached_tokens=cached or 0,
+            reused_tokens=0,
+            computed_tokens=len(self.prompt) - (cached or 0),
+            time_to_first_token=first_token,
+            finished=True,
+        )
 
 
 class ServingEngine(ABC):
@@ -232,26 +242,12 @@ class ServingEngine(ABC):
         asked = [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
         self._asked += len(asked)
         try:
-            found = self._answers(asked)
+            return self._answers(asked)
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"{self.title} gave no answer: {error}") from error
-        return [
-            RequestOutput(
-                request_id=each.number,
-                prompt=None,
-                prompt_token_ids=each.prompt,
-                outputs=[CompletionOutput("", answer.tokens, answer.finish_reason, answer.logits)],
-                cached_tokens=answer.cached_tokens,
-                reused_tokens=0,
-                computed_tokens=len(each.prompt) - answer.cached_tokens,
-                time_to_first_token=answer.time_to_first_token,
-                finished=True,
-            )
-            for each, answer in zip(asked, found, strict=True)
-        ]
 
     @abstractmethod
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         """Answer the requests together, in their order."""
 
 
@@ -259,7 +255,7 @@ class ServingEngine(ABC):
 class Reading:
     """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
 
-    forced: tuple[int, ...]
+    asked: Asked
     rows: list[torch.Tensor] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -268,8 +264,8 @@ class Reading:
         """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
         del self.rows[answered:]  # rows of a step that the engine computes again
         self.rows.append(logits.float().cpu().clone())
-        if answered < len(self.forced):
-            token = self.forced[answered]
+        if answered < len(self.asked.forced):
+            token = self.asked.forced[answered]
             kept = logits[token].clone()
             logits[:] = -torch.inf
             logits[token] = kept
@@ -279,10 +275,10 @@ class Reading:
         if self.first_token is None:
             self.first_token = time.perf_counter() - self.began
 
-    def answered(self, tokens: Sequence[int], reason: str | None, cached: int | None) -> Answered:
+    def answered(self, tokens: Sequence[int], reason: str | None, cached: int | None) -> RequestOutput:
         """Return the finished answer."""
         rows = torch.stack(self.rows[: len(tokens)])
-        return Answered(list(tokens), reason, rows, cached or 0, self.first_token)
+        return self.asked.answered(tokens, reason, rows, cached, self.first_token)
 
 
 @contextmanager

@@ -142,18 +142,19 @@ class QualityReport:
 
     def unknown(self) -> list[str]:
         """Return the families that the model does not know cold: there, an arm's answers decide nothing."""
-        lines = lines_of(self._cold.values(), self._cold, is_bounded=False)
-        return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
+        colds = (line for line in self.lines if line.arm == COLD)
+        return [each.family for each in colds if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
     @cached_property
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         unknown = self.unknown()
-        known = [each for each in self.samples if each.workload not in unknown]
         # Only texts count by their loss, as the other families are right or wrong.
-        losses = (None if each.exact_match is not None else each.loss for each in known)
-        pairs = zip(known, losses, strict=True)
-        by_kind = (replace(each, workload=self.kinds[each.workload], loss=loss) for each, loss in pairs)
+        by_kind = (
+            replace(each, workload=self.kinds[each.workload], loss=each.loss if each.exact_match is None else None)
+            for each in self.samples
+            if each.workload not in unknown
+        )
         return lines_of(by_kind, self._cold, self.seed)
 
     def floor(self, family: str | None = None) -> float | None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
-    from validation.engines import Answered, ArmEngine, Asked, EngineSettings
+    from validation.engines import ArmEngine, Asked, EngineSettings
 
 # Options of every engine here: the CPU's own attention, if there is no card.
 _ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -173,8 +174,8 @@ class SglangEngine(ServingEngine):
         self._stock = self._runner.sample
         self._runner.sample = self._sample
 
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
-        self._readings = {f"local{each.number}": Reading(each.forced) for each in asked}
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
+        self._readings = {f"local{each.number}": Reading(each) for each in asked}
         return [
             self._readings[each.rid].answered(
                 each.output_ids, each.finished_reason.to_json()["type"], each.cached_tokens

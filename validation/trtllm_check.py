@@ -170,24 +170,17 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
-    """Return the answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
+    """Return the answers, and how the cancelled and the failing request ended; round two asks both before its own."""
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
-        half, broken = len(prompts) // 2, None
-        handles = [_ask(llm, prompt) for prompt in prompts[:half]]
+        extra = []
         if number == 1:
             doomed = llm.generate_async(prompts[0], greedy(64, ignore_eos=True), streaming=True)
-            broken = _ask(llm, too_long)
-        handles += [_ask(llm, prompt) for prompt in prompts[half:]]
-        if broken is not None:
-            try:
-                next(iter(doomed))  # it generates now
-                doomed.abort()
-                cancelled = _end(doomed)
-            except Exception as error:
-                cancelled = f"error: {error}"
-            failed = _end(broken)
+            extra = [doomed, _ask(llm, too_long)]
+        handles = [_ask(llm, prompt) for prompt in prompts]
+        if extra:
+            cancelled, failed = _end(extra[0], cancels=True), _end(extra[1])
         answers += _answers(handles)
         wait_for_quiet(audit)
     return tuple(answers), cancelled, failed
@@ -206,11 +199,14 @@ def _answers(handles: Sequence[Any]) -> Answers:
     return tuple(tuple(each.outputs[0].token_ids) if ok else () for each, ok in zip(handles, ended, strict=True))
 
 
-def _end(handle: Any) -> str:
-    """Wait for a request; its finish reason or its error."""
+def _end(handle: Any, *, cancels: bool = False) -> str:
+    """Wait for a request, or cancel it as soon as it generates; its finish reason or its error."""
     if isinstance(handle, Exception):
         return f"error: {handle}"
     try:
+        if cancels:
+            next(iter(handle))
+            handle.abort()
         return str(handle.result(timeout=600.0).outputs[0].finish_reason)
     except Exception as error:
         return f"error: {error!r}"

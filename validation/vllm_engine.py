@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import SamplingParams
+from engine_wrapper.embedded.request import RequestOutput, SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation.arms import Arm
 from validation.engines import (
-    Answered,
     ArmEngine,
     Asked,
     EngineSettings,
@@ -110,14 +109,14 @@ class VllmEngine(ServingEngine):
         self._compute = self._model.compute_logits
         self._model.compute_logits = self._logits
 
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         from vllm import SamplingParams as Params
 
         engine, ended = self._llm.llm_engine, dict[str, Any]()
         names = [f"validation{each.number}" for each in asked]
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
-            self._readings[name] = Reading(each.forced)
+            self._readings[name] = Reading(each)
             sampling = Params(
                 max_tokens=each.params.max_tokens,
                 temperature=0.0,

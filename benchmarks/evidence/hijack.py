@@ -73,7 +73,7 @@ def attack(folder: Path, profile_path: Path, tries: int, victims: int, seed: int
         for case in served:
             wrong[arm] += not exact_match(given[case.id].text, str(case.reference))
             hijacked[arm] += exact_match(given[case.id].text, str(case.donor_answer))
-            fires[arm] += given[case.id].reuse.reused > 0
+            fires[arm] += given[case.id].reuse.reused_tokens > 0
     reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
     unmet = sorted(reason for reason in reasons if "profile" in reason)
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"

@@ -53,7 +53,7 @@ class Query(NamedTuple):
         """Count the documents whose KV is reused."""
         is_held = np.zeros(max(place.stop for place in self.places.values()), dtype=bool)
         # A plan is dropped for a reason; then everything is computed.
-        for start, length in ((0, reuse.cached), *(() if reuse.reason else reuse.spans)):
+        for start, length in ((0, reuse.exact_prefix_tokens), *(() if reuse.reason else reuse.spans)):
             is_held[start : start + length] = True
         return sum(is_held[place.start : place.stop].mean() >= COVERED for place in self.places.values())
 
@@ -94,8 +94,8 @@ def add_reused(rows: Results, name: str, queries: Sequence[Query], found: Sequen
         seen += len(shown & query.places.keys())
         shown |= query.places.keys()
     last = list(zip(queries[first:], found[first:], strict=True))
-    reused, kept = sum(query.reused(reuse) for query, reuse in last), sum(reuse.reused for _, reuse in last)
-    offered = sum(reuse.offered for _, reuse in last if not reuse.reason)
+    reused, kept = sum(query.reused(reuse) for query, reuse in last), sum(reuse.reused_tokens for _, reuse in last)
+    offered = sum(reuse.offered_tokens for _, reuse in last if not reuse.reason)
     baseline = (
         f"{reused} of {seen} seen documents, of {EACH * len(last)} in the last {len(last)} of {len(found)} prompts; "
         f"{kept / max(1, offered):.3f} of the tokens that plans offered stayed after the check"

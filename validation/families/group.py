@@ -93,16 +93,15 @@ class Group:
 
     def look_ups(
         self,
-        donor: tuple[str, Sequence[Document], Question],
-        target: tuple[str, Sequence[Document]],
+        before: "Side",
+        last: Question,
+        after: "Side",
         questions: Sequence[Question],
         expects: Expectation = Expectation.REUSE,
     ) -> list[Case]:
-        """Return cases that ask `questions` on the documents of `target` under its opening, after one donor."""
-        earlier, before, last = donor
-        opening, texts = target[0], [document.text for document in target[1]]
-        asked = [replace(each, text=self.form.render(opening, texts, each.text)) for each in questions]
-        return self.cases([self.form.render(earlier, [each.text for each in before], last.text)], asked, expects)
+        """Return cases that ask `questions` on `after`; their one donor asks `last` on `before`."""
+        asked = [replace(each, text=after.prompt(self.form, each)) for each in questions]
+        return self.cases([before.prompt(self.form, last)], asked, expects)
 
     def cases(
         self, donors: Sequence[str], asked: Sequence[Question], expects: Expectation, known: bool = True
@@ -123,6 +122,18 @@ class Group:
             )
             for index, each in enumerate(asked)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a prompt, or its donor, shows before the question; the documents are in the last turn."""
+
+    opening: str
+    documents: Sequence[Document]
+    turns: Sequence[Turn] = ()
+
+    def prompt(self, form: PromptForm, asked: Question) -> str:
+        return form.render_conversation(self.opening, self.turns, asked.text, [each.text for each in self.documents])
 
 
 @lru_cache(maxsize=1)  # every group asks
