@@ -65,12 +65,13 @@ class ArmChoices:
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
 # Other forwards for the same answers show what rounding alone changes.
-COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
 ROUNDING_ARMS = (
     replace(COLD_ARM, name=COLD_AGAIN),
-    COLD_OTHERWISE_ARM,
+    replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384),
     replace(COLD_ARM, name=COLD_OTHER_DTYPE, is_other_dtype=True),
 )
+_WITHOUT_PLAN = replace(COLD_ARM, name=WRAPPER_WITHOUT_PLAN, variables={"SEMBLEND_POLICY": "exact"})
+_REFERENCES = {arm.name: arm for arm in (COLD_ARM, *ROUNDING_ARMS, _WITHOUT_PLAN, Arm(EXACT_PREFIX))}
 
 
 def is_reusing(name: str) -> bool:
@@ -109,14 +110,8 @@ def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
 
 def arm_of(name: str, choices: ArmChoices) -> Arm:
     """Return the named arm. Raises ConfigurationError for one that the model cannot have."""
-    if name in (COLD, COLD_AGAIN):
-        return replace(COLD_ARM, name=name)
-    if name == COLD_OTHERWISE:
-        return COLD_OTHERWISE_ARM
-    if name == WRAPPER_WITHOUT_PLAN:
-        return replace(COLD_ARM, name=name, variables={"SEMBLEND_POLICY": "exact"})
-    if name == EXACT_PREFIX:
-        return Arm(name)
+    if name in _REFERENCES:
+        return _REFERENCES[name]
     if name == VERIFIED and choices.profile is None:
         raise ConfigurationError(
             f"The arm {VERIFIED} needs a reuse profile of this model; make one with `calibrate`, or name it with "

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -22,6 +22,11 @@ from semblend_trt.files import open_input
 from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
 
+if TYPE_CHECKING:
+    from engine_wrapper.embedded.llm import LLM
+
+# One arm's running engine; both have the same methods, and number requests from 1 on.
+ArmEngine: TypeAlias = "LLM | ServingEngine"
 # One for all prompts, or one for each.
 AllParams = SamplingParams | Sequence[SamplingParams]
 AllSalts = Sequence[str | None] | str | None
@@ -39,29 +44,6 @@ class EngineSettings:
     host_bytes: int
     min_span: int
     batch_size: int = 8
-
-
-class ServedModel(Protocol):
-    """What the writing and scoring of cases needs of a model."""
-
-    tokenizer: Any
-    facts: ModelFacts
-
-
-class ArmEngine(Protocol):
-    """One arm's running engine, with the embedded engine's methods. Requests are numbered from 1 on."""
-
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> Sequence[RequestOutput]:
-        """Answer all prompts together. Raises SemBlendError."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until what was served can be a donor, and, if engines start quickly, is in the audit log."""
-
-    def shutdown(self) -> None:
-        """End the engine; its audit log is complete then."""
 
 
 class Engines(ABC):
@@ -225,7 +207,7 @@ class Asked:
 
 
 class ServingEngine(ABC):
-    """An ArmEngine of `title`, which serves numbered requests."""
+    """An engine of `title`, which serves numbered requests."""
 
     title: str
 
@@ -249,6 +231,14 @@ class ServingEngine(ABC):
     @abstractmethod
     def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         """Answer the requests together, in their order."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until what was served can be a donor, and, if engines start quickly, is in the audit log."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the engine and free its memory; its audit log is complete then."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
-from validation.cases import Case, Expectation
+from validation.cases import Case, Expectation, grouped
 from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
@@ -208,9 +208,7 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> di
 
 def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return one line for each arm, workload and size, in the order in which they appear."""
-    by_key: dict[tuple[str, str, str], list[Sample]] = {}
-    for sample in samples:
-        by_key.setdefault((sample.arm, sample.workload, sample.size), []).append(sample)
+    by_key = grouped(samples, lambda sample: (sample.arm, sample.workload, sample.size))
     return [summary(*key, chosen) for key, chosen in by_key.items()]
 
 

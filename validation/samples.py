@@ -9,7 +9,7 @@ import torch
 
 from validation import metrics
 from validation.arms import Arm
-from validation.cases import Case, Expectation
+from validation.cases import Case, Expectation, grouped
 from validation.metrics import NonInferiority
 
 
@@ -81,7 +81,7 @@ def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Reuse):
-    """One arm's answer to one case, compared with cold's; None if the case does not define the figure. Times are in seconds.
+    """One arm's answer to one case, compared with cold's, times in seconds; None if the case does not define the figure.
 
     `computed_share`: tokens times layers that were computed, of those after the engine's own exact prefix.
     `expected_exact_tokens`: shared from position 0 on with a donor that this arm computed exactly. They are whole units
@@ -235,9 +235,7 @@ _SUMS = ("offered", "sampled", "checked", "reused", "recomputed")
 
 def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0) -> list[Line]:
     """Return one line for each family and arm, in order of appearance; `cold` is by case id, `seed` the bootstrap's."""
-    by_key: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
-        by_key.setdefault((sample.workload, sample.arm), []).append(sample)
+    by_key = grouped(samples, lambda sample: (sample.workload, sample.arm))
     return [_line_of(*key, chosen, cold, seed) for key, chosen in by_key.items()]
 
 

@@ -184,12 +184,10 @@ class SglangEngine(ServingEngine):
         ]
 
     def settle(self) -> None:
-        """Wait until what has ended is saved."""
         if (worker := getattr(self._served.cache, "_worker", None)) is not None:
             worker.drain()
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; another one may be opened then."""
         self._runner.sample = self._stock
         self._served.close()
         del self._served, self._runner, self._stock
@@ -215,9 +213,5 @@ class SglangEngine(ServingEngine):
 
 def _ask_of(asked: Asked) -> Ask:
     params = asked.params
-    sampling = {
-        "max_new_tokens": params.max_tokens,
-        "stop_token_ids": asked.stops,
-        "ignore_eos": params.ignore_eos,
-    }
+    sampling = {"max_new_tokens": params.max_tokens, "stop_token_ids": asked.stops, "ignore_eos": params.ignore_eos}
     return Ask(asked.prompt, sampling, asked.salt, {"return_logprob": False})

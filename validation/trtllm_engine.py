@@ -150,7 +150,6 @@ class TrtllmEngine(ServingEngine):
         return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
 
     def settle(self) -> None:
-        """Wait until every save has ended, as far as the audit log shows."""
         if self._audit_path is not None:
             wait_for_quiet(self._audit_path)
 

@@ -138,11 +138,9 @@ class VllmEngine(ServingEngine):
         return found
 
     def settle(self) -> None:
-        """Wait until what has ended is saved. Raises SemBlendError."""
         settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; another one may be opened then."""
         vars(self._model).pop("compute_logits", None)
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._core, self._runner, self._model, self._compute

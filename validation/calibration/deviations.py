@@ -32,7 +32,7 @@ from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SemanticKvPlan, SpanChe
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.cases import Case, TokenisedCase, groups
-from validation.engines import ServedModel, environment
+from validation.engines import Engines, environment
 from validation.families.catalog import FamilyRequest, shortest_prompts, write_cases
 from validation.models import full_layers_of
 
@@ -193,7 +193,7 @@ PLANTED = "planted"
 TRIES = 8
 
 
-def write_plants(model: ServedModel, asked: FamilyRequest) -> list[Case]:
+def write_plants(model: Engines, asked: FamilyRequest) -> list[Case]:
     """Return prompts of one question each, as short as possible, so that all that is reused is planted."""
     return write_cases(model, replace(asked, questions=1, tokens=shortest_prompts(model, asked.form)))
 
