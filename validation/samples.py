@@ -81,7 +81,7 @@ def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Reuse):
-    """One arm's answer to one case, compared with cold's, times in seconds; None if the case does not define the figure.
+    """One arm's answer to one case beside cold's, times in seconds; None if the case does not define the figure.
 
     `computed_share`: tokens times layers that were computed, of those after the engine's own exact prefix.
     `expected_exact_tokens`: shared from position 0 on with a donor that this arm computed exactly. They are whole units
