@@ -14,7 +14,7 @@ import torch
 
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable, read_text
+from semblend_trt.files import check_writable, read_text, write_bytes
 from validation import arguments, models, results
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
@@ -25,7 +25,7 @@ from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, write_json, write_text
+from validation.output import beside, complain, progress, write_json
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
 from validation.report import BOUNDS, FILE_NAME, Report, check_bounds, end_to_end_rows, gates_of, page, show
@@ -85,7 +85,7 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:
-            write_text(path, made[path])
+            write_bytes(path, made[path].encode())
         else:
             complain(f"{path} differs from the rows in {options.results}; rewrite it with --write")
     return options.write or not old
@@ -186,10 +186,11 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
+    events = "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events)
+    write_bytes(options.audit_path, events.encode())
     write_json(options.output, report.to_dict())
     if page_path is not None:
-        write_text(page_path, page(report, cases, engines.tokenizer))
+        write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     if rows_path is not None:
         rows = end_to_end_rows(measured.samples, exactness, device, report.measured, prefix)
         results.write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models
 from validation.arms import COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import beside, complain, progress, write_json, write_text
+from validation.output import beside, complain, progress, write_json
 from validation.report import ARM_NAMES, HEADER_TRAP, Grid, page, show, wrapped
 from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
@@ -91,7 +91,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if options.record is not None:
         write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
     if page_path is not None:
-        write_text(page_path, page(report, cases, engines.tokenizer))
+        write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     return _show(report, options.output, page_path)
 
 

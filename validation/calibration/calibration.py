@@ -219,14 +219,13 @@ class Calibration:
         return int(self.prepared.prompts["groups"]) // FIT_PARTS
 
     def _base(self) -> ReuseProfile | None:
-        """Return the profile with the check whose levels are to be found; None where no check holds.
-
-        Models that read stock lists have traps, which a dense check rules out. For others the check's layer is the one
-        whose deviations say most of what unchecked reuse does."""
+        """Return the profile with the check whose levels are to be found; None where no check holds."""
         fit = [*self.prepared.cases(self.prepared.prompts["seed"], 0, self.fitted), *self.prepared.own(0)]
         observer = self.prepared.observer(fit)
         if self.prepared.form.has_marks:
+            # A model that reads stock lists has traps, which a dense check rules out.
             return self._dense(observer, fit)
+        # The check's layer is the one whose deviations say most of what unchecked reuse does.
         facts, by_layer = self.prepared.engines.facts, dict[int, float]()
         for layer in range(facts.lowest_check_layer, min(_DEEPEST_CHECK, facts.num_layers - 1) + 1):
             observed = observer.observations(self._sampled(layer), fit, (0.0,), f"layer {layer}")

@@ -164,8 +164,8 @@ class DeviationCollector:
 
     @torch.inference_mode()
     def _computed(self, text: Sequence[int]) -> PagedKv:
-        """Return K and V of the text from a cold run without a head, in blocks of its own. Tokens after its end fill
-        the last block up; no earlier token sees them."""
+        """Return K and V of the text from a cold run without a head, in blocks of its own."""
+        # Tokens after the text's end fill the last block up; no earlier token sees them.
         count = self._geometry.blocks_for(len(text))
         padded = torch.tensor([[*text, *[0] * (count * _BLOCK_SIZE - len(text))]], device=self._model.device)
         with sdpa_kernel(_ATTENTION):

@@ -240,9 +240,10 @@ def _terms(computed: Integers, reused: Integers) -> Floats:
 
 
 class Figures:
-    """Sums over the prompts that were served."""
+    """Sums over the prompts that `serving` serves under terms of this name."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: str, serving: Serving) -> None:
+        self._terms, self.serving = terms, serving
         self._reasons = Counter[str]()
         # Its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
         self._by_prompt = list[tuple[int, int, int, int]]()
@@ -284,6 +285,7 @@ class Figures:
         into which KV after moved text does not go."""
         tokens, alone, held, _ = map(sum, zip(*self._by_prompt, strict=True))
         return {
+            "terms": self._terms,
             "prompts": self.prompts,
             "tokens": tokens,
             "longest_prompt": max(each[0] for each in self._by_prompt),
