@@ -117,25 +117,6 @@ def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsy
     assert "exact spans only" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--max-tries", "0"], "--max-tries is 0"),
-        (["--risk", "1"], "--risk is 1; it must lie between 0 and 1"),
-        (["--groups", "76"], "--groups 76 leaves 57 groups to show a bound; a risk of 0.05 needs 59, so 2 are missing"),
-        (["--shares", "0.1,0.2"], "--shares is '0.1,0.2'; name 0 and"),
-        (["--shares", "0,1"], "--shares is '0,1'; name 0 and"),
-        (["--families", "unrelated"], "has neither a harmless family nor a trap"),
-        (
-            ["--engine", "trtllm", "--kv-dtype", "fp8"],
-            "--kv-dtype fp8 is for --engine embedded and vllm, not for trtllm",
-        ),
-    ],
-)
-def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
-    check_refused(["calibrate", *arguments], sentence)
-
-
 def test_own_prompts_in_too_few_groups_are_refused(tmp_path_factory, check_refused):
     path = tmp_path_factory.mktemp("own") / "cases.jsonl"
     path.write_text("".join(json.dumps({"donors": ["text"], "prompt": "text"}) + "\n" for _ in range(8)))
