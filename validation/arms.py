@@ -27,11 +27,9 @@ VERIFIED = "verified"
 BOUND = ("SEMBLEND_MAX_KL", "SEMBLEND_RISK")
 # Cold's other runs, which differ from it by rounding.
 FLOOR_ARMS = (COLD_AGAIN, COLD_OTHERWISE)
-DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
-REFERENCE_NAMES = (COLD, COLD_AGAIN, COLD_OTHERWISE, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
 ALL_NAMES = (
-    *(*REFERENCE_NAMES, POSITION_FIX, "epic_8", "epic_16", "epic_32"),
-    *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
+    *(COLD, COLD_AGAIN, COLD_OTHERWISE, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX, POSITION_FIX, "epic_8", "epic_16"),
+    *("epic_32", "cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
 )
 
 
@@ -76,7 +74,7 @@ _REFERENCES = {arm.name: arm for arm in (COLD_ARM, *ROUNDING_ARMS, _WITHOUT_PLAN
 
 def is_reusing(name: str) -> bool:
     """Return whether the named arm may place donors' KV."""
-    return name not in REFERENCE_NAMES
+    return name not in _REFERENCES
 
 
 def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
@@ -84,8 +82,8 @@ def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool
     By default it has verified only with a profile, which says what it may do, and boundary only if `full`."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
-    left_out = ({VERIFIED} if choices.profile is None else set()) | (set() if full else {BOUNDARY})
-    names = [name for name in DEFAULT_NAMES if name not in left_out] if asked is None else names_of(asked)
+    default = (POSITION_FIX, *((BOUNDARY,) if full else ()), *(() if choices.profile is None else (VERIFIED,)))
+    names = default if asked is None else names_of(asked)
     return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
