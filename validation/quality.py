@@ -235,7 +235,6 @@ class QualityReport:
             "lines": lines,
             "kind_lines": kind_lines,
             "rounding_floor": self.floor(),
-            "noise_floor": [line for line in kind_lines if line["arm"] in FLOOR_ARMS],
             "settings": self.settings,
             **asdict(self.measured),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},

@@ -183,7 +183,7 @@ def _closeness(answer: str, other: str | None, name: str) -> dict[str, float | N
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept` and `generation`.
+    """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept`.
 
     `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses.
     Bounds: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: of offered tokens.
@@ -200,18 +200,13 @@ class Line:
     loss: float | None
     ppl_ratio: float | None
     loss_bound: NonInferiority | None
-    agreement: float
     first_token_kl: float
     fires: int
     offered: int
-    sampled: int
-    checked: int
     reused: int
-    recomputed: int
     reused_share: float | None
     computed_share: float
     largest_kept: float
-    generation: int
     answer_kl: float | None
     answer_kl_q95: float | None
     changed: float
@@ -228,9 +223,8 @@ class Line:
         return all(bound.holds for bound in self.bounds[:1])
 
 
-# Figures of a line that are means, sums or maxima of the samples' own; token counts are named without `_tokens`.
+# Figures of a line that are means of the samples' own.
 _MEANS = ("exact_match", "follows_donor", "loss", "answer_kl", "first_token_kl", "computed_share")
-_SUMS = ("offered", "sampled", "checked", "reused", "recomputed")
 
 
 def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0) -> list[Line]:
@@ -246,8 +240,7 @@ def _line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str
         return metrics.non_inferiority([each for each, _ in found], [group for _, group in found], seed=seed)
 
     figures: dict[str, Any] = {name: metrics.mean(getattr(each, name) for each in samples) for name in _MEANS}
-    figures |= {name: sum(getattr(each, f"{name}_tokens") for each in samples) for name in _SUMS}
-    figures |= {name: max(getattr(each, name) for each in samples) for name in ("largest_kept", "generation")}
+    offered, reused = sum(each.offered_tokens for each in samples), sum(each.reused_tokens for each in samples)
     loss = bound("loss", -1.0)
     return Line(
         family=family,
@@ -258,9 +251,11 @@ def _line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,
         **figures,
-        agreement=math.fsum(sample.token_agreement for sample in samples) / len(samples),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        reused_share=figures["reused"] / figures["offered"] if figures["offered"] else None,
+        offered=offered,
+        reused=reused,
+        reused_share=reused / offered if offered else None,
+        largest_kept=max(each.largest_kept for each in samples),
         answer_kl_q95=metrics.percentile((sample.answer_kl for sample in samples), 0.95),
         changed=sum(sample.token_agreement < 1.0 for sample in samples) / len(samples),
         contains=metrics.mean(sample.contains_reference for sample in samples),

@@ -176,12 +176,14 @@ class SglangEngine(ServingEngine):
 
     def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         self._readings = {f"local{each.number}": Reading(each) for each in asked}
-        return [
-            self._readings[each.rid].answered(
-                each.output_ids, each.finished_reason.to_json()["type"], each.cached_tokens
-            )
-            for each in self._served.ask(*map(_ask_of, asked))
-        ]
+        asks, found = list[Ask](), list[Any]()
+        for each in asked:
+            own = {"max_new_tokens": each.params.max_tokens, "ignore_eos": each.params.ignore_eos}
+            asks.append(Ask(each.prompt, own | {"stop_token_ids": each.stops}, each.salt, {"return_logprob": False}))
+        for ended in self._served.ask(*asks):
+            reason = ended.finished_reason.to_json()["type"]
+            found.append(self._readings[ended.rid].answered(ended.output_ids, reason, ended.cached_tokens))
+        return found
 
     def settle(self) -> None:
         if (worker := getattr(self._served.cache, "_worker", None)) is not None:
@@ -209,9 +211,3 @@ class SglangEngine(ServingEngine):
             if reading is not None and reading.rows:
                 reading.has_token()
         return sampled
-
-
-def _ask_of(asked: Asked) -> Ask:
-    params = asked.params
-    sampling = {"max_new_tokens": params.max_tokens, "stop_token_ids": asked.stops, "ignore_eos": params.ignore_eos}
-    return Ask(asked.prompt, sampling, asked.salt, {"return_logprob": False})

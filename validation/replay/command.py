@@ -60,16 +60,17 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         rules[ReuseRule("span", options.min_match_length, options.recompute_tokens)] = trace
     facts, (lines, unlimited) = _facts(trace, prefixes), _replayed(rules, options)
     measured = Measured.now(command, "cpu")
-    found = {
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
         "source": str(options.trace),
         "facts": facts,
         "rules": list(map(asdict, rules)),
         "lines": lines,
         "unlimited_share": unlimited,
         "settings": arguments.settings_in_text(options),
-        "measured": asdict(measured),
+        **asdict(measured),
     }
-    write_json(document, {"schema": SCHEMA, **found, **asdict(measured)})
+    write_json(document, found)
     parts = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()]
     for rule in rules:
         what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
