@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
@@ -17,7 +18,7 @@ import torch
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
-from semblend_trt.errors import SemBlendError
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import open_input
 from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
@@ -67,10 +68,16 @@ class Engines(ABC):
 
 
 class LoadingEngines(Engines):
-    """Engines that each load the weights of a folder or a hub id, one after the other; dtypes are the engine's.
-    Raises ConfigurationError if the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+    """Engines of a `package` that each load the weights of a folder or a hub id, one after the other.
+    Raises ConfigurationError if package or model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+
+    package = ""  # for TensorRT-LLM, whose import itself is tried
 
     def __init__(self, model: str, dtype: str = "auto", *, tells_kv_scales: bool = True) -> None:
+        if self.package and find_spec(self.package) is None:
+            raise ConfigurationError(
+                f"{self.package} cannot be imported here; install it with `pip install 'semblend-trt[{self.package}]'`."
+            )
         self._model, self._dtype = model, dtype
         self.facts = model_facts(model, None, tells_kv_scales)
         self.tokenizer = load_tokenizer(model)

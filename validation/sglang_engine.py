@@ -8,12 +8,11 @@ import gc
 import itertools
 from array import array
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import SemBlendError
 from validation.engines import LoadingEngines, Reading, ServingEngine, connector_variables, environment
 
 if TYPE_CHECKING:
@@ -125,21 +124,15 @@ class LocalSglang:
 
 
 class SglangEngines(LoadingEngines):
-    """Engines of SGLang. Raises ConfigurationError if sglang cannot be imported, too."""
+    """Engines of SGLang."""
 
+    package = "sglang"
     notes = (
         "SGLang holds one engine a process here: arms are served one after the other, and a change of the machine's "
         "speed shows as a difference between them (cold_again beside cold tells how much).",
         "SGLang runs without overlap and without CUDA graphs here, in every arm: logits are read between its steps.",
         "SGLang chooses its device itself; --device is not read.",
     )
-
-    def __init__(self, model: str, dtype: str = "auto") -> None:
-        if find_spec("sglang") is None:
-            raise ConfigurationError(
-                "sglang cannot be imported here; install it with `pip install 'semblend-trt[sglang]'`."
-            )
-        super().__init__(model, dtype)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """Return the arm's engine, with our prefix cache if it has variables. Raises SemBlendError."""

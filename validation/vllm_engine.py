@@ -3,14 +3,13 @@
 import gc
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine_wrapper.embedded.request import RequestOutput, SamplingParams
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import SemBlendError
 from validation.arms import Arm
 from validation.engines import (
     ArmEngine,
@@ -34,8 +33,9 @@ _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later 
 
 
 class VllmEngines(LoadingEngines):
-    """Engines of vLLM. Raises ConfigurationError if vllm cannot be imported, too."""
+    """Engines of vLLM."""
 
+    package = "vllm"
     notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold shows how much).",
@@ -46,13 +46,9 @@ class VllmEngines(LoadingEngines):
     )
 
     def __init__(self, model: str, dtype: str = "auto", kv_dtype: str = "auto") -> None:
-        if find_spec("vllm") is None:
-            raise ConfigurationError(
-                "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
-            )
+        super().__init__(model, dtype)
         # Logits are read and answers forced in this process, through the V1 runner, which holds the step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-        super().__init__(model, dtype)
         self._kv_dtype = kv_dtype
         # Tokens of a block. On a card vLLM 0.25.1 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
