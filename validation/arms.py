@@ -78,8 +78,7 @@ def is_reusing(name: str) -> bool:
 
 
 def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
-    """Return the arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError.
-    By default it has verified only with a profile, which says what it may do, and boundary only if `full`."""
+    """Return the arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
     default = (POSITION_FIX, *((BOUNDARY,) if full else ()), *(() if choices.profile is None else (VERIFIED,)))
@@ -88,8 +87,7 @@ def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
-    """Split names at commas or blanks and add cold and cold_again; `all` means every arm.
-    Raises ConfigurationError, which names the option, for an unknown name."""
+    """Split names at commas or blanks and add cold and cold_again; `all` means every arm. Raises ConfigurationError."""
     asked = dict.fromkeys(name for name in re.split(r"[,\s]+", text) if name)
     if "all" in asked:
         return ALL_NAMES

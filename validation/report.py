@@ -176,8 +176,7 @@ Grid = tuple[str, list[str], list[list[str]]]  # title, headings and rows
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return figures of the samples, TTFT and token counts of the timed ones; None where no sample has the figure.
-    `speedup` and `perplexity_ratio` are medians over cases, the scores are means."""
+    """Return figures of the samples, TTFT and token counts of the timed ones; None where no sample has the figure."""
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
     return {

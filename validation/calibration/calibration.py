@@ -83,9 +83,7 @@ class Candidate:
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int, lowest_check: int = 1
 ) -> list[Candidate]:
-    """Return all candidates by computed share: checks at every layer from `lowest_check` on.
-
-    Each has a threshold of tokens, alone or with a lower one of windows, with or without heads."""
+    """Return all candidates by computed share: checks at every layer from `lowest_check` on."""
     found = []
     for layer in range(lowest_check, num_layers):
         windows = window_thresholds(harmless, layer)
@@ -358,8 +356,7 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a confirmation; exit with status 2 if argparse refuses any. Raises ConfigurationError if
-    the profile, which sets the defaults, cannot be read."""
+    """Do as `parse_calibrate`. Raises ConfigurationError if the profile, which sets the defaults, cannot be read."""
     epilog = f"What is not named is as the profile was made with, with a seed {2 * FRESH:,} higher."
     parser = _parser("confirm", _CONFIRM, epilog)
     arguments.add(parser, "--profile", required=True, help="the profile")
@@ -425,8 +422,7 @@ def _check_groups(tested: Mapping[str, int], risk: float) -> None:
 
 
 def run_confirm(options: argparse.Namespace, command: str) -> bool:
-    """Confirm the profile in the engine, and write it whole or not at all; True if it lists the engine now. Raises
-    SemBlendError and OSError."""
+    """Confirm the profile in the engine and write it; True if it lists that now. Raises SemBlendError and OSError."""
     output: Path = options.output or options.profile
     check_writable(output)
     profile = ReuseProfile.read(options.profile)

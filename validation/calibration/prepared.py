@@ -78,8 +78,7 @@ class Observer:
     def observations(
         self, profile: ReuseProfile, cases: Sequence[Case], shares: Sequence[float], title: str
     ) -> list[Observation]:
-        """Return what each share does to the prompts of which a check compared something; the other prompts had
-        nothing to move. Raises SemBlendError if the engine refuses the profile."""
+        """Return what each share does to the prompts of which a check compared something. Raises as `served`."""
         trials = [(trial_of(profile, share), f"{title}, {share:.0%} computed") for share in shares]
         by_share = [self.served(trial, cases, trial.bounds[0], name) for trial, name in trials]
         return [

@@ -261,10 +261,8 @@ class Figures:
         self._by_prompt.append((tokens, prefix_alone, held, moved))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
-        """Return milliseconds to the first token of each prompt alone on the machine of `model`.
-
-        They are cold, with a prefix cache, with donors, and with a check (if the model knows that cost). With donors,
-        `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
+        """Return milliseconds to the first token of each prompt alone on the machine of `model`, and the share of the
+        prompts with donors that lie outside of what the model was fitted to."""
         tokens, alone, held, moved = np.array(self._by_prompt, dtype=np.int64).T
         with_donors = model.predict(tokens - held, held)
         times = {

@@ -102,8 +102,7 @@ class FamilyRequest:
     first: int = 0
 
     def family_names(self, *, has_marks: bool = True) -> tuple[str, ...]:
-        """Return the families by name, for a form with or without our marks. Raises ConfigurationError for an unknown
-        one."""
+        """Return the families by name, for a form with or without our marks. Raises as `family`."""
         if self.names:
             return tuple(family(name).name for name in dict.fromkeys(self.names))
         fitting = (each for each in FAMILIES if each.marks in (None, has_marks))

@@ -144,8 +144,7 @@ def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
 
 
 def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
-    """Return `count` different questions, from different documents while there are enough. Raises ConfigurationError if
-    the documents have fewer."""
+    """Return `count` different questions, from different documents if there are enough. Raises ConfigurationError."""
     pools = [rng.sample(document.questions, len(document.questions)) for document in shown]
     rng.shuffle(pools)
     if count > sum(map(len, pools)):
