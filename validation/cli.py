@@ -20,7 +20,7 @@ from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM, Engines
+from validation.engines import EMBEDDED, SGLANG, VLLM, AuditCounts, Engines
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.measurement import Measurement, ServingSettings
@@ -173,26 +173,27 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
     exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
     with progress("Measuring", measurement.steps) as on_step:
-        measured = measurement.run(on_step)
+        samples, events = measurement.run(on_step)
+    audit = {arm.name: AuditCounts.of(events, arm.name) for arm in arms if arm.variables is not None}
     report = Report(
         model=models.shown_name(settings.model),
         policy=policy,
-        samples=measured.samples,
-        audit=measured.audit,
+        samples=samples,
+        audit=audit,
         audit_path=str(options.audit_path),
-        gates=gates_of(measured.samples, measured.audit[policy], policy, bounds, exactness),
+        gates=gates_of(samples, audit[policy], policy, bounds, exactness),
         settings=arguments.settings_in_text(options, boundary=choices.boundary, dtype=dtype),
         measured=results.Measured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    events = "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events)
-    write_bytes(options.audit_path, events.encode())
+    log = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
+    write_bytes(options.audit_path, log.encode())
     write_json(options.output, report.to_dict())
     if page_path is not None:
         write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     if rows_path is not None:
-        rows = end_to_end_rows(measured.samples, exactness, device, report.measured, prefix)
+        rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
         results.write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
     return _show(report, options, page_path)
 

@@ -13,7 +13,6 @@ from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
 from validation.engines import (
     ArmEngine,
-    AuditCounts,
     AuditFile,
     Engines,
     EngineSettings,
@@ -210,15 +209,6 @@ class BatchServer(_CaseServer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All samples, each connector arm's audit counts, and its audit events with `arm` and `repeat` added."""
-
-    samples: list[Sample]
-    audit: dict[str, AuditCounts]
-    events: list[dict[str, Any]]
-
-
 @dataclass(slots=True)
 class _Round:
     """One repeat: donors' request numbers by group and arm, answers by case and arm, reuse by arm and request."""
@@ -255,17 +245,16 @@ class Measurement(_CaseServer):
     def longest_prompt(self) -> list[int]:
         return max((tokens.prompt for tokens in self._tokens.values()), key=len)
 
-    def run(self, on_step: OnStep = lambda _: None) -> Measured:
-        """Serve everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
-        samples: list[Sample] = []
-        events: list[dict[str, Any]] = []
+    def run(self, on_step: OnStep = lambda _: None) -> tuple[list[Sample], list[dict[str, Any]]]:
+        """Serve everything; `on_step` gets the id of each case that is done. Return all samples, and all audit events
+        with `arm` and `repeat` added. Raises SemBlendError."""
+        samples, events = list[Sample](), list[dict[str, Any]]()
         for repeat in range(self._repeats):
             found = _Round()
             for arms in self._turns:
                 events += self._serve(arms, repeat, found, on_step)
             samples += self._compared(repeat, found)
-        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._arms if arm.variables is not None}
-        return Measured(samples, counts, events)
+        return samples, events
 
     def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> list[dict[str, Any]]:
         """Serve all cases under arms whose engines run together, and return their audit events."""

@@ -265,14 +265,10 @@ class Calibration:
 
     def _holds(self, candidate: Candidate, observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
         """Return whether no family has more groups over the loosest bound than the risk."""
-        profile, inferior = self._profile(candidate.check, head_tokens=candidate.head_tokens), None
-        for part in parts:
-            broken = broken_of(observer.served(profile, part, None, candidate.name), MAX_KLS[-1])
-            inferior = inferior or next(
-                (name for name, each in broken.items() if each.misses > self.risk * each.groups), None
-            )
-            if inferior is not None:
-                break
+        profile = self._profile(candidate.check, head_tokens=candidate.head_tokens)
+        served = (observer.served(profile, part, None, candidate.name) for part in parts)
+        families = (found for each in served for found in broken_of(each, MAX_KLS[-1]).items())
+        inferior = next((name for name, each in families if each.misses > self.risk * each.groups), None)
         counts = {"candidate": candidate.name, "computed_share": candidate.computed_share}
         self.figures.append({"what": "tried", **counts, "holds": inferior is None, "inferior_family": inferior})
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
