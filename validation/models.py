@@ -101,7 +101,7 @@ def profile_of(model: str | None, asked: Path | None) -> Path | None:
     return asked or (beside if beside.is_file() else None)
 
 
-def choices_of(model: Engines, boundary: int | None, profile: Path | None) -> ArmChoices:
+def choices_of(model: Engines | ModelRunner, boundary: int | None, profile: Path | None) -> ArmChoices:
     """Return what the arms need to know; `boundary` None is a third of the layers. Raises ConfigurationError."""
     layers = model.facts.num_layers
     if boundary is not None and not 1 <= boundary <= layers:

@@ -252,8 +252,8 @@ class Calibration:
 
     def _dense(self, observer: Observer, fit: Sequence[Case]) -> ReuseProfile | None:
         """Return the profile with the cheapest dense check that holds, after a sample; None if none holds."""
-        collect, facts = self.prepared.collector.collect, self.prepared.engines.facts
-        found = [each for each in collect(fit, self.prepared.tokeniser.tokenise) if each is not None]
+        facts = self.prepared.engines.facts
+        found = [each for each in self.prepared.collector.collect(fit) if each is not None]
         names = {name for name in self.prepared.names if family(name).kind is Kind.TRAP}
         harmless, traps = ([each for each in found if (each.family in names) is is_trap] for is_trap in (False, True))
         # A candidate is most likely to fail a trap, and nothing more is served then.

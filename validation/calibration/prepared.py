@@ -20,7 +20,7 @@ from validation import arguments, models
 from validation.arms import ROUNDING_ARMS, VERIFIED, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arm_of
 from validation.calibration.bound import Observation, distance_of
 from validation.calibration.deviations import PLANTED, TRIES, DeviationCollector, write_plants
-from validation.cases import Case, Tokeniser, groups
+from validation.cases import Case, groups
 from validation.engines import Engines, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer, ServingSettings
@@ -146,7 +146,7 @@ class Prepared:
                 found += write_plants(self.engines, asked)
             else:
                 plants = write_plants(self.engines, replace(asked, first=first * TRIES, groups=count * TRIES))
-                found += self.collector.hardest(plants, self.tokeniser.tokenise, profile, count)
+                found += self.collector.hardest(plants, profile, count)
         return found
 
     def own(self, *quarters: int) -> list[Case]:
@@ -165,11 +165,7 @@ class Prepared:
         options = self._options
         model = models.transformers_model(self.engines, options.model, options.device, self._dtype)
         kv_dtype = torch.float8_e4m3fn if "float8" in self.namespace.kv_dtype else None
-        return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype)
-
-    @functools.cached_property
-    def tokeniser(self) -> Tokeniser:
-        return Tokeniser(self.engines, self.settings.max_tokens)
+        return DeviationCollector(model, self.engines, self.settings.min_span, kv_dtype)
 
 
 def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
