@@ -52,7 +52,8 @@ class Case:
         return self.id == self.group
 
 
-Item, Key = TypeVar("Item"), TypeVar("Key")
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

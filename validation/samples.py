@@ -45,7 +45,7 @@ class Reuse:
     def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> "Reuse":
         """Read the audit events `request_settled` and, if a plan was carried out, `plan_dispatched`."""
         # What was not compared is None in the log.
-        known = {each.name: event[each.name] or each.default for each in fields(cls) if each.name in event}
+        known: dict[str, Any] = {x.name: event[x.name] or x.default for x in fields(cls) if x.name in event}
         known["recomputed_tokens"] = event["offered_tokens"] - event["reused_tokens"]
         known["generation"] = 0 if plan is None else plan["generation"]
         return cls(**known, spans=() if plan is None else tuple((start, n) for _, _, start, n in plan["spans"]))
