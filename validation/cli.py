@@ -33,9 +33,8 @@ from validation.report import BOUNDS, FILE_NAME, Report, check_bounds, end_to_en
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
-`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another
-engine, `replay` predicts what eviction policies do with request telemetry, `scoreboard` prints the recorded results;
-each has a --help of its own.
+`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another engine, `replay` predicts what
+eviction policies do with request telemetry, `scoreboard` prints the recorded results; each has a --help of its own.
 Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
 """
 _GATES = """

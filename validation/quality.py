@@ -30,8 +30,8 @@ _MARKED = {each.name for each in FAMILIES if each.marks}
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again in other batches and chunks (the rounding floor) and
 under other arms. Compares what they give along cold's own answer by its KL, and scores by a paired bootstrap. Measures
-no times. Exit status: 0 the run is complete, 1 the arm
-verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
+no times. Exit status: 0 the run is complete, 1 the arm verified is inferior to cold somewhere, 2 bad usage or an
+error, 130 interrupted.
 """
 
 
