@@ -172,14 +172,18 @@ def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tup
         audit.read()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """One request."""
+    """One request. An engine whose logits can be read keeps `rows` of them, float32 [vocabulary], and the time of the
+    first token, in seconds from `began`."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     salt: str | None
+    rows: list[torch.Tensor] = field(default_factory=list, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
+    first_token: float | None = field(default=None, init=False)
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -191,15 +195,26 @@ class Asked:
         """The tokens that end the answer; None is the model's own."""
         return None if self.params.stop_token_ids is None else list(self.params.stop_token_ids)
 
+    def take(self, logits: torch.Tensor, answered: int) -> None:
+        """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
+        del self.rows[answered:]  # rows of a step that the engine computes again
+        self.rows.append(logits.float().cpu().clone())
+        if answered < len(self.forced):
+            token = self.forced[answered]
+            kept = logits[token].clone()
+            logits[:] = -torch.inf
+            logits[token] = kept
+
+    def has_token(self) -> None:
+        """Note the time of the first token."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter() - self.began
+
     def answered(
-        self,
-        tokens: Sequence[int],
-        reason: str | None,
-        logits: torch.Tensor | None,
-        cached: int | None = 0,
-        first_token: float | None = None,
+        self, tokens: Sequence[int], reason: str | None, cached: int | None = 0, logits: torch.Tensor | None = None
     ) -> RequestOutput:
-        """Return the answer without text. `logits`: float32 [tokens, vocabulary]; `first_token` is in seconds."""
+        """Return the answer without text. `logits`: float32 [tokens, vocabulary], by default those that were kept."""
+        logits = torch.stack(self.rows[: len(tokens)]) if self.rows else logits
         return RequestOutput(
             request_id=self.number,
             prompt=None,
@@ -208,7 +223,7 @@ class Asked:
             cached_tokens=cached or 0,
             reused_tokens=0,
             computed_tokens=len(self.prompt) - (cached or 0),
-            time_to_first_token=first_token,
+            time_to_first_token=self.first_token,
             finished=True,
         )
 
@@ -246,36 +261,6 @@ class ServingEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End the engine and free its memory; its audit log is complete then."""
-
-
-@dataclass(slots=True)
-class Reading:
-    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
-
-    asked: Asked
-    rows: list[torch.Tensor] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-
-    def take(self, logits: torch.Tensor, answered: int) -> None:
-        """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
-        del self.rows[answered:]  # rows of a step that the engine computes again
-        self.rows.append(logits.float().cpu().clone())
-        if answered < len(self.asked.forced):
-            token = self.asked.forced[answered]
-            kept = logits[token].clone()
-            logits[:] = -torch.inf
-            logits[token] = kept
-
-    def has_token(self) -> None:
-        """Note the time of the first token."""
-        if self.first_token is None:
-            self.first_token = time.perf_counter() - self.began
-
-    def answered(self, tokens: Sequence[int], reason: str | None, cached: int | None) -> RequestOutput:
-        """Return the finished answer."""
-        rows = torch.stack(self.rows[: len(tokens)])
-        return self.asked.answered(tokens, reason, rows, cached, self.first_token)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from semblend_trt.errors import SemBlendError
-from validation.engines import LoadingEngines, Reading, ServingEngine, connector_variables, environment
+from validation.engines import LoadingEngines, ServingEngine, connector_variables, environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,13 +162,13 @@ class SglangEngine(ServingEngine):
     def __init__(self, served: LocalSglang) -> None:
         super().__init__()
         self._served = served
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, Asked] = {}
         self._runner = served.scheduler.tp_worker.model_runner
         self._stock = self._runner.sample
         self._runner.sample = self._sample
 
     def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
-        self._readings = {f"local{each.number}": Reading(each) for each in asked}
+        self._readings = {f"local{each.number}": each for each in asked}
         asks, found = list[Ask](), list[Any]()
         for each in asked:
             own = {"max_new_tokens": each.params.max_tokens, "ignore_eos": each.params.ignore_eos}

@@ -131,7 +131,7 @@ class TrtllmEngine(ServingEngine):
             logits = [one.outputs[0].generation_logits for one in outputs]
             rows = [one.reshape(-1, one.shape[-1])[: 1 if forced else None] for one in logits if one is not None]
             stacked = torch.cat(rows).float().cpu() if rows else None
-            found.append(each.answered(forced or completion.token_ids, completion.finish_reason, stacked))
+            found.append(each.answered(forced or completion.token_ids, completion.finish_reason, logits=stacked))
         return found
 
     def _ask(self, asked: Sequence[Asked]) -> list[Any]:

@@ -16,7 +16,6 @@ from validation.engines import (
     Asked,
     EngineSettings,
     LoadingEngines,
-    Reading,
     ServingEngine,
     connector_variables,
     environment,
@@ -101,7 +100,7 @@ class VllmEngine(ServingEngine):
         self._core = llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, Asked] = {}
         self._compute = self._model.compute_logits
         self._model.compute_logits = self._logits
 
@@ -112,7 +111,7 @@ class VllmEngine(ServingEngine):
         names = [f"validation{each.number}" for each in asked]
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
-            self._readings[name] = Reading(each)
+            self._readings[name] = each
             sampling = Params(
                 max_tokens=each.params.max_tokens,
                 temperature=0.0,
