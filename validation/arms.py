@@ -27,11 +27,9 @@ VERIFIED = "verified"
 BOUND = ("SEMBLEND_MAX_KL", "SEMBLEND_RISK")
 # Cold's other runs, which differ from it by rounding.
 FLOOR_ARMS = (COLD_AGAIN, COLD_OTHERWISE)
-DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
-REFERENCE_NAMES = (COLD, COLD_AGAIN, COLD_OTHERWISE, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
 ALL_NAMES = (
-    *(*REFERENCE_NAMES, POSITION_FIX, "epic_8", "epic_16", "epic_32"),
-    *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
+    *(COLD, COLD_AGAIN, COLD_OTHERWISE, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX, POSITION_FIX, "epic_8", "epic_16"),
+    *("epic_32", "cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
 )
 
 
@@ -65,32 +63,31 @@ class ArmChoices:
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
 # Other forwards for the same answers show what rounding alone changes.
-COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
 ROUNDING_ARMS = (
     replace(COLD_ARM, name=COLD_AGAIN),
-    COLD_OTHERWISE_ARM,
+    replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384),
     replace(COLD_ARM, name=COLD_OTHER_DTYPE, is_other_dtype=True),
 )
+_WITHOUT_PLAN = replace(COLD_ARM, name=WRAPPER_WITHOUT_PLAN, variables={"SEMBLEND_POLICY": "exact"})
+_REFERENCES = {arm.name: arm for arm in (COLD_ARM, *ROUNDING_ARMS, _WITHOUT_PLAN, Arm(EXACT_PREFIX))}
 
 
 def is_reusing(name: str) -> bool:
     """Return whether the named arm may place donors' KV."""
-    return name not in REFERENCE_NAMES
+    return name not in _REFERENCES
 
 
 def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
-    """Return the arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError.
-    By default it has verified only with a profile, which says what it may do, and boundary only if `full`."""
+    """Return the arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
-    left_out = ({VERIFIED} if choices.profile is None else set()) | (set() if full else {BOUNDARY})
-    names = [name for name in DEFAULT_NAMES if name not in left_out] if asked is None else names_of(asked)
+    default = (POSITION_FIX, *((BOUNDARY,) if full else ()), *(() if choices.profile is None else (VERIFIED,)))
+    names = default if asked is None else names_of(asked)
     return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
-    """Split names at commas or blanks and add cold and cold_again; `all` means every arm.
-    Raises ConfigurationError, which names the option, for an unknown name."""
+    """Split names at commas or blanks and add cold and cold_again; `all` means every arm. Raises ConfigurationError."""
     asked = dict.fromkeys(name for name in re.split(r"[,\s]+", text) if name)
     if "all" in asked:
         return ALL_NAMES
@@ -109,14 +106,8 @@ def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
 
 def arm_of(name: str, choices: ArmChoices) -> Arm:
     """Return the named arm. Raises ConfigurationError for one that the model cannot have."""
-    if name in (COLD, COLD_AGAIN):
-        return replace(COLD_ARM, name=name)
-    if name == COLD_OTHERWISE:
-        return COLD_OTHERWISE_ARM
-    if name == WRAPPER_WITHOUT_PLAN:
-        return replace(COLD_ARM, name=name, variables={"SEMBLEND_POLICY": "exact"})
-    if name == EXACT_PREFIX:
-        return Arm(name)
+    if name in _REFERENCES:
+        return _REFERENCES[name]
     if name == VERIFIED and choices.profile is None:
         raise ConfigurationError(
             f"The arm {VERIFIED} needs a reuse profile of this model; make one with `calibrate`, or name it with "

@@ -3,7 +3,7 @@
 They are written by families, read from a file, or made of a log: there a request's donors are earlier ones."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +18,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, read_input
 from semblend_trt.prompts import ChatError, render_chat
 from validation import prompts
-from validation.engines import ServedModel
+from validation.engines import Engines
 from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 
@@ -52,12 +52,21 @@ class Case:
         return self.id == self.group
 
 
-def groups(cases: Sequence[Case]) -> list[list[Case]]:
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by key, in the order in which the keys first appear."""
+    found: dict[Key, list[Item]] = {}
+    for each in items:
+        found.setdefault(key(each), []).append(each)
+    return found
+
+
+def groups(cases: Iterable[Case]) -> list[list[Case]]:
     """Return cases by group, in the order in which the groups first appear."""
-    by_group: dict[str, list[Case]] = {}
-    for case in cases:
-        by_group.setdefault(case.group, []).append(case)
-    return list(by_group.values())
+    return list(grouped(cases, lambda case: case.group).values())
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -213,7 +222,7 @@ def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
 class Tokeniser:
     """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, if it or its template knows one."""
 
-    def __init__(self, model: ServedModel, max_tokens: int) -> None:
+    def __init__(self, model: Engines, max_tokens: int) -> None:
         """Take the model's tokenizer, for answers of at most `max_tokens`; its context must hold prompt and answer."""
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions

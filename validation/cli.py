@@ -8,35 +8,33 @@ import shlex
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable, read_text
+from semblend_trt.files import check_writable, read_text, write_bytes
 from validation import arguments, models, results
 from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM, Engines
+from validation.engines import EMBEDDED, SGLANG, VLLM, AuditCounts, Engines
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, write_json, write_text
+from validation.output import beside, complain, progress, write_json
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of, page, show
+from validation.report import BOUNDS, FILE_NAME, Report, check_bounds, end_to_end_rows, gates_of, page, show
 
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
-`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another
-engine, `replay` predicts what eviction policies do with request telemetry, `scoreboard` prints the recorded results;
-each has a --help of its own.
+`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another engine, `replay` predicts what
+eviction policies do with request telemetry, `scoreboard` prints the recorded results; each has a --help of its own.
 Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
 """
 _GATES = """
@@ -86,7 +84,7 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:
-            write_text(path, made[path])
+            write_bytes(path, made[path].encode())
         else:
             complain(f"{path} differs from the rows in {options.results}; rewrite it with --write")
     return options.write or not old
@@ -135,15 +133,9 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     repeat = "measure everything N times, each with fresh engines"
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
     gates = parser.add_argument_group("gates")
-    bounds = {
-        "min_speedup": "TTFT against cold",
-        "min_rouge1": "ROUGE-1 F1 against cold's answers",
-        "min_token_f1": "token F1 against cold's answers",
-        **{f"min_{name}": counted for name, counted in COUNTED.items()},
-    }
-    for each in fields(GateBounds):
-        option = "--" + each.name.replace("_", "-")
-        gates.add_argument(option, type=type(each.default), default=each.default, help=bounds[each.name])
+    for name, (default, what_for) in BOUNDS.items():
+        option = "--min-" + name.replace("_", "-")
+        gates.add_argument(option, type=type(default), default=default, help=what_for)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
     files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
@@ -157,7 +149,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     """Run and write everything; True when all gates hold. Raises SemBlendError and OSError."""
     began = time.perf_counter()
     options.full |= options.record is not None  # rows are those of a full run
-    bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
+    bounds = {name: getattr(options, f"min_{name}") for name in BOUNDS}
+    check_bounds(bounds)
     arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
     if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
@@ -179,25 +172,27 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
     exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
     with progress("Measuring", measurement.steps) as on_step:
-        measured = measurement.run(on_step)
+        samples, events = measurement.run(on_step)
+    audit = {arm.name: AuditCounts.of(events, arm.name) for arm in arms if arm.variables is not None}
     report = Report(
         model=models.shown_name(settings.model),
         policy=policy,
-        samples=measured.samples,
-        audit=measured.audit,
+        samples=samples,
+        audit=audit,
         audit_path=str(options.audit_path),
-        gates=gates_of(measured.samples, measured.audit[policy], policy, bounds, exactness),
+        gates=gates_of(samples, audit[policy], policy, bounds, exactness),
         settings=arguments.settings_in_text(options, boundary=choices.boundary, dtype=dtype),
         measured=results.Measured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
+    log = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
+    write_bytes(options.audit_path, log.encode())
     write_json(options.output, report.to_dict())
     if page_path is not None:
-        write_text(page_path, page(report, cases, engines.tokenizer))
+        write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     if rows_path is not None:
-        rows = end_to_end_rows(measured.samples, exactness, device, report.measured, prefix)
+        rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
         results.write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
     return _show(report, options, page_path)
 

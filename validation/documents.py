@@ -105,8 +105,7 @@ def names(rng: random.Random, count: int) -> list[str]:
 
 
 def biographies(rng: random.Random, count: int) -> list[Document]:
-    """Return sentences on each of `count` people: badge number, city, trade and year of birth, in any order.
-    The four questions are in this one."""
+    """Return sentences on `count` people in any order; the questions: badge number, city, trade and year of birth."""
     found = []
     for name in names(rng, count):
         badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
@@ -162,8 +161,7 @@ def desks(numbers: Sequence[int], owners: Sequence[Document]) -> Document:
 
 
 def excerpt(rng: random.Random, characters: int) -> str:
-    """Return whole sentences from a random place in the shipped public-domain prose, at most `characters` long, but at
-    least one."""
+    """Return whole sentences of the shipped public-domain prose, at most `characters` long, but at least one."""
     prose = _asset("excerpt.txt")
     found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0

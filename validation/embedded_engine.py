@@ -1,6 +1,5 @@
-"""The embedded engine over shared weights: as the engine of an arm, and with donors for a benchmark."""
+"""The embedded engine over shared weights as the engine of an arm."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +8,8 @@ import torch
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.request import SamplingParams
 from validation.arms import Arm
 from validation.engines import Engines, EngineSettings, connector_variables, environment, token_bytes
-
-ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
-# Random weights have no revision; every engine of a run holds the same ones.
-RANDOM_WEIGHTS = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"}
-
-
-def open_llm(
-    model: Path,
-    runner: ModelRunner,
-    variables: Mapping[str, str] | None,
-    module: str = "engine_wrapper.connector",
-    *,
-    pool_tokens: int | None = None,
-    **options: Any,
-) -> LLM:
-    """Open an embedded engine, with our connector of `module` if `variables` are given.
-    These are the connector's settings by variable, without SEMBLEND_."""
-    if pool_tokens is not None:
-        options["kv_cache_config"] = KvCacheConfig(max_tokens=pool_tokens)
-    with environment({f"SEMBLEND_{name}": value for name, value in (variables or {}).items()}):
-        connector = None if variables is None else KvCacheConnectorConfig.ours(module)
-        return LLM(model, runner=runner, kv_connector_config=connector, **options)
 
 
 class _ArmLLM(LLM):

@@ -9,19 +9,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import torch
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
-from semblend_trt.errors import SemBlendError
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import open_input
 from semblend_trt.model_tokenizer import load_tokenizer
 from validation.arms import Arm
 
+if TYPE_CHECKING:
+    from engine_wrapper.embedded.llm import LLM
+
+# One arm's running engine; both have the same methods, and number requests from 1 on.
+ArmEngine: TypeAlias = "LLM | ServingEngine"
 # One for all prompts, or one for each.
 AllParams = SamplingParams | Sequence[SamplingParams]
 AllSalts = Sequence[str | None] | str | None
@@ -39,29 +45,6 @@ class EngineSettings:
     host_bytes: int
     min_span: int
     batch_size: int = 8
-
-
-class ServedModel(Protocol):
-    """What the writing and scoring of cases needs of a model."""
-
-    tokenizer: Any
-    facts: ModelFacts
-
-
-class ArmEngine(Protocol):
-    """One arm's running engine, with the embedded engine's methods. Requests are numbered from 1 on."""
-
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> Sequence[RequestOutput]:
-        """Answer all prompts together. Raises SemBlendError."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until what was served can be a donor, and, if engines start quickly, is in the audit log."""
-
-    def shutdown(self) -> None:
-        """End the engine; its audit log is complete then."""
 
 
 class Engines(ABC):
@@ -85,10 +68,16 @@ class Engines(ABC):
 
 
 class LoadingEngines(Engines):
-    """Engines that each load the weights of a folder or a hub id, one after the other; dtypes are the engine's.
-    Raises ConfigurationError if the model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+    """Engines of a `package` that each load the weights of a folder or a hub id, one after the other.
+    Raises ConfigurationError if package or model cannot be read, UnsupportedModelError if its KV cannot be moved."""
+
+    package = ""  # for TensorRT-LLM, whose import itself is tried
 
     def __init__(self, model: str, dtype: str = "auto", *, tells_kv_scales: bool = True) -> None:
+        if self.package and find_spec(self.package) is None:
+            raise ConfigurationError(
+                f"{self.package} cannot be imported here; install it with `pip install 'semblend-trt[{self.package}]'`."
+            )
         self._model, self._dtype = model, dtype
         self.facts = model_facts(model, None, tells_kv_scales)
         self.tokenizer = load_tokenizer(model)
@@ -183,14 +172,18 @@ def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tup
         audit.read()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """One request."""
+    """One request. An engine whose logits can be read keeps `rows` of them, float32 [vocabulary], and the time of the
+    first token, in seconds from `began`."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     salt: str | None
+    rows: list[torch.Tensor] = field(default_factory=list, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
+    first_token: float | None = field(default=None, init=False)
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -201,68 +194,6 @@ class Asked:
     def stops(self) -> list[int] | None:
         """The tokens that end the answer; None is the model's own."""
         return None if self.params.stop_token_ids is None else list(self.params.stop_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer without text. `logits`: float32 [tokens, vocabulary]. `cached_tokens`: all not computed."""
-
-    tokens: list[int]
-    finish_reason: str | None
-    logits: torch.Tensor | None
-    cached_tokens: int = 0
-    time_to_first_token: float | None = None
-
-
-class ServingEngine(ABC):
-    """An ArmEngine of `title`, which serves numbered requests."""
-
-    title: str
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def generate(
-        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
-    ) -> list[RequestOutput]:
-        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
-        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-        salts = one_each("cache_salt", cache_salt, len(prompts), str)
-        numbers = range(self._asked + 1, self._asked + 1 + len(prompts))
-        asked = [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
-        self._asked += len(asked)
-        try:
-            found = self._answers(asked)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise SemBlendError(f"{self.title} gave no answer: {error}") from error
-        return [
-            RequestOutput(
-                request_id=each.number,
-                prompt=None,
-                prompt_token_ids=each.prompt,
-                outputs=[CompletionOutput("", answer.tokens, answer.finish_reason, answer.logits)],
-                cached_tokens=answer.cached_tokens,
-                reused_tokens=0,
-                computed_tokens=len(each.prompt) - answer.cached_tokens,
-                time_to_first_token=answer.time_to_first_token,
-                finished=True,
-            )
-            for each, answer in zip(asked, found, strict=True)
-        ]
-
-    @abstractmethod
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
-        """Answer the requests together, in their order."""
-
-
-@dataclass(slots=True)
-class Reading:
-    """An unfinished answer: rows of logits, float32 [vocabulary]; `first_token` is in seconds from `began`."""
-
-    forced: tuple[int, ...]
-    rows: list[torch.Tensor] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
 
     def take(self, logits: torch.Tensor, answered: int) -> None:
         """Keep the logits, [vocabulary], after `answered` tokens; to force the next one, leave that alone in them."""
@@ -279,10 +210,57 @@ class Reading:
         if self.first_token is None:
             self.first_token = time.perf_counter() - self.began
 
-    def answered(self, tokens: Sequence[int], reason: str | None, cached: int | None) -> Answered:
-        """Return the finished answer."""
-        rows = torch.stack(self.rows[: len(tokens)])
-        return Answered(list(tokens), reason, rows, cached or 0, self.first_token)
+    def answered(
+        self, tokens: Sequence[int], reason: str | None, cached: int | None = 0, logits: torch.Tensor | None = None
+    ) -> RequestOutput:
+        """Return the answer without text. `logits`: float32 [tokens, vocabulary], by default those that were kept."""
+        logits = torch.stack(self.rows[: len(tokens)]) if self.rows else logits
+        return RequestOutput(
+            request_id=self.number,
+            prompt=None,
+            prompt_token_ids=self.prompt,
+            outputs=[CompletionOutput("", list(tokens), reason, logits)],
+            cached_tokens=cached or 0,
+            reused_tokens=0,
+            computed_tokens=len(self.prompt) - (cached or 0),
+            time_to_first_token=self.first_token,
+            finished=True,
+        )
+
+
+class ServingEngine(ABC):
+    """An engine of `title`, which serves numbered requests."""
+
+    title: str
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
+    ) -> list[RequestOutput]:
+        """Answer all prompts together; the outputs have no text. Raises SemBlendError."""
+        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        salts = one_each("cache_salt", cache_salt, len(prompts), str)
+        numbers = range(self._asked + 1, self._asked + 1 + len(prompts))
+        asked = [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
+        self._asked += len(asked)
+        try:
+            return self._answers(asked)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise SemBlendError(f"{self.title} gave no answer: {error}") from error
+
+    @abstractmethod
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
+        """Answer the requests together, in their order."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until what was served can be a donor, and, if engines start quickly, is in the audit log."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the engine and free its memory; its audit log is complete then."""
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
-
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
@@ -15,7 +13,6 @@ from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
 from validation.engines import (
     ArmEngine,
-    AuditCounts,
     AuditFile,
     Engines,
     EngineSettings,
@@ -70,7 +67,7 @@ class ArmServer:
                 logits=logits,
                 loss=None if target is None else metrics.loss(logits, target),
                 ttft_s=output.time_to_first_token,
-                reuse=Reuse(cached=output.cached_tokens),
+                reuse=Reuse(exact_prefix_tokens=output.cached_tokens),
             )
             found.append(answer)
         return found
@@ -118,7 +115,7 @@ class BatchServer(_CaseServer):
 
     def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
         super().__init__(engines, cases, settings)
-        self._colds: dict[str, _ColdAnswer] = {}
+        self._colds: dict[str, Answer] = {}
         self._cold: dict[str, Answer] = {}
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
@@ -176,9 +173,15 @@ class BatchServer(_CaseServer):
         found = self._asked(server, cases, [None if cold is None else cold.tokens for cold in colds])
         for index, (case, answer) in enumerate(zip(cases, found, strict=True)):
             # Cold is asked first: its answer is the one along which the other arms are forced.
-            cold = self._colds.setdefault(case.id, _ColdAnswer.of(answer))
+            if case.id not in self._colds:
+                # Log-probabilities in float16 on the host have half of float32's bytes. Taken as logits, what that
+                # rounds away changes the KL in second order only.
+                rows = answer.logits[: len(answer.tokens)].float().log_softmax(dim=-1).half().cpu()
+                self._colds[case.id] = replace(answer, logits=rows)
+            cold = self._colds[case.id]
+            kl = metrics.kl_divergence(cold.logits.to(answer.logits.device), answer.logits[: len(cold.tokens)])
             text = cold.text if answer.tokens == cold.tokens else answer.text
-            found[index] = replace(answer, text=text, loss=None, answer_kl=cold.kl(answer.logits)).with_first_row()
+            found[index] = replace(answer, text=text, loss=None, answer_kl=kl).with_first_row()
         more = [(index, forced) for index, case in enumerate(cases) if (forced := self._tokens[case.id].forced)]
         # After a token that is not cold's, the arm's own answer goes on in another way.
         changed = [index for index, _ in more if found[index].tokens != self._colds[cases[index].id].tokens]
@@ -204,34 +207,6 @@ class BatchServer(_CaseServer):
             min_span=settings.min_span,
             batch_size=settings.batch,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _ColdAnswer:
-    """Cold's greedy answer. `log_probabilities`: float16 [tokens, vocabulary] on the host, half of float32's bytes."""
-
-    tokens: tuple[int, ...]
-    text: str
-    log_probabilities: torch.Tensor
-
-    @classmethod
-    def of(cls, answer: Answer) -> "_ColdAnswer":
-        logits = answer.logits[: len(answer.tokens)].float()
-        return cls(answer.tokens, answer.text, logits.log_softmax(dim=-1).half().cpu())
-
-    def kl(self, logits: torch.Tensor) -> float:
-        """Return the mean KL in nats to `logits` [tokens, vocabulary] of the same tokens."""
-        # Taken as logits, what float16 rounds away changes the KL in second order only.
-        return metrics.kl_divergence(self.log_probabilities.to(logits.device), logits[: len(self.tokens)])
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All samples, each connector arm's audit counts, and its audit events with `arm` and `repeat` added."""
-
-    samples: list[Sample]
-    audit: dict[str, AuditCounts]
-    events: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -270,17 +245,16 @@ class Measurement(_CaseServer):
     def longest_prompt(self) -> list[int]:
         return max((tokens.prompt for tokens in self._tokens.values()), key=len)
 
-    def run(self, on_step: OnStep = lambda _: None) -> Measured:
-        """Serve everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
-        samples: list[Sample] = []
-        events: list[dict[str, Any]] = []
+    def run(self, on_step: OnStep = lambda _: None) -> tuple[list[Sample], list[dict[str, Any]]]:
+        """Serve everything; `on_step` gets the id of each case that is done. Return all samples, and all audit events
+        with `arm` and `repeat` added. Raises SemBlendError."""
+        samples, events = list[Sample](), list[dict[str, Any]]()
         for repeat in range(self._repeats):
             found = _Round()
             for arms in self._turns:
                 events += self._serve(arms, repeat, found, on_step)
             samples += self._compared(repeat, found)
-        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._arms if arm.variables is not None}
-        return Measured(samples, counts, events)
+        return samples, events
 
     def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> list[dict[str, Any]]:
         """Serve all cases under arms whose engines run together, and return their audit events."""
@@ -336,7 +310,7 @@ class Measurement(_CaseServer):
             for server in servers:
                 name = server.arm.name
                 [answers[name]] = server.answers([tokens.prompt], [salts[name]], [None])
-                if case.is_timed and name in (COLD, COLD_AGAIN) and (cached := answers[name].reuse.cached):
+                if case.is_timed and name in (COLD, COLD_AGAIN) and (cached := answers[name].reuse.exact_prefix_tokens):
                     raise SemBlendError(
                         f"Case {case.id}: the arm {name} found {cached} cached tokens although nothing was served "
                         "under its salt before; the engine does not isolate salts."
@@ -366,6 +340,8 @@ class Measurement(_CaseServer):
                 exact = [index for index, number in donors if number not in reuse or reuse[number].is_exact]
                 tokens = self._tokens[case.id]
                 shared = max((equal_start(tokens.donors[index], tokens.prompt) for index in exact), default=0)
-                expected = min(shared - shared % self._engines.prefix_unit, answers[EXACT_PREFIX].reuse.cached)
+                expected = min(
+                    shared - shared % self._engines.prefix_unit, answers[EXACT_PREFIX].reuse.exact_prefix_tokens
+                )
                 samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], num_layers, repeat, expected))
         return samples

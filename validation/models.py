@@ -19,7 +19,7 @@ from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM, Engines, ServedModel
+from validation.engines import EMBEDDED, SGLANG, VLLM, Engines
 from validation.sglang_engine import SglangEngines
 from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
@@ -101,7 +101,7 @@ def profile_of(model: str | None, asked: Path | None) -> Path | None:
     return asked or (beside if beside.is_file() else None)
 
 
-def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -> ArmChoices:
+def choices_of(model: Engines | ModelRunner, boundary: int | None, profile: Path | None) -> ArmChoices:
     """Return what the arms need to know; `boundary` None is a third of the layers. Raises ConfigurationError."""
     layers = model.facts.num_layers
     if boundary is not None and not 1 <= boundary <= layers:

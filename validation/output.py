@@ -14,11 +14,6 @@ from semblend_trt.command_line import printable
 from semblend_trt.files import check_writable, write_bytes
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 as `write_bytes` does."""
-    write_bytes(path, text.encode("utf-8"))
-
-
 def beside(path: Path, suffix: str) -> Path | None:
     """Return the path with another suffix; None for a device or pipe. Raises ConfigurationError if not writable."""
     check_writable(path)
@@ -27,7 +22,8 @@ def beside(path: Path, suffix: str) -> Path | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON; NaN and infinities, which JSON does not have, become null."""
-    write_text(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
 
 
 def _finite(value: Any) -> Any:

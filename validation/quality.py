@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models
 from validation.arms import COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import beside, complain, progress, write_json, write_text
+from validation.output import beside, complain, progress, write_json
 from validation.report import ARM_NAMES, HEADER_TRAP, Grid, page, show, wrapped
 from validation.results import Measured, Results, Row, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
@@ -30,8 +30,8 @@ _MARKED = {each.name for each in FAMILIES if each.marks}
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again in other batches and chunks (the rounding floor) and
 under other arms. Compares what they give along cold's own answer by its KL, and scores by a paired bootstrap. Measures
-no times. Exit status: 0 the run is complete, 1 the arm
-verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
+no times. Exit status: 0 the run is complete, 1 the arm verified is inferior to cold somewhere, 2 bad usage or an
+error, 130 interrupted.
 """
 
 
@@ -91,7 +91,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if options.record is not None:
         write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
     if page_path is not None:
-        write_text(page_path, page(report, cases, engines.tokenizer))
+        write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     return _show(report, options.output, page_path)
 
 
@@ -142,18 +142,19 @@ class QualityReport:
 
     def unknown(self) -> list[str]:
         """Return the families that the model does not know cold: there, an arm's answers decide nothing."""
-        lines = lines_of(self._cold.values(), self._cold, is_bounded=False)
-        return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
+        colds = (line for line in self.lines if line.arm == COLD)
+        return [each.family for each in colds if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
     @cached_property
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         unknown = self.unknown()
-        known = [each for each in self.samples if each.workload not in unknown]
         # Only texts count by their loss, as the other families are right or wrong.
-        losses = (None if each.exact_match is not None else each.loss for each in known)
-        pairs = zip(known, losses, strict=True)
-        by_kind = (replace(each, workload=self.kinds[each.workload], loss=loss) for each, loss in pairs)
+        by_kind = (
+            replace(each, workload=self.kinds[each.workload], loss=each.loss if each.exact_match is None else None)
+            for each in self.samples
+            if each.workload not in unknown
+        )
         return lines_of(by_kind, self._cold, self.seed)
 
     def floor(self, family: str | None = None) -> float | None:
@@ -234,7 +235,6 @@ class QualityReport:
             "lines": lines,
             "kind_lines": kind_lines,
             "rounding_floor": self.floor(),
-            "noise_floor": [line for line in kind_lines if line["arm"] in FLOOR_ARMS],
             "settings": self.settings,
             **asdict(self.measured),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},

@@ -4,7 +4,7 @@ page of any run: headline, figures, answers side by side, gates and settings, in
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
-from validation.cases import Case, Expectation
+from validation.cases import Case, Expectation, grouped
 from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
@@ -36,27 +36,24 @@ COUNTED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GateBounds:
-    """The bounds that a user may set. Raises ConfigurationError for one that is out of range."""
+# Gates whose lower bound a user may set: its default, and what it bounds.
+BOUNDS: dict[str, tuple[float, str]] = {
+    "speedup": (1.05, "TTFT against cold"),
+    "rouge1": (0.35, "ROUGE-1 F1 against cold's answers"),
+    "token_f1": (0.10, "token F1 against cold's answers"),
+    **{name: (1, what) for name, what in COUNTED.items()},
+}
 
-    min_speedup: float = 1.05
-    min_rouge1: float = 0.35
-    min_token_f1: float = 0.10
-    min_donor_registrations: int = 1
-    min_semantic_hits: int = 1
-    min_materializations: int = 1
-    min_incremental_matched_tokens: int = 1
-    min_rope_corrections: int = 1
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            option = "--" + name.replace("_", "-")
-            if name in ("min_rouge1", "min_token_f1"):
-                if not 0.0 <= value <= 1.0:
-                    raise ConfigurationError(f"{option} is {value}; the score lies between 0 and 1.")
-            elif not (math.isfinite(value) and value >= 0):
-                raise ConfigurationError(f"{option} is {value}; it must be a number of at least 0.")
+def check_bounds(bounds: Mapping[str, float]) -> None:
+    """Raise ConfigurationError for a bound, by its gate's name, that is out of range."""
+    for name, value in bounds.items():
+        option = "--min-" + name.replace("_", "-")
+        if name in ("rouge1", "token_f1"):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigurationError(f"{option} is {value}; the score lies between 0 and 1.")
+        elif not (math.isfinite(value) and value >= 0):
+            raise ConfigurationError(f"{option} is {value}; it must be a number of at least 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +79,12 @@ class Gate:
 
 
 def gates_of(
-    samples: Sequence[Sample], audit: AuditCounts, policy: str, bounds: GateBounds, exactness: Exactness | None
+    samples: Sequence[Sample], audit: AuditCounts, policy: str, bounds: Mapping[str, float], exactness: Exactness | None
 ) -> list[Gate]:
-    """Return all gates of a run; `audit` is that of `policy`, `exactness` is None if it was not measured."""
+    """Return all gates of a run; `audit` is that of `policy`, `bounds` are by gate; `exactness` may be None."""
 
     def at_least(name: str, value: float | None, reads: str) -> Gate:
-        return Gate(name, value, getattr(bounds, f"min_{name}"), "higher", reads)
+        return Gate(name, value, bounds[name], "higher", reads)
 
     reusing = [s for s in samples if s.arm == policy and s.may_reuse]
     where = f"arm {policy}, workloads in which reuse is expected"
@@ -172,24 +169,14 @@ _MEANS = (
     *("token_f1_reference", "first_token_kl", "token_agreement"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
-# Tables of a report: title and figures of a summary.
-_SPEED = (
-    "Speed: TTFT of timed prompts, tokens a prompt",
-    ("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires"),
-)
-_ANSWERS = (
-    "Answers: exact match with the known answer, the rest against cold",
-    (
-        *("samples", "exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold"),
-        *("perplexity_ratio", "first_token_kl", "token_agreement"),
-    ),
-)
+# Figures of a summary that the tables show.
+_SPEED = ("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires")
+_ANSWERS = ("samples", *_MEANS[:4], "perplexity_ratio", *_MEANS[-2:])
 Grid = tuple[str, list[str], list[list[str]]]  # title, headings and rows
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return figures of the samples, TTFT and token counts of the timed ones; None where no sample has the figure.
-    `speedup` and `perplexity_ratio` are medians over cases, the scores are means."""
+    """Return figures of the samples, TTFT and token counts of the timed ones; None where no sample has the figure."""
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
     return {
@@ -211,9 +198,7 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> di
 
 def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return one line for each arm, workload and size, in the order in which they appear."""
-    by_key: dict[tuple[str, str, str], list[Sample]] = {}
-    for sample in samples:
-        by_key.setdefault((sample.arm, sample.workload, sample.size), []).append(sample)
+    by_key = grouped(samples, lambda sample: (sample.arm, sample.workload, sample.size))
     return [summary(*key, chosen) for key, chosen in by_key.items()]
 
 
@@ -359,7 +344,9 @@ class Report:
     def grids(self) -> list[Grid]:
         """Return tables of speed and of answers, by arm, workload and size; the noise floor ends that of answers."""
         lines = summaries(self.samples)
-        return [_grid(*_SPEED, lines), _grid(*_ANSWERS, [*lines, self._noise_floor()])]
+        speed = _grid("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines)
+        title = "Answers: exact match with the known answer, the rest against cold"
+        return [speed, _grid(title, _ANSWERS, [*lines, self._noise_floor()])]
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
@@ -407,8 +394,7 @@ def end_to_end_rows(
                 against = (
                     f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
                 )
-                bound = GateBounds().min_speedup
-                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", against, bound, "higher")
+                results.add(f"{name}_{label}_ttft_speedup", speedup, "x", against, BOUNDS["speedup"][0], "higher")
     for name, arm, workloads in (
         (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
         (f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP)),

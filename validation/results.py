@@ -309,16 +309,12 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
     if not star or "*" in after:
         raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")
     found: dict[str, Row] = {}
-    for place, each in ((place, each) for place, those in rows.items() for each in those):
-        text = f"{place}/{each.name}" if "/" in before else each.name
-        if not fnmatchcase(text, pattern):
-            continue
+    for (place, name), each in _chosen([pattern], rows).items():
+        text = f"{place}/{name}" if "/" in before else name
         line = text[len(before) : len(text) - len(after)]
         if line in found:
             raise ConfigurationError(f"Two rows match {pattern!r} as {line!r}; begin with machine/file/.")
         found[line] = each
-    if not found:
-        raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
     return found
 
 

@@ -1,35 +1,35 @@
 """Answers and where their KV came from; samples, which compare them with cold's; lines, which sum up samples."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from validation import metrics
 from validation.arms import Arm
-from validation.cases import Case, Expectation
+from validation.cases import Case, Expectation, grouped
 from validation.metrics import NonInferiority
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """Where a prompt's tokens came from, and how the request ended for the connector.
+    """Where a prompt's tokens came from, and how the request ended for the connector; mostly as in the audit log.
 
-    `cached`: in the engine's own exact prefix. `offered`: in the plan's spans, which are `reused` or `recomputed`.
-    `sampled`, then `checked`: compared with the donor's KV. `largest_kept`: largest deviation of those that are reused.
-    `deviation`: mean of the sample's. `generation`: highest of the plan's donors. `spans`: (start, length) in the
-    prompt."""
+    Tokens: `exact_prefix_` in the engine's own exact prefix, `offered_` in the plan's spans, which are `reused_` or
+    `recomputed_`; `sampled_`, then `checked_`: compared with the donor's KV. `sampled_deviation`: the sample's mean.
+    `largest_kept`: largest deviation of what is reused. `generation`: highest of the plan's donors. `spans`: (start,
+    length) in the prompt."""
 
-    cached: int = 0
-    offered: int = 0
-    checked: int = 0
-    reused: int = 0
-    recomputed: int = 0
+    exact_prefix_tokens: int = 0
+    offered_tokens: int = 0
+    sampled_tokens: int = 0
+    checked_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    sampled_deviation: float = 0.0
     largest_kept: float = 0.0
-    sampled: int = 0
-    deviation: float = 0.0
     outcome: str | None = None
     reason: str | None = None
     generation: int = 0
@@ -38,25 +38,17 @@ class Reuse:
     @property
     def is_exact(self) -> bool:
         """Whether the KV is a cold run's: no donor KV was placed, or a check rejected all of it."""
-        return not self.reused and bool(self.checked or self.sampled or not self.offered)
+        is_checked = self.checked_tokens or self.sampled_tokens
+        return not self.reused_tokens and bool(is_checked or not self.offered_tokens)
 
     @classmethod
     def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> "Reuse":
         """Read the audit events `request_settled` and, if a plan was carried out, `plan_dispatched`."""
-        return cls(
-            cached=event["exact_prefix_tokens"],
-            offered=event["offered_tokens"],
-            checked=event["checked_tokens"] or 0,
-            reused=event["reused_tokens"],
-            recomputed=event["offered_tokens"] - event["reused_tokens"],
-            largest_kept=event["largest_kept"] or 0.0,
-            sampled=event["sampled_tokens"] or 0,
-            deviation=event["sampled_deviation"] or 0.0,
-            outcome=event["outcome"],
-            reason=event["reason"],
-            generation=0 if plan is None else plan["generation"],
-            spans=() if plan is None else tuple((start, length) for _, _, start, length in plan["spans"]),
-        )
+        # What was not compared is None in the log.
+        known: dict[str, Any] = {x.name: event[x.name] or x.default for x in fields(cls) if x.name in event}
+        known["recomputed_tokens"] = event["offered_tokens"] - event["reused_tokens"]
+        known["generation"] = 0 if plan is None else plan["generation"]
+        return cls(**known, spans=() if plan is None else tuple((start, n) for _, _, start, n in plan["spans"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +79,10 @@ def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> 
     return loss is None or loss < math.log(vocabulary)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One arm's answer to one case, compared with cold's; None if the case does not define the figure.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Reuse):
+    """One arm's answer to one case beside cold's, times in seconds; None if the case does not define the figure.
 
-    Token counts, `generation` and `spans` are as in `Reuse`; times are in seconds.
     `computed_share`: tokens times layers that were computed, of those after the engine's own exact prefix.
     `expected_exact_tokens`: shared from position 0 on with a donor that this arm computed exactly. They are whole units
     of the engine, and the arm exact_prefix reuses them. `exact_match`: only if one answer is right.
@@ -115,18 +106,9 @@ class Sample:
     speedup: float | None
     prompt_tokens: int
     answer_tokens: int
-    exact_prefix_tokens: int
     expected_exact_tokens: int
-    offered_tokens: int
-    sampled_tokens: int
-    checked_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
     computed_tokens: int
     computed_share: float
-    largest_kept: float
-    outcome: str | None
-    reason: str | None
     exact_match: bool | None
     follows_donor: bool | None
     rouge1_cold: float
@@ -140,11 +122,8 @@ class Sample:
     perplexity_ratio: float | None
     first_token_kl: float
     token_agreement: float
-    generation: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
     answer_kl: float | None = None
     contains_reference: bool | None = None
-    sampled_deviation: float = 0.0
 
     @property
     def is_right(self) -> bool:
@@ -162,15 +141,17 @@ def sample_of(
     """Return one arm's answer beside cold's, as a Sample; `num_layers` are the model's."""
     reuse, reference = ours.reuse, case.reference
     # After a sample only tokens that were compared ran in the lowest layers.
-    run_below = min(reuse.reused, reuse.sampled + reuse.checked) if reuse.sampled else reuse.reused
-    moved = reuse.reused - run_below * arm.full_layers / num_layers
+    reused, compared = reuse.reused_tokens, reuse.sampled_tokens + reuse.checked_tokens
+    run_below = min(reused, compared) if reuse.sampled_tokens else reused
+    moved = reused - run_below * arm.full_layers / num_layers
+    after_prefix = ours.prompt_tokens - reuse.exact_prefix_tokens
     scores: dict[str, Any] = _closeness(ours.text, cold.text, "cold")
     scores |= _closeness(ours.text, None if reference is None else reference.strip(), "reference")
     perplexity, colds = (None if each.loss is None else metrics.perplexity(each.loss) for each in (ours, cold))
     is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
     is_known = bool(case.known_answer and reference)
-    counts = ("offered", "sampled", "checked", "reused", "recomputed")
     return Sample(
+        **{each.name: getattr(reuse, each.name) for each in fields(Reuse)},
         case_id=case.id,
         **{name: getattr(case, name) for name in ("workload", "size", "group", "reference")},
         **{name: getattr(ours, name) for name in ("ttft_s", "prompt_tokens", "loss", "answer_kl")},
@@ -181,12 +162,9 @@ def sample_of(
         answer=ours.text,
         speedup=cold.ttft_s / ours.ttft_s if is_timed and cold.ttft_s and ours.ttft_s else None,
         answer_tokens=len(ours.tokens),
-        exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
-        computed_tokens=ours.prompt_tokens - reuse.cached - reuse.reused,
-        computed_share=1.0 - moved / max(1, ours.prompt_tokens - reuse.cached),
-        **{f"{name}_tokens": getattr(reuse, name) for name in counts},
-        **{name: getattr(reuse, name) for name in ("largest_kept", "outcome", "reason", "generation", "spans")},
+        computed_tokens=after_prefix - reused,
+        computed_share=1.0 - moved / max(1, after_prefix),
         exact_match=metrics.exact_match(ours.text, str(reference)) if is_known else None,
         contains_reference=metrics.contains(ours.text, str(reference)) if is_known else None,
         follows_donor=None if case.donor_answer is None else metrics.contains(ours.text, case.donor_answer),
@@ -195,7 +173,6 @@ def sample_of(
         perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
-        sampled_deviation=reuse.deviation,
     )
 
 
@@ -206,7 +183,7 @@ def _closeness(answer: str, other: str | None, name: str) -> dict[str, float | N
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept` and `generation`.
+    """One family under one arm: means over samples, sums of tokens, and the highest `largest_kept`.
 
     `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses.
     Bounds: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: of offered tokens.
@@ -223,18 +200,13 @@ class Line:
     loss: float | None
     ppl_ratio: float | None
     loss_bound: NonInferiority | None
-    agreement: float
     first_token_kl: float
     fires: int
     offered: int
-    sampled: int
-    checked: int
     reused: int
-    recomputed: int
     reused_share: float | None
     computed_share: float
     largest_kept: float
-    generation: int
     answer_kl: float | None
     answer_kl_q95: float | None
     changed: float
@@ -251,61 +223,40 @@ class Line:
         return all(bound.holds for bound in self.bounds[:1])
 
 
-# Figures of a line that are means of the samples' of the same name.
-_MEANS = ("exact_match", "follows_donor", "loss", "answer_kl")
+# Figures of a line that are means of the samples' own.
+_MEANS = ("exact_match", "follows_donor", "loss", "answer_kl", "first_token_kl", "computed_share")
 
 
-def lines_of(
-    samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0, *, is_bounded: bool = True
-) -> list[Line]:
-    """Return one line for each family and arm, in order of appearance; `cold` by case id, the rest as `line_of`."""
-    by_key: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
-        by_key.setdefault((sample.workload, sample.arm), []).append(sample)
-    return [line_of(family, arm, chosen, cold, seed, is_bounded=is_bounded) for (family, arm), chosen in by_key.items()]
+def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0) -> list[Line]:
+    """Return one line for each family and arm, in order of appearance; `cold` is by case id, `seed` the bootstrap's."""
+    by_key = grouped(samples, lambda sample: (sample.workload, sample.arm))
+    return [_line_of(*key, chosen, cold, seed) for key, chosen in by_key.items()]
 
 
-def line_of(
-    family: str,
-    arm: str,
-    samples: Sequence[Sample],
-    cold: Mapping[str, Sample],
-    seed: int = 0,
-    *,
-    is_bounded: bool = True,
-) -> Line:
-    """Return one line of at least one sample; without what needs bounds unless `is_bounded`."""
-
-    def bound(score: Callable[[Sample], float | None]) -> NonInferiority | None:
-        scores = [(score(sample), score(cold[sample.case_id]), sample.group) for sample in samples if is_bounded]
-        found = [(ours - theirs, group) for ours, theirs, group in scores if ours is not None and theirs is not None]
+def _line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str, Sample], seed: int) -> Line:
+    def bound(name: str, sign: float = 1.0) -> NonInferiority | None:
+        pairs = ((getattr(each, name), getattr(cold[each.case_id], name), each.group) for each in samples)
+        found = [(sign * (ours - other), group) for ours, other, group in pairs if None not in (ours, other)]
         return metrics.non_inferiority([each for each, _ in found], [group for _, group in found], seed=seed)
 
-    def average(name: str) -> float:
-        return math.fsum(getattr(sample, name) for sample in samples) / len(samples)
-
-    counts = {
-        name: sum(getattr(each, f"{name}_tokens") for each in samples)
-        for name in ("offered", "sampled", "checked", "reused", "recomputed")
-    }
     figures: dict[str, Any] = {name: metrics.mean(getattr(each, name) for each in samples) for name in _MEANS}
-    figures |= counts | {name: max(getattr(each, name) for each in samples) for name in ("largest_kept", "generation")}
-    loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
+    offered, reused = sum(each.offered_tokens for each in samples), sum(each.reused_tokens for each in samples)
+    loss = bound("loss", -1.0)
     return Line(
         family=family,
         arm=arm,
         samples=len(samples),
         groups=len({sample.group for sample in samples}),
-        exact_match_bound=bound(lambda sample: sample.exact_match),
+        exact_match_bound=bound("exact_match"),
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,
         **figures,
-        agreement=average("token_agreement"),
-        first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        reused_share=counts["reused"] / counts["offered"] if counts["offered"] else None,
-        computed_share=average("computed_share"),
+        offered=offered,
+        reused=reused,
+        reused_share=reused / offered if offered else None,
+        largest_kept=max(each.largest_kept for each in samples),
         answer_kl_q95=metrics.percentile((sample.answer_kl for sample in samples), 0.95),
-        changed=math.fsum(sample.token_agreement < 1.0 for sample in samples) / len(samples),
+        changed=sum(sample.token_agreement < 1.0 for sample in samples) / len(samples),
         contains=metrics.mean(sample.contains_reference for sample in samples),
     )

@@ -8,20 +8,20 @@ import gc
 import itertools
 from array import array
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from semblend_trt.errors import ConfigurationError, SemBlendError
-from validation.engines import LoadingEngines, Reading, ServingEngine, connector_variables, environment
+from semblend_trt.errors import SemBlendError
+from validation.engines import LoadingEngines, ServingEngine, connector_variables, environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
-    from validation.engines import Answered, ArmEngine, Asked, EngineSettings
+    from validation.engines import ArmEngine, Asked, EngineSettings
 
 # Options of every engine here: the CPU's own attention, if there is no card.
 _ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -124,21 +124,15 @@ class LocalSglang:
 
 
 class SglangEngines(LoadingEngines):
-    """Engines of SGLang. Raises ConfigurationError if sglang cannot be imported, too."""
+    """Engines of SGLang."""
 
+    package = "sglang"
     notes = (
         "SGLang holds one engine a process here: arms are served one after the other, and a change of the machine's "
         "speed shows as a difference between them (cold_again beside cold tells how much).",
         "SGLang runs without overlap and without CUDA graphs here, in every arm: logits are read between its steps.",
         "SGLang chooses its device itself; --device is not read.",
     )
-
-    def __init__(self, model: str, dtype: str = "auto") -> None:
-        if find_spec("sglang") is None:
-            raise ConfigurationError(
-                "sglang cannot be imported here; install it with `pip install 'semblend-trt[sglang]'`."
-            )
-        super().__init__(model, dtype)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """Return the arm's engine, with our prefix cache if it has variables. Raises SemBlendError."""
@@ -168,27 +162,27 @@ class SglangEngine(ServingEngine):
     def __init__(self, served: LocalSglang) -> None:
         super().__init__()
         self._served = served
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, Asked] = {}
         self._runner = served.scheduler.tp_worker.model_runner
         self._stock = self._runner.sample
         self._runner.sample = self._sample
 
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
-        self._readings = {f"local{each.number}": Reading(each.forced) for each in asked}
-        return [
-            self._readings[each.rid].answered(
-                each.output_ids, each.finished_reason.to_json()["type"], each.cached_tokens
-            )
-            for each in self._served.ask(*map(_ask_of, asked))
-        ]
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
+        self._readings = {f"local{each.number}": each for each in asked}
+        asks, found = list[Ask](), list[Any]()
+        for each in asked:
+            own = {"max_new_tokens": each.params.max_tokens, "ignore_eos": each.params.ignore_eos}
+            asks.append(Ask(each.prompt, own | {"stop_token_ids": each.stops}, each.salt, {"return_logprob": False}))
+        for ended in self._served.ask(*asks):
+            reason = ended.finished_reason.to_json()["type"]
+            found.append(self._readings[ended.rid].answered(ended.output_ids, reason, ended.cached_tokens))
+        return found
 
     def settle(self) -> None:
-        """Wait until what has ended is saved."""
         if (worker := getattr(self._served.cache, "_worker", None)) is not None:
             worker.drain()
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; another one may be opened then."""
         self._runner.sample = self._stock
         self._served.close()
         del self._served, self._runner, self._stock
@@ -210,13 +204,3 @@ class SglangEngine(ServingEngine):
             if reading is not None and reading.rows:
                 reading.has_token()
         return sampled
-
-
-def _ask_of(asked: Asked) -> Ask:
-    params = asked.params
-    sampling = {
-        "max_new_tokens": params.max_tokens,
-        "stop_token_ids": asked.stops,
-        "ignore_eos": params.ignore_eos,
-    }
-    return Ask(asked.prompt, sampling, asked.salt, {"return_logprob": False})

@@ -37,6 +37,7 @@ from validation.prompts import PLAIN
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
 Answers = tuple[tuple[int, ...], ...]
+Questions = Sequence[Question]
 Events = tuple[dict[str, Any], ...]
 
 _SHORT = "Answer with a number only."
@@ -52,31 +53,9 @@ class Finding(NamedTuple):
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts with their right answers. `targets` move the documents of `donors`, and are asked twice."""
-
-    donors: tuple[Question, ...]
-    targets: tuple[Question, ...]
-
-    @property
-    def prompts(self) -> list[str]:
-        return [each.text for each in (*self.donors, *self.targets, *self.targets)]
-
-    def twice(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the targets' results, asked first and asked again, of one result a prompt."""
-        start, count = len(self.donors), len(self.targets)
-        return results[start : start + count], results[start + count : start + 2 * count]
-
-    def right(self, served: "Served") -> float:
-        """Return the share of targets that are answered right when they are asked first."""
-        pairs = zip(self.twice(served.texts)[0], self.targets, strict=True)
-        right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
-        return sum(right) / max(1, len(right))
-
-
-def workload(groups: int, rows: int) -> Workload:
-    """Return stock lists, four a prompt: as donors, and reversed under another instruction as targets."""
+def workload(groups: int, rows: int) -> list[Question]:
+    """Return prompts over stock lists, four each, with their right answers: as many targets as donors, whose lists they
+    reverse under another instruction, and the targets again."""
     rng = random.Random(0)
     long = "Read the lists, then give the number that is asked for, and nothing else."
     donors, targets = list[Question](), list[Question]()
@@ -84,7 +63,13 @@ def workload(groups: int, rows: int) -> Workload:
         lists = [stock_list(rng, rows=rows) for _ in range(4)]
         donors.append(_asked(rng, _SHORT, lists))
         targets.append(_asked(rng, long, lists[::-1]))
-    return Workload(tuple(donors), tuple(targets))
+    return [*donors, *targets, *targets]
+
+
+def _twice(results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return what belongs to the targets, asked first and asked again, of one result a prompt."""
+    count = len(results) // 3
+    return results[count : 2 * count], results[2 * count : 3 * count]
 
 
 def crowd(rounds: int, beginnings: int, rows: int) -> tuple[tuple[str, ...], ...]:
@@ -106,15 +91,19 @@ class Served:
 
     tokens: Answers
     texts: tuple[str, ...]
-    events: tuple[dict[str, Any], ...]
+    events: Events
+
+    def right(self, asked: Questions) -> float:
+        """Return the share of targets that are answered right when they are asked first."""
+        pairs = zip(_twice(self.texts)[0], _twice(asked)[0], strict=True)
+        right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
+        return sum(right) / max(1, len(right))
 
 
-def serve(
-    model: str, dtype: str, prompts: Sequence[str], connector: str | None, variables: Mapping[str, str]
-) -> Served:
+def serve(model: str, dtype: str, asked: Questions, connector: str | None, variables: Mapping[str, str]) -> Served:
     """Serve one prompt after the other, then read the audit log. Raises SemBlendError."""
     with _opened(model, connector, variables, dtype=dtype) as (llm, audit):
-        outputs = [llm.generate([prompt], greedy())[0].outputs[0] for prompt in prompts]
+        outputs = [llm.generate([each.text], greedy())[0].outputs[0] for each in asked]
         tokens, texts = [tuple(each.token_ids) for each in outputs], [each.text for each in outputs]
     return Served(tuple(tokens), tuple(texts), tuple(audit.events))
 
@@ -148,7 +137,7 @@ class Crowded:
     failed: str
     free_before: int | None
     free_after: int | None
-    events: tuple[dict[str, Any], ...]
+    events: Events
 
 
 def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crowded:
@@ -170,24 +159,17 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
 
 
 def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
-    """Return the answers, and how the cancelled and the failing request ended; round two asks both in its middle."""
+    """Return the answers, and how the cancelled and the failing request ended; round two asks both before its own."""
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
-        half, broken = len(prompts) // 2, None
-        handles = [_ask(llm, prompt) for prompt in prompts[:half]]
+        extra = []
         if number == 1:
             doomed = llm.generate_async(prompts[0], greedy(64, ignore_eos=True), streaming=True)
-            broken = _ask(llm, too_long)
-        handles += [_ask(llm, prompt) for prompt in prompts[half:]]
-        if broken is not None:
-            try:
-                next(iter(doomed))  # it generates now
-                doomed.abort()
-                cancelled = _end(doomed)
-            except Exception as error:
-                cancelled = f"error: {error}"
-            failed = _end(broken)
+            extra = [doomed, _ask(llm, too_long)]
+        handles = [_ask(llm, prompt) for prompt in prompts]
+        if extra:
+            cancelled, failed = _end(extra[0], cancels=True), _end(extra[1])
         answers += _answers(handles)
         wait_for_quiet(audit)
     return tuple(answers), cancelled, failed
@@ -206,11 +188,14 @@ def _answers(handles: Sequence[Any]) -> Answers:
     return tuple(tuple(each.outputs[0].token_ids) if ok else () for each, ok in zip(handles, ended, strict=True))
 
 
-def _end(handle: Any) -> str:
-    """Wait for a request; its finish reason or its error."""
+def _end(handle: Any, *, cancels: bool = False) -> str:
+    """Wait for a request, or cancel it as soon as it generates; its finish reason or its error."""
     if isinstance(handle, Exception):
         return f"error: {handle}"
     try:
+        if cancels:
+            next(iter(handle))
+            handle.abort()
         return str(handle.result(timeout=600.0).outputs[0].finish_reason)
     except Exception as error:
         return f"error: {error!r}"
@@ -234,35 +219,34 @@ _SLACK = 0.05
 _MAX_EM_DROP = 0.02
 
 
-def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
+def judge(asked: Questions, served: dict[str, Served]) -> list[Finding]:
     """Judge the answers and audit logs of the four engines without a profile."""
     # The engines answer every prompt, and every connector sees every request.
-    prompts = len(asked.prompts)
+    prompts = len(asked)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
     unseen = [arm for arm, each in served.items() if arm != STOCK and len(ended_requests(each.events)) < prompts]
     started = [event for each in served.values() for event in each.events if event["event"] == "scheduler_initialized"]
     refused = sorted({str(event["refusal"]) for event in started if event["refusal"]})
     what = f"{prompts} prompts; unanswered in {silent}, not seen by the connector in {unseen}, refused: {refused}"
     smoke = Finding("smoke", not silent and not unseen and not refused, what)
-    first, second = asked.twice(served[STOCK].tokens)
-    floor = _share_equal(first, second)
+    floor = _share_equal(*_twice(served[STOCK].tokens))
     shares = {arm: _share_equal(served[STOCK].tokens, served[arm].tokens) for arm in (EXACT, RECOMPUTED)}
     equal = f"answers equal to the stock engine's: {shares}; to its own, asked twice: {floor:.3f}"
     # With exact reuse, and with every layer computed again, answers are the stock engine's.
     exactness = Finding("exactness", all(share >= floor - _SLACK for share in shares.values()), equal)
-    right = {arm: asked.right(served[arm]) for arm in (STOCK, REUSED)}
+    right = {arm: served[arm].right(asked) for arm in (STOCK, REUSED)}
     drop = f"share of right answers {right}; a drop of {_MAX_EM_DROP} is allowed"
     validation = Finding("validation", right[STOCK] - right[REUSED] <= _MAX_EM_DROP, drop)
-    return [smoke, exactness, *_moved(asked, served), validation]
+    return [smoke, exactness, *_moved(served), validation]
 
 
-def _moved(asked: Workload, served: dict[str, Served]) -> Iterator[Finding]:
+def _moved(served: dict[str, Served]) -> Iterator[Finding]:
     """Check that the connector offers moved text, as the wrapper is attached and its self-check has passed; and that a
     prompt with moved text finds only its exact part in the engine when it is asked again."""
     offered, segmented, grown = {}, {}, []
     for arm in (RECOMPUTED, REUSED):
         events = served[arm].events
-        first, second = asked.twice(ended_requests(events))
+        first, second = _twice(ended_requests(events))
         offered[arm] = sum(int(event.get("offered_tokens") or 0) for event in first)
         lookups = [event for event in events if event["event"] == "lookup"]
         segmented[arm] = any(each.get("kind") == "request_local" and each["diagnostics"]["holes"] for each in lookups)
@@ -277,14 +261,14 @@ def _moved(asked: Workload, served: dict[str, Served]) -> Iterator[Finding]:
     yield Finding("publication", not grown, f"prompts whose approximate KV was published: {grown}")
 
 
-def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
+def judge_verified(asked: Questions, stock: Served, verified: Served) -> Finding:
     """Check that reuse under the profile is right as often as cold, and that the engine takes the profile."""
-    right = {"stock": asked.right(stock), "verified": asked.right(verified)}
+    right = {"stock": stock.right(asked), "verified": verified.right(asked)}
     ended = ended_requests(verified.events)
     refused = sorted({str(event["reason"]) for event in ended if "profile" in str(event["reason"])})
     reused = sum(int(event["reused_tokens"]) for event in ended)
     what = f"share of right answers {right}; {reused} tokens reused; the profile was refused: {refused}"
-    holds = len(ended) == len(asked.prompts) and not refused and right["stock"] - right["verified"] <= _MAX_EM_DROP
+    holds = len(ended) == len(asked) and not refused and right["stock"] - right["verified"] <= _MAX_EM_DROP
     return Finding("verified", holds, what)
 
 
@@ -421,14 +405,14 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
     asked = workload(arguments.groups, arguments.rows)
     boundary = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(layers)}
     try:
-        first = serve(model, dtype, asked.prompts, WRAPPER, boundary)
+        first = serve(model, dtype, asked, WRAPPER, boundary)
         facts = facts_of(first.events)
         yield judge_engine(first.events)
         served = {
-            STOCK: serve(model, dtype, asked.prompts, None, {}),
-            EXACT: serve(model, dtype, asked.prompts, STOCK_CONNECTOR, _EXACT),
+            STOCK: serve(model, dtype, asked, None, {}),
+            EXACT: serve(model, dtype, asked, STOCK_CONNECTOR, _EXACT),
             RECOMPUTED: first,
-            REUSED: serve(model, dtype, asked.prompts, WRAPPER, {"SEMBLEND_POLICY": "position_fix"}),
+            REUSED: serve(model, dtype, asked, WRAPPER, {"SEMBLEND_POLICY": "position_fix"}),
         }
         yield from judge(asked, served)
         yield judge_commits(facts, model, dtype)
@@ -449,7 +433,7 @@ def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
         yield Finding("concurrency", False, str(error))
 
 
-def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock: Served) -> Iterator[Finding]:
+def _profile(arguments: argparse.Namespace, output: Path, asked: Questions, stock: Served) -> Iterator[Finding]:
     """Confirm the profile, or make one; then serve with it. Raises SemBlendError and OSError."""
     try:
         # An environment with TensorRT-LLM and the connector may lack what these need.
@@ -472,7 +456,7 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock
     if profile.bounds:
         loosest = profile.bounds[-1]
         variables |= {"SEMBLEND_MAX_KL": str(loosest.max_kl), "SEMBLEND_RISK": str(loosest.risk)}
-    verified = serve(arguments.model, arguments.dtype, asked.prompts, WRAPPER, variables)
+    verified = serve(arguments.model, arguments.dtype, asked, WRAPPER, variables)
     yield judge_verified(asked, stock, verified)
 
 

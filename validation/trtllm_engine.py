@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from engine_wrapper.embedded.request import RequestOutput
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation.arms import Arm
 from validation.engines import (
-    Answered,
     ArmEngine,
     Asked,
     EngineSettings,
@@ -118,7 +118,7 @@ class TrtllmEngine(ServingEngine):
         super().__init__()
         self._llm, self._audit_path = llm, audit_path
 
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         found = []
         for each, output in zip(asked, self._ask(asked), strict=True):
             completion, forced = output.outputs[0], each.forced
@@ -131,7 +131,7 @@ class TrtllmEngine(ServingEngine):
             logits = [one.outputs[0].generation_logits for one in outputs]
             rows = [one.reshape(-1, one.shape[-1])[: 1 if forced else None] for one in logits if one is not None]
             stacked = torch.cat(rows).float().cpu() if rows else None
-            found.append(Answered(list(forced or completion.token_ids), completion.finish_reason, stacked))
+            found.append(each.answered(forced or completion.token_ids, completion.finish_reason, logits=stacked))
         return found
 
     def _ask(self, asked: Sequence[Asked]) -> list[Any]:
@@ -150,7 +150,6 @@ class TrtllmEngine(ServingEngine):
         return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
 
     def settle(self) -> None:
-        """Wait until every save has ended, as far as the audit log shows."""
         if self._audit_path is not None:
             wait_for_quiet(self._audit_path)
 

@@ -3,22 +3,19 @@
 import gc
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine_wrapper.embedded.request import SamplingParams
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from engine_wrapper.embedded.request import RequestOutput, SamplingParams
+from semblend_trt.errors import SemBlendError
 from validation.arms import Arm
 from validation.engines import (
-    Answered,
     ArmEngine,
     Asked,
     EngineSettings,
     LoadingEngines,
-    Reading,
     ServingEngine,
     connector_variables,
     environment,
@@ -35,8 +32,9 @@ _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later 
 
 
 class VllmEngines(LoadingEngines):
-    """Engines of vLLM. Raises ConfigurationError if vllm cannot be imported, too."""
+    """Engines of vLLM."""
 
+    package = "vllm"
     notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold shows how much).",
@@ -47,13 +45,9 @@ class VllmEngines(LoadingEngines):
     )
 
     def __init__(self, model: str, dtype: str = "auto", kv_dtype: str = "auto") -> None:
-        if find_spec("vllm") is None:
-            raise ConfigurationError(
-                "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
-            )
+        super().__init__(model, dtype)
         # Logits are read and answers forced in this process, through the V1 runner, which holds the step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-        super().__init__(model, dtype)
         self._kv_dtype = kv_dtype
         # Tokens of a block. On a card vLLM 0.25.1 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
@@ -106,18 +100,18 @@ class VllmEngine(ServingEngine):
         self._core = llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, Asked] = {}
         self._compute = self._model.compute_logits
         self._model.compute_logits = self._logits
 
-    def _answers(self, asked: Sequence[Asked]) -> list[Answered]:
+    def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         from vllm import SamplingParams as Params
 
         engine, ended = self._llm.llm_engine, dict[str, Any]()
         names = [f"validation{each.number}" for each in asked]
         for name, each in zip(names, asked, strict=True):
             salted = {} if each.salt is None else {"cache_salt": each.salt}
-            self._readings[name] = Reading(each.forced)
+            self._readings[name] = each
             sampling = Params(
                 max_tokens=each.params.max_tokens,
                 temperature=0.0,
@@ -139,11 +133,9 @@ class VllmEngine(ServingEngine):
         return found
 
     def settle(self) -> None:
-        """Wait until what has ended is saved. Raises SemBlendError."""
         settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; another one may be opened then."""
         vars(self._model).pop("compute_logits", None)
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._core, self._runner, self._model, self._compute

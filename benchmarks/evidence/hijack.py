@@ -17,7 +17,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
 from validation.calibration.deviations import PLANTED, DeviationCollector, write_plants
-from validation.cases import Case, Tokeniser
+from validation.cases import Case
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.measurement import BatchServer, ServingSettings
@@ -57,15 +57,15 @@ def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
 def attack(folder: Path, profile_path: Path, tries: int, victims: int, seed: int = SEED) -> Attack:
     """Search plants against one model, and serve under every arm the victims of those that its policy misses most."""
     runner, profile = models.load(str(folder), "cpu", "float32"), ReuseProfile.read(profile_path)
-    engines, collector = EmbeddedEngines(runner), DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
-    tokenise, cases = Tokeniser(engines, _ANSWER_TOKENS).tokenise, list[Case]()
+    engines, cases = EmbeddedEngines(runner), list[Case]()
+    collector = DeviationCollector(runner.model, engines, _MIN_SPAN)
     for name in CONSTRUCTIONS:
         count, most = effort(name, tries, victims)
         plants = write_plants(engines, FamilyRequest((name,), groups=count, seed=seed))
-        cases += collector.hardest(plants, tokenise, profile, most)
+        cases += collector.hardest(plants, profile, most)
     settings = ServingSettings(str(folder), max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
-    arms = arms_of((COLD, *ARMS), models.choices_of(runner, None, profile_path))
+    arms = arms_of((COLD, *ARMS), models.choices_of(engines, None, profile_path))
     answers = {arm.name: server.answers(arm) for arm in (*arms, EXACT)}
     served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
@@ -73,7 +73,7 @@ def attack(folder: Path, profile_path: Path, tries: int, victims: int, seed: int
         for case in served:
             wrong[arm] += not exact_match(given[case.id].text, str(case.reference))
             hijacked[arm] += exact_match(given[case.id].text, str(case.donor_answer))
-            fires[arm] += given[case.id].reuse.reused > 0
+            fires[arm] += given[case.id].reuse.reused_tokens > 0
     reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
     unmet = sorted(reason for reason in reasons if "profile" in reason)
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"

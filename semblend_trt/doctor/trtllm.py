@@ -13,9 +13,9 @@ import yaml
 
 from semblend_trt import connector
 from semblend_trt.connector import contract
+from semblend_trt.connector.contract import takes_v2
 from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE
-from semblend_trt.connector.contract import takes_v2
 from semblend_trt.doctor import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input

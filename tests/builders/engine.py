@@ -12,7 +12,6 @@ from kernels.layout import KvGeometry
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
-from validation.embedded_engine import ONE_TOKEN
 from validation.families.catalog import FamilyRequest, write_family
 from validation.prompts import form_for
 
@@ -166,9 +165,9 @@ def drain(llm):
 
 def find_donors(llm):
     drain(llm)
-    llm.generate([[1]], ONE_TOKEN)
+    llm.generate([[1]], PREFILL)
     while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
-        llm.generate([[1]], ONE_TOKEN)
+        llm.generate([[1]], PREFILL)
 
 
 def cases_of(tokenizer, family, groups=6):

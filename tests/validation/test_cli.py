@@ -145,6 +145,34 @@ def test_bad_usage_is_one_sentence_and_leaves_nothing(command, arguments, senten
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("quality --groups 0", "--groups is 0; it must be at least 1"),
+        ("quality --families reordered,lucky", "The family 'lucky' is unknown"),
+        ("quality --families squad", "name their folder with --eval-data"),
+        ("quality --tokens 100", "leave"),
+        ("quality --tokens 9000", "the model's context holds 8192"),
+        ("quality --form fancy", "invalid choice: 'fancy'"),
+        ("replay", "The following arguments are required: --trace"),
+        ("replay --trace missing.jsonl", "missing.jsonl cannot be read"),
+        ("replay --trace t --policies mru", "--policies names 'mru'; there are fifo, lru, lfu"),
+        ("replay --trace t --capacity-tokens 0", "--capacity-tokens holds 0"),
+        ("replay --trace t --requests 0", "--requests is 0; it must be at least 1"),
+        ("replay --trace t --requests 4294967296", "it must be at most"),
+        ("calibrate --max-tries 0", "--max-tries is 0"),
+        ("calibrate --risk 1", "--risk is 1; it must lie between 0 and 1"),
+        ("calibrate --groups 76", "leaves 57 groups to show a bound; a risk of 0.05 needs 59, so 2 are missing"),
+        ("calibrate --shares 0.1,0.2", "--shares is '0.1,0.2'; name 0 and"),
+        ("calibrate --shares 0,1", "--shares is '0,1'; name 0 and"),
+        ("calibrate --families unrelated", "has neither a harmless family nor a trap"),
+        ("calibrate --engine trtllm --kv-dtype fp8", "is for --engine embedded and vllm, not for trtllm"),
+    ],
+)
+def test_bad_usage_of_another_command_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
+    check_refused(arguments.split(), sentence)
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (json.dumps(CASES[0]) + "\n{\n", "cases.jsonl, line 2"),

@@ -20,8 +20,8 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
     engines.prefix_unit = unit
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=2, tokens=512))
     arms = arms_of([COLD, EXACT_PREFIX, POSITION_FIX], ArmChoices(8, boundary=1))
-    measured = Measurement(engines, cases, ServingSettings(str(shipped_model()), max_tokens=4), arms).run()
-    expected = [sample.expected_exact_tokens for sample in measured.samples if sample.arm == POSITION_FIX]
+    samples, _ = Measurement(engines, cases, ServingSettings(str(shipped_model()), max_tokens=4), arms).run()
+    expected = [sample.expected_exact_tokens for sample in samples if sample.arm == POSITION_FIX]
     assert any(expected) == (unit == 1)
 
 

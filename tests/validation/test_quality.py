@@ -48,21 +48,6 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
     assert '<mark class="reused">' in path.with_suffix(".html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--groups 0", "--groups is 0; it must be at least 1"),
-        ("--families reordered,lucky", "The family 'lucky' is unknown"),
-        ("--families squad", "name their folder with --eval-data"),
-        ("--tokens 100", "leave"),
-        ("--tokens 9000", "the model's context holds 8192"),
-        ("--form fancy", "invalid choice: 'fancy'"),
-    ],
-)
-def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
-    check_refused(["quality", *arguments.split()], sentence)
-
-
 ARMS = ("cold", "cold_again", "position_fix", "verified")
 # A blind guess loses 2.08 nats a token.
 VOCABULARY = 8

@@ -68,17 +68,17 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     assert fails(exact=replace(exact, tokens=((),) * len(exact.tokens))) == ["smoke", "exactness"]
     assert fails(reused=replace(reused, events=())) == ["smoke", "execution"]
     grown = [
-        event | {"exact_prefix_tokens": 500 if index == len(asked.prompts) - 1 else event["exact_prefix_tokens"]}
+        event | {"exact_prefix_tokens": 500 if index == len(asked) - 1 else event["exact_prefix_tokens"]}
         for index, event in enumerate(ended_requests(reused.events))
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
     assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]
-    right = ["", "", *(each.answer for each in asked.targets), "", ""]
-    assert fails(stock=replace(stock, texts=tuple(right))) == ["validation"]
+    right = tuple(each.answer for each in asked)
+    assert fails(stock=replace(stock, texts=right)) == ["validation"]
 
     [(asked, stock, served)] = verified
     assert judge_verified(asked, stock, served).holds
-    assert not judge_verified(asked, replace(stock, texts=tuple(right)), served).holds
+    assert not judge_verified(asked, replace(stock, texts=right), served).holds
     assert not judge_verified(asked, stock, replace(served, events=())).holds
     refused = tuple(event | {"reason": "profile_mismatch"} for event in served.events)
     assert not judge_verified(asked, stock, replace(served, events=refused)).holds

@@ -38,8 +38,8 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped, n
         assert left.loss == pytest.approx(right.loss, abs=1e-4)
         assert left.text == right.text
         torch.testing.assert_close(left.logits, right.logits, atol=1e-3, rtol=0)
-        assert replace(left.reuse, cached=0) == replace(right.reuse, cached=0)
-        assert (right.reuse.reused > 100) == (name == POSITION_FIX)
+        assert replace(left.reuse, exact_prefix_tokens=0) == replace(right.reuse, exact_prefix_tokens=0)
+        assert (right.reuse.reused_tokens > 100) == (name == POSITION_FIX)
 
 
 def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped, monkeypatch):

@@ -15,6 +15,7 @@ from scipy.special import betaincinv
 
 from semblend_trt.plan import BudgetLevel
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel
+from validation.cases import grouped
 from validation.metrics import CONFIDENCE
 from validation.samples import Sample
 
@@ -85,10 +86,8 @@ def tables_of(observed: Sequence[Observation], shares: Sequence[float]) -> list[
 
     Each table has a KL, and takes a share up to a deviation: above it, in one family, more than _OUTLIERS of the
     prompts are over the KL at that share. What deviates more than all that was observed is computed whole."""
-    families = dict[str, list[Observation]]()
-    for each in observed:
-        if math.isfinite(each.deviation):  # what has no deviation is computed whole
-            families.setdefault(each.family, []).append(each)
+    # What has no deviation is computed whole.
+    families = grouped((x for x in observed if math.isfinite(x.deviation)), lambda each: each.family)
     largest = max((each.deviation for own in families.values() for each in own), default=0.0)
     found: list[Table] = []
     for kl in np.geomspace(LEAST, 10.0, _TABLES):
@@ -133,15 +132,12 @@ def distance_of(sample: Sample) -> float:
 
 def _counted(rows: Iterable[tuple[str, str, float, float]], max_kl: float) -> dict[str, Broken]:
     """Return by family its groups of which a prompt is over the KL (NaN is). A row: family, group, KL, share."""
-    worst, shares = dict[str, dict[str, bool]](), dict[str, list[float]]()
-    for name, group, kl, share in rows:
-        groups = worst.setdefault(name, {})
-        groups[group] = groups.get(group, False) or not kl <= max_kl
-        shares.setdefault(name, []).append(share)
-    return {
-        name: Broken(sum(groups.values()), len(groups), math.fsum(shares[name]) / len(shares[name]))
-        for name, groups in worst.items()
-    }
+    found = dict[str, Broken]()
+    for name, own in grouped(rows, lambda row: row[0]).items():
+        groups = grouped(own, lambda row: row[1]).values()
+        misses = sum(any(not kl <= max_kl for _, _, kl, _ in group) for group in groups)
+        found[name] = Broken(misses, len(groups), math.fsum(share for *_, share in own) / len(own))
+    return found
 
 
 def correlation(deviations: Sequence[float], kl: Sequence[float]) -> float:

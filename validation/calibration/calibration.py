@@ -83,9 +83,7 @@ class Candidate:
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int, lowest_check: int = 1
 ) -> list[Candidate]:
-    """Return all candidates by computed share: checks at every layer from `lowest_check` on.
-
-    Each has a threshold of tokens, alone or with a lower one of windows, with or without heads."""
+    """Return all candidates by computed share: checks at every layer from `lowest_check` on."""
     found = []
     for layer in range(lowest_check, num_layers):
         windows = window_thresholds(harmless, layer)
@@ -219,14 +217,13 @@ class Calibration:
         return int(self.prepared.prompts["groups"]) // FIT_PARTS
 
     def _base(self) -> ReuseProfile | None:
-        """Return the profile with the check whose levels are to be found; None where no check holds.
-
-        Models that read stock lists have traps, which a dense check rules out. For others the check's layer is the one
-        whose deviations say most of what unchecked reuse does."""
+        """Return the profile with the check whose levels are to be found; None where no check holds."""
         fit = [*self.prepared.cases(self.prepared.prompts["seed"], 0, self.fitted), *self.prepared.own(0)]
         observer = self.prepared.observer(fit)
         if self.prepared.form.has_marks:
+            # A model that reads stock lists has traps, which a dense check rules out.
             return self._dense(observer, fit)
+        # The check's layer is the one whose deviations say most of what unchecked reuse does.
         facts, by_layer = self.prepared.engines.facts, dict[int, float]()
         for layer in range(facts.lowest_check_layer, min(_DEEPEST_CHECK, facts.num_layers - 1) + 1):
             observed = observer.observations(self._sampled(layer), fit, (0.0,), f"layer {layer}")
@@ -255,8 +252,8 @@ class Calibration:
 
     def _dense(self, observer: Observer, fit: Sequence[Case]) -> ReuseProfile | None:
         """Return the profile with the cheapest dense check that holds, after a sample; None if none holds."""
-        collect, facts = self.prepared.collector.collect, self.prepared.engines.facts
-        found = [each for each in collect(fit, self.prepared.tokeniser.tokenise) if each is not None]
+        facts = self.prepared.engines.facts
+        found = [each for each in self.prepared.collector.collect(fit) if each is not None]
         names = {name for name in self.prepared.names if family(name).kind is Kind.TRAP}
         harmless, traps = ([each for each in found if (each.family in names) is is_trap] for is_trap in (False, True))
         # A candidate is most likely to fail a trap, and nothing more is served then.
@@ -268,14 +265,10 @@ class Calibration:
 
     def _holds(self, candidate: Candidate, observer: Observer, parts: Sequence[Sequence[Case]]) -> bool:
         """Return whether no family has more groups over the loosest bound than the risk."""
-        profile, inferior = self._profile(candidate.check, head_tokens=candidate.head_tokens), None
-        for part in parts:
-            broken = broken_of(observer.served(profile, part, None, candidate.name), MAX_KLS[-1])
-            inferior = inferior or next(
-                (name for name, each in broken.items() if each.misses > self.risk * each.groups), None
-            )
-            if inferior is not None:
-                break
+        profile = self._profile(candidate.check, head_tokens=candidate.head_tokens)
+        served = (observer.served(profile, part, None, candidate.name) for part in parts)
+        families = (found for each in served for found in broken_of(each, MAX_KLS[-1]).items())
+        inferior = next((name for name, each in families if each.misses > self.risk * each.groups), None)
         counts = {"candidate": candidate.name, "computed_share": candidate.computed_share}
         self.figures.append({"what": "tried", **counts, "holds": inferior is None, "inferior_family": inferior})
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
@@ -359,8 +352,7 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a confirmation; exit with status 2 if argparse refuses any. Raises ConfigurationError if
-    the profile, which sets the defaults, cannot be read."""
+    """Do as `parse_calibrate`. Raises ConfigurationError if the profile, which sets the defaults, cannot be read."""
     epilog = f"What is not named is as the profile was made with, with a seed {2 * FRESH:,} higher."
     parser = _parser("confirm", _CONFIRM, epilog)
     arguments.add(parser, "--profile", required=True, help="the profile")
@@ -426,8 +418,7 @@ def _check_groups(tested: Mapping[str, int], risk: float) -> None:
 
 
 def run_confirm(options: argparse.Namespace, command: str) -> bool:
-    """Confirm the profile in the engine, and write it whole or not at all; True if it lists the engine now. Raises
-    SemBlendError and OSError."""
+    """Confirm the profile in the engine and write it; True if it lists that now. Raises SemBlendError and OSError."""
     output: Path = options.output or options.profile
     check_writable(output)
     profile = ReuseProfile.read(options.profile)

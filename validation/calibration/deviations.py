@@ -8,7 +8,7 @@ the model and its reuse profile, and computes what the check would see. It wants
 KV close to the victim's own changes no answer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +25,13 @@ from kernels.kv_move import kv_move
 from kernels.layout import KvGeometry, PagedKv, indexable, layer_view
 from kernels.rope import saturated
 from semblend_trt.config import load_settings
-from semblend_trt.connector.model_facts import ModelFacts
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.cases import Case, TokenisedCase, groups
-from validation.engines import ServedModel, environment
+from validation.cases import Case, TokenisedCase, Tokeniser, groups
+from validation.engines import Engines, environment
 from validation.families.catalog import FamilyRequest, shortest_prompts, write_cases
 from validation.models import full_layers_of
 
@@ -101,7 +100,8 @@ class DeviationCollector:
 
     They are those of an engine that keeps KV in `kv_dtype`; None is the model's own. fp8 is stored by a scale of 1."""
 
-    def __init__(self, model: Any, facts: ModelFacts, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Any, engines: Engines, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
+        self._engines, facts = engines, engines.facts
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
         self._rotation = facts.rotation
         self._model = model
@@ -109,17 +109,15 @@ class DeviationCollector:
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
-    def collect(
-        self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]
-    ) -> list[PromptDeviations | None]:
+    def collect(self, cases: Sequence[Case]) -> list[PromptDeviations | None]:
         """Return the deviations of the first prompt of each group; None where there is nothing to check."""
-        return [self._of_prompt(group[0].workload, tokens_of(group[0])) for group in groups(list(cases))]
+        firsts = [group[0] for group in groups(cases)]
+        tokens = Tokeniser(self._engines, max_tokens=1).tokenise_all(firsts)
+        return [self._of_prompt(case.workload, each) for case, each in zip(firsts, tokens, strict=True)]
 
-    def hardest(
-        self, plants: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase], profile: ReuseProfile, count: int
-    ) -> list[Case]:
+    def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
         """Return the `count` plants, each a group, of which the profile's policy misses most."""
-        ranked = zip(missed(self.collect(plants, tokens_of), profile), plants, strict=True)
+        ranked = zip(missed(self.collect(plants), profile), plants, strict=True)
         return [plant for _, plant in sorted(ranked, key=lambda pair: -pair[0])[:count]]
 
     def _of_prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:
@@ -164,8 +162,8 @@ class DeviationCollector:
 
     @torch.inference_mode()
     def _computed(self, text: Sequence[int]) -> PagedKv:
-        """Return K and V of the text from a cold run without a head, in blocks of its own. Tokens after its end fill
-        the last block up; no earlier token sees them."""
+        """Return K and V of the text from a cold run without a head, in blocks of its own."""
+        # Tokens after the text's end fill the last block up; no earlier token sees them.
         count = self._geometry.blocks_for(len(text))
         padded = torch.tensor([[*text, *[0] * (count * _BLOCK_SIZE - len(text))]], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
@@ -193,7 +191,7 @@ PLANTED = "planted"
 TRIES = 8
 
 
-def write_plants(model: ServedModel, asked: FamilyRequest) -> list[Case]:
+def write_plants(model: Engines, asked: FamilyRequest) -> list[Case]:
     """Return prompts of one question each, as short as possible, so that all that is reused is planted."""
     return write_cases(model, replace(asked, questions=1, tokens=shortest_prompts(model, asked.form)))
 

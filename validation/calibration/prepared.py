@@ -20,7 +20,7 @@ from validation import arguments, models
 from validation.arms import ROUNDING_ARMS, VERIFIED, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arm_of
 from validation.calibration.bound import Observation, distance_of
 from validation.calibration.deviations import PLANTED, TRIES, DeviationCollector, write_plants
-from validation.cases import Case, Tokeniser, groups
+from validation.cases import Case, groups
 from validation.engines import Engines, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer, ServingSettings
@@ -78,8 +78,7 @@ class Observer:
     def observations(
         self, profile: ReuseProfile, cases: Sequence[Case], shares: Sequence[float], title: str
     ) -> list[Observation]:
-        """Return what each share does to the prompts of which a check compared something; the other prompts had
-        nothing to move. Raises SemBlendError if the engine refuses the profile."""
+        """Return what each share does to the prompts of which a check compared something. Raises as `served`."""
         trials = [(trial_of(profile, share), f"{title}, {share:.0%} computed") for share in shares]
         by_share = [self.served(trial, cases, trial.bounds[0], name) for trial, name in trials]
         return [
@@ -147,7 +146,7 @@ class Prepared:
                 found += write_plants(self.engines, asked)
             else:
                 plants = write_plants(self.engines, replace(asked, first=first * TRIES, groups=count * TRIES))
-                found += self.collector.hardest(plants, self.tokeniser.tokenise, profile, count)
+                found += self.collector.hardest(plants, profile, count)
         return found
 
     def own(self, *quarters: int) -> list[Case]:
@@ -166,11 +165,7 @@ class Prepared:
         options = self._options
         model = models.transformers_model(self.engines, options.model, options.device, self._dtype)
         kv_dtype = torch.float8_e4m3fn if "float8" in self.namespace.kv_dtype else None
-        return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype)
-
-    @functools.cached_property
-    def tokeniser(self) -> Tokeniser:
-        return Tokeniser(self.engines, self.settings.max_tokens)
+        return DeviationCollector(model, self.engines, self.settings.min_span, kv_dtype)
 
 
 def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:

@@ -79,9 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
             "prompt has more tokens than for a large model, so that the times are too long\n"
         )
-    servings = [Serving(each.settings, pool, each.profile) for each in terms]
-    figures = [Figures() for _ in terms]
-    skipped = _replayed(arguments, Encoder(arguments.tokenizer), pool, list(zip(servings, figures, strict=True)))
+    figures = [Figures(each.name, Serving(each.settings, pool, each.profile)) for each in terms]
+    skipped = _replayed(arguments, Encoder(arguments.tokenizer), pool, figures)
     passed_over, prompts = skipped.counts.total(), figures[0].prompts
     if not prompts:
         why = "no prompt; give a log of requests, one a line"
@@ -89,15 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
             why = f"no prompt that can be read; one request a line is expected. {skipped.sentence()}"
         sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
-    shown, *compared = [
-        {"terms": each.name, **found.to_dict(), "expected_ttft": found.expected_ttft(model)}
-        for each, found in zip(terms, figures, strict=True)
-    ]
+    shown, *compared = [{**each.to_dict(), "expected_ttft": each.expected_ttft(model)} for each in figures]
     report = {
         "schema": SCHEMA,
         **shown,
         "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "memory": _memory(terms[0].settings, pool, servings[0]),
+        "memory": _memory(terms[0].settings, pool, figures[0].serving),
         "tokenizer": arguments.tokenizer or "shipped",
     }
     for each in compared:
@@ -126,12 +122,8 @@ class Terms(NamedTuple):
 
 
 def _terms(arguments: argparse.Namespace) -> list[Terms]:
-    """Return the terms of the figures, and others to compare them with, unless both are the same.
-
-    One is the policy and profile that are set, the other any run without a profile. With --profile the former comes
-    first.
-
-    Raises ConfigurationError if --profile lacks evidence. One of the environment is then refused, as in service."""
+    """Return what is set and any run without a profile, once if they are the same; what is set is first with --profile.
+    Raises ConfigurationError if --profile lacks evidence; one of the environment is then refused, as in service."""
     from semblend_trt.config import load_settings
     from semblend_trt.policy import ReusePolicy
     from semblend_trt.reuse_profile import ReuseProfile
@@ -189,9 +181,7 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
     return PoolFacts(geometry, blocks, dtype, chunk=chunk)
 
 
-def _replayed(
-    arguments: argparse.Namespace, encoder: Encoder, pool: PoolFacts, served: list[tuple[Serving, Figures]]
-) -> Skipped:
+def _replayed(arguments: argparse.Namespace, encoder: Encoder, pool: PoolFacts, figures: list[Figures]) -> Skipped:
     """Serve all prompts under each of the terms, whose figures follow; return what was passed over."""
     from itertools import islice
 
@@ -213,8 +203,8 @@ def _replayed(
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
                 if len(tokens):
                     prefix = alone.serve(prompt.namespace, tokens)
-                    for serving, figures in served:
-                        figures.add(len(tokens), prefix, serving.serve(prompt.namespace, tokens))
+                    for each in figures:
+                        each.add(len(tokens), prefix, each.serving.serve(prompt.namespace, tokens))
     return log.skipped
 
 

@@ -240,9 +240,10 @@ def _terms(computed: Integers, reused: Integers) -> Floats:
 
 
 class Figures:
-    """Sums over the prompts that were served."""
+    """Sums over the prompts that `serving` serves under terms of this name."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: str, serving: Serving) -> None:
+        self._terms, self.serving = terms, serving
         self._reasons = Counter[str]()
         # Its tokens, those in a prefix cache alone, those held with donors, and the moved ones of these.
         self._by_prompt = list[tuple[int, int, int, int]]()
@@ -260,10 +261,8 @@ class Figures:
         self._by_prompt.append((tokens, prefix_alone, held, moved))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
-        """Return milliseconds to the first token of each prompt alone on the machine of `model`.
-
-        They are cold, with a prefix cache, with donors, and with a check (if the model knows that cost). With donors,
-        `extrapolated_share` of the prompts lie outside of what the model was fitted to."""
+        """Return milliseconds to the first token of each prompt alone on the machine of `model`, and the share of the
+        prompts with donors that lie outside of what the model was fitted to."""
         tokens, alone, held, moved = np.array(self._by_prompt, dtype=np.int64).T
         with_donors = model.predict(tokens - held, held)
         times = {
@@ -284,6 +283,7 @@ class Figures:
         into which KV after moved text does not go."""
         tokens, alone, held, _ = map(sum, zip(*self._by_prompt, strict=True))
         return {
+            "terms": self._terms,
             "prompts": self.prompts,
             "tokens": tokens,
             "longest_prompt": max(each[0] for each in self._by_prompt),

@@ -4,15 +4,14 @@ First those of marked stock lists, then those in plain English."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 
 from validation import documents
 from validation.cases import Case, Expectation, equal_start
 from validation.documents import Document, Question, counted_list
-from validation.families.group import Group, ask, turns_of
-from validation.prompts import Turn
+from validation.families.group import Group, Side, ask, turns_of
 
 Places = Callable[[Group], Iterator[tuple[str, str]]]
 Value = TypeVar("Value")
@@ -30,7 +29,7 @@ def reordered(group: Group) -> list[Case]:
     shown = group.stock_lists(group.room)
     again = group.rng.sample(shown, len(shown))
     last, *questions = ask(group.rng, again, group.questions + 1)
-    return group.look_ups((earlier, shown, last), (opening, again), questions)
+    return group.look_ups(Side(earlier, shown), last, Side(opening, again), questions)
 
 
 def system_prompt(group: Group) -> list[Case]:
@@ -38,21 +37,19 @@ def system_prompt(group: Group) -> list[Case]:
     earlier, opening = group.openings(group.form.system_prompts)
     shown = group.stock_lists(group.room)
     last, *questions = ask(group.rng, shown, group.questions + 1)
-    return group.look_ups((earlier, shown, last), (opening, shown), questions)
+    return group.look_ups(Side(earlier, shown), last, Side(opening, shown), questions)
 
 
 def cut_turns(group: Group) -> list[Case]:
     """A conversation that went on until its oldest turns no longer fitted; one list a turn."""
-    rng, form = group.rng, group.form
-    system, places = rng.choice(form.system_prompts), group.places()
+    rng = group.rng
+    system, places = rng.choice(group.form.system_prompts), group.places()
     cut = group.stock_lists(int(group.room * _CUT_SHARE), _TURN_TOKENS, places)
     used = sum(group.length(document.text) + _TURN_TOKENS for document in cut)
     kept = group.stock_lists(group.room - used, _TURN_TOKENS, places)
     oldest, turns = turns_of(rng, cut), turns_of(rng, kept)
     last, *questions = ask(rng, kept, group.questions + 1)
-    donor = form.render_conversation(system, [*oldest, *turns], last.text)
-    asked = [replace(each, text=form.render_conversation(system, turns, each.text)) for each in questions]
-    return group.cases([donor], asked, Expectation.REUSE)
+    return group.look_ups(Side(system, (), [*oldest, *turns]), last, Side(system, (), turns), questions)
 
 
 def prose(group: Group) -> list[Case]:
@@ -84,15 +81,15 @@ def unrelated(group: Group) -> list[Case]:
     others, own = (group.stock_lists(group.room, places=places) for _ in range(2))
     [last] = ask(group.rng, others, 1)
     questions = ask(group.rng, own, group.questions)
-    return group.look_ups((earlier, others, last), (opening, own), questions, Expectation.NONE)
+    return group.look_ups(Side(earlier, others), last, Side(opening, own), questions, Expectation.NONE)
 
 
 def repeat(group: Group) -> list[Case]:
     """Every prompt was served before, word for word."""
     shown = group.stock_lists(group.room)
-    opening, texts = group.rng.choice(group.form.instructions), [document.text for document in shown]
+    side = Side(group.rng.choice(group.form.instructions), shown)
     questions = ask(group.rng, shown, group.questions)
-    asked = [replace(each, text=group.form.render(opening, texts, each.text)) for each in questions]
+    asked = [replace(each, text=side.prompt(group.form, each)) for each in questions]
     return group.cases([each.text for each in asked], asked, Expectation.EXACT_PREFIX)
 
 
@@ -116,7 +113,7 @@ def near_duplicates(group: Group) -> list[Case]:
     rng.shuffle(changed)
     rest = ask(rng, others, max(0, group.questions - len(changed)))
     [last] = ask(rng, before[:1], 1)
-    return group.look_ups((earlier, before, last), (opening, after), [*changed, *rest][: group.questions])
+    return group.look_ups(Side(earlier, before), last, Side(opening, after), [*changed, *rest][: group.questions])
 
 
 # Lists of one register: more of them, or other documents beside them, the second yardstick does not answer.
@@ -174,12 +171,9 @@ def _asked_of_both(
     group: Group, before: list[Document], after: list[Document], fronts: Sequence[Document] = ()
 ) -> list[Case]:
     """Return questions on `after`; the donor holds `before`. `fronts` precede the documents in donor and prompt."""
-    rng = group.rng
     earlier, opening = group.openings()
-    wrong = {question.text: question.answer for document in before for question in document.questions}
-    questions = [replace(each, donor_answer=wrong[each.text]) for each in ask(rng, after, group.questions)]
-    [last] = ask(rng, before, 1)
-    return group.look_ups((earlier, [*fronts[:1], *before], last), (opening, [*fronts[1:], *after]), questions)
+    sides = Side(earlier, [*fronts[:1], *before]), Side(opening, [*fronts[1:], *after])
+    return _cases(group, *sides, about=after, last_about=before)
 
 
 def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -> Callable[[Group], list[Case]]:
@@ -273,29 +267,19 @@ _SHOWN_TOKENS, _LINE_TOKENS, _OPENING_TOKENS = 45, 18, 16
 _EPOCH = datetime(2026, 1, 5, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What a prompt, or its donor, shows before the question; the documents are in the last turn."""
-
-    opening: str
-    documents: Sequence[Document]
-    turns: Sequence[Turn] = ()
-
-    def prompt(self, group: Group, question: str) -> str:
-        shown = [each.text for each in self.documents]
-        return group.form.render_conversation(self.opening, self.turns, question, shown)
-
-
-def _cases(group: Group, before: Side, after: Side, about: Sequence[Document] = ()) -> list[Case]:
-    """Return questions on `about`, by default on all documents of `after`, whose donor shows `before`."""
-    questions, [last] = (ask(group.rng, about or after.documents, count) for count in (group.questions, 1))
+def _cases(
+    group: Group, before: Side, after: Side, about: Sequence[Document] = (), last_about: Sequence[Document] = ()
+) -> list[Case]:
+    """Return questions on `about`, by default on all documents of `after`; the donor shows `before`."""
+    questions = ask(group.rng, about or after.documents, group.questions)
+    [last] = ask(group.rng, last_about or about or after.documents, 1)
     given = {each.text: each.answer for document in before.documents for each in document.questions}
-    asked = []
-    for each in questions:
-        wrong = given.get(each.text)
-        text = after.prompt(group, each.text)
-        asked.append(Question(text, each.answer, None if wrong == each.answer else wrong))
-    return group.cases([before.prompt(group, last.text)], asked, Expectation.REUSE)
+    wrong = (given.get(each.text) for each in questions)
+    asked = [
+        replace(each, donor_answer=None if other == each.answer else other)
+        for each, other in zip(questions, wrong, strict=True)
+    ]
+    return group.look_ups(before, last, after, asked)
 
 
 def _prose(group: Group) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case
-from validation.engines import ServedModel
+from validation.engines import Engines
 from validation.families import built_in, datasets
 from validation.families.group import Group, least_tokens
 from validation.prompts import PromptForm, form_for
@@ -102,8 +102,7 @@ class FamilyRequest:
     first: int = 0
 
     def family_names(self, *, has_marks: bool = True) -> tuple[str, ...]:
-        """Return the families by name, for a form with or without our marks. Raises ConfigurationError for an unknown
-        one."""
+        """Return the families by name, for a form with or without our marks. Raises as `family`."""
         if self.names:
             return tuple(family(name).name for name in dict.fromkeys(self.names))
         fitting = (each for each in FAMILIES if each.marks in (None, has_marks))
@@ -124,7 +123,7 @@ def write_family(name: str, form: PromptForm, count: Callable[[str], int], asked
     return cases
 
 
-def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
+def write_cases(model: Engines, asked: FamilyRequest) -> list[Case]:
     """Return all cases, family by family. Raises ConfigurationError for what cannot be written."""
     # Every group measures the same openings.
     form, count = form_for(model.tokenizer, asked.form), cache(partial(_count_tokens, model))
@@ -163,7 +162,7 @@ _UNMARKED = {
 }
 
 
-def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list[Case]:
+def write_timed(model: Engines, seed: int, context: int, full: bool) -> list[Case]:
     """Return TIMED's cases that fit into `context` tokens. Raises ConfigurationError if there are none."""
     fitting = [row for row in TIMED if row[-1] <= context]
     if not fitting:
@@ -180,10 +179,10 @@ def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list
     return cases
 
 
-def shortest_prompts(model: ServedModel, form: str | None) -> int:
+def shortest_prompts(model: Engines, form: str | None) -> int:
     """Return the tokens of the shortest prompts of a family in the model's form, or in the one named."""
     return least_tokens(form_for(model.tokenizer, form), partial(_count_tokens, model))
 
 
-def _count_tokens(model: ServedModel, text: str) -> int:
+def _count_tokens(model: Engines, text: str) -> int:
     return len(model.tokenizer.encode(text, add_special_tokens=False))

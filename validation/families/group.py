@@ -93,16 +93,15 @@ class Group:
 
     def look_ups(
         self,
-        donor: tuple[str, Sequence[Document], Question],
-        target: tuple[str, Sequence[Document]],
+        before: "Side",
+        last: Question,
+        after: "Side",
         questions: Sequence[Question],
         expects: Expectation = Expectation.REUSE,
     ) -> list[Case]:
-        """Return cases that ask `questions` on the documents of `target` under its opening, after one donor."""
-        earlier, before, last = donor
-        opening, texts = target[0], [document.text for document in target[1]]
-        asked = [replace(each, text=self.form.render(opening, texts, each.text)) for each in questions]
-        return self.cases([self.form.render(earlier, [each.text for each in before], last.text)], asked, expects)
+        """Return cases that ask `questions` on `after`; their one donor asks `last` on `before`."""
+        asked = [replace(each, text=after.prompt(self.form, each)) for each in questions]
+        return self.cases([before.prompt(self.form, last)], asked, expects)
 
     def cases(
         self, donors: Sequence[str], asked: Sequence[Question], expects: Expectation, known: bool = True
@@ -125,6 +124,18 @@ class Group:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a prompt, or its donor, shows before the question; the documents are in the last turn."""
+
+    opening: str
+    documents: Sequence[Document]
+    turns: Sequence[Turn] = ()
+
+    def prompt(self, form: PromptForm, asked: Question) -> str:
+        return form.render_conversation(self.opening, self.turns, asked.text, [each.text for each in self.documents])
+
+
 @lru_cache(maxsize=1)  # every group asks
 def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
     """Return the tokens of the shortest prompts that a family can be written in."""
@@ -133,8 +144,7 @@ def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
 
 
 def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
-    """Return `count` different questions, from different documents while there are enough. Raises ConfigurationError if
-    the documents have fewer."""
+    """Return `count` different questions, from different documents if there are enough. Raises ConfigurationError."""
     pools = [rng.sample(document.questions, len(document.questions)) for document in shown]
     rng.shuffle(pools)
     if count > sum(map(len, pools)):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from validation import arguments
-from validation.output import progress, write_json, write_text
+from validation.output import progress, write_json
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, POLICIES, ReuseRule, simulate
 from validation.replay.trace import MOONCAKE, NONE, Trace, trace_file
 from validation.results import Measured, say, table_of
@@ -60,23 +60,24 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         rules[ReuseRule("span", options.min_match_length, options.recompute_tokens)] = trace
     facts, (lines, unlimited) = _facts(trace, prefixes), _replayed(rules, options)
     measured = Measured.now(command, "cpu")
-    found = {
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
         "source": str(options.trace),
         "facts": facts,
         "rules": list(map(asdict, rules)),
         "lines": lines,
         "unlimited_share": unlimited,
         "settings": arguments.settings_in_text(options),
-        "measured": asdict(measured),
+        **asdict(measured),
     }
-    write_json(document, {"schema": SCHEMA, **found, **asdict(measured)})
+    write_json(document, found)
     parts = [f"# Replay of {options.trace}", f"{measured.sentence()}.", " ".join(facts), _NOTES.strip()]
     for rule in rules:
         what = f"{rule.sentence()} Without a limit {unlimited[rule.name]:.1%} of the tokens are reused."
         own = [line for line in lines if line["rule"] == rule.name]
         parts += [f"## {rule.name}", what, table_of(_HEADINGS, map(_cells, own))]
     text = "\n\n".join(parts) + "\n"
-    write_text(page, text)
+    write_bytes(page, text.encode())
     for line in (*text.splitlines(), *paths):
         say(line)
     return True
@@ -97,9 +98,7 @@ def _check(options: argparse.Namespace) -> None:
 def _replayed(
     rules: dict[ReuseRule, Trace], options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache.
-
-    Shares and tokens are of all prompts' tokens. `hit_share_over_lru`: less lru's with this rule and capacity."""
+    """Return a line for each rule, capacity and policy, and the share that each rule reuses in an unlimited cache."""
     [*_, trace] = rules.values()
     distinct, total = sum(trace.tokens), trace.prompt_tokens
     defaults = sorted({max(1, round(distinct * share)) for share in _DEFAULT_SHARES})

@@ -128,9 +128,7 @@ class BlockCache:
 
 def optimum(trace: Trace, request: Callable[[], int]) -> EvictionPolicy[BlockHistory]:
     """Return a policy that evicts the block whose next use is farthest (Belady 1966).
-    `request` returns the number of the request that is served.
-
-    No policy has more hits where all blocks have one size and the cache holds each request; else it is no bound."""
+    `request` returns the number of the request that is served."""
     uses: dict[int, list[int]] = {}
     for index, (_, blocks) in reversed(list(enumerate(trace.requests))):
         for block in set(blocks):

@@ -198,8 +198,7 @@ def _requests(lines: Iterable[tuple[int, str]], trace: Trace) -> Iterator[TraceL
 
 
 def _read(text: str, form: str | None) -> tuple[TraceLine, str]:
-    """Return the request and its format, which is `form` if that is given. Raises UnreadError and ValidationError.
-    The last block of a Mooncake request may have fewer tokens, with an id or without."""
+    """Return the request and its format, which is `form` if that is given. Raises UnreadError and ValidationError."""
     try:
         values = from_json(text)
     except ValueError:
@@ -212,6 +211,7 @@ def _read(text: str, form: str | None) -> tuple[TraceLine, str]:
     if found == SEMANTIC_KV:
         return TraceLine.model_validate(values), found
     seen = _MooncakeLine.model_validate(values)
+    # The last block may have fewer tokens, with an id or without.
     ids, tokens, size = seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK
     if not (len(ids) - 1) * size < tokens < (len(ids) + 1) * size:
         raise UnreadError(f"with ids of blocks of {size} tokens that do not fit its length")

@@ -7,16 +7,14 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest, SamplingParams, ScheduledBatch
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import disk_tier, drain, drop_batch, evict_block, published_nodes, unfinished
+from tests.builders.engine import Engines, disk_tier, drain, drop_batch, evict_block, published_nodes, unfinished
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.random_models import random_model
 from tests.semblend_trt.held_donors import whole
-from validation.embedded_engine import RANDOM_WEIGHTS, open_llm
 
 BLOCK, BLOCKS = 8, 60
 POOL = {"tokens_per_block": BLOCK, "max_tokens": BLOCK * BLOCKS}
@@ -81,21 +79,19 @@ def random_life(case, folder):
     facts = pattern.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     least = {"MIN_SPAN": "32", "MIN_REUSE_RATIO": "0.1", "MIN_DONOR_TOKENS": "32"}
-    variables = RANDOM_WEIGHTS | least | {"EMBEDDER": "off", "METRICS": "0"}
+    variables = least | {"EMBEDDER": "off", "METRICS": "0", "AUDIT_PATH": ""}
     variables |= {"POLICY": "exact", "HOST_BYTES": str(HOST_TOKENS * token_bytes)}
     if case.wrapper:
         variables |= {"POLICY": "position_fix", "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes)}
         variables |= disk_tier(folder, DISK_BYTES)
-    llm = open_llm(
-        folder,
-        pattern,
-        variables,
+    llm = Engines(None, model=folder, runner=pattern)(
         "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector",
+        POOL,
         contract=case.contract,
         disable_overlap_scheduler=not case.overlap,
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
-        kv_cache_config=KvCacheConfig(**POOL),
+        **variables,
     )
     with llm:
         life = Life(llm, case)

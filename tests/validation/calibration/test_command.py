@@ -61,7 +61,7 @@ def check_of(path, engines, capsys):
     assert profile.evidence_refusal(0.1, 0.01) is None
     assert profile.terms_for(0.1, 0.01) is None
     settings = {"SEMBLEND_MAX_KL": "0.1", "SEMBLEND_RISK": str(RISK)}
-    assert all(each.reused > 100 and each.reason is None for each in reuse_in(engines, path, **settings))
+    assert all(each.reused_tokens > 100 and each.reason is None for each in reuse_in(engines, path, **settings))
     return profile
 
 
@@ -117,25 +117,6 @@ def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsy
     assert "exact spans only" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--max-tries", "0"], "--max-tries is 0"),
-        (["--risk", "1"], "--risk is 1; it must lie between 0 and 1"),
-        (["--groups", "76"], "--groups 76 leaves 57 groups to show a bound; a risk of 0.05 needs 59, so 2 are missing"),
-        (["--shares", "0.1,0.2"], "--shares is '0.1,0.2'; name 0 and"),
-        (["--shares", "0,1"], "--shares is '0,1'; name 0 and"),
-        (["--families", "unrelated"], "has neither a harmless family nor a trap"),
-        (
-            ["--engine", "trtllm", "--kv-dtype", "fp8"],
-            "--kv-dtype fp8 is for --engine embedded and vllm, not for trtllm",
-        ),
-    ],
-)
-def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
-    check_refused(["calibrate", *arguments], sentence)
-
-
 def test_own_prompts_in_too_few_groups_are_refused(tmp_path_factory, check_refused):
     path = tmp_path_factory.mktemp("own") / "cases.jsonl"
     path.write_text("".join(json.dumps({"donors": ["text"], "prompt": "text"}) + "\n" for _ in range(8)))
@@ -173,7 +154,7 @@ def made(shipped, tmp_path):
 @pytest.mark.usefixtures("_trtllm")
 def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     path, trtllm = made(), TrtllmEngines(str(shipped_model()))
-    assert {(each.reason, each.reused) for each in reuse_in(trtllm, path)} == {("profile_mismatch", 0)}
+    assert {(each.reason, each.reused_tokens) for each in reuse_in(trtllm, path)} == {("profile_mismatch", 0)}
     assert confirm(path) == 0
     profile = ReuseProfile.read(path)
     first, second = profile.engines
@@ -185,7 +166,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     # A profile of an earlier version is held to the loosest bound.
     assert sorted(lines) == [("header_trap", 4, 0, 0.1), ("reordered", 4, 0, 0.1)]
     assert made_there["prompts"] == {**MADE_WITH, "seed": 2003, "min_match_length": 64}
-    assert all(each.reused > 100 and each.reason is None for each in reuse_in(trtllm, path))
+    assert all(each.reused_tokens > 100 and each.reason is None for each in reuse_in(trtllm, path))
     assert confirm(path, "--groups", "2") == 0
     again = ReuseProfile.read(path)
     assert again.engines == profile.engines
@@ -223,8 +204,8 @@ def test_an_engine_that_is_listed_is_confirmed_again(made, shipped, tmp_path):
     assert len(told(profile, "engine_confirmed")) == 1
     assert len(ReuseProfile.read(path).figures) == 4
     assert profile.namespace["kv_dtype"] == "float8_e4m3fn"
-    assert all(each.reused > 100 for each in reuse_in(EmbeddedEngines(shipped.runner, "fp8"), output))
-    assert {(each.reason, each.reused) for each in reuse_in(shipped, output)} == {("profile_mismatch", 0)}
+    assert all(each.reused_tokens > 100 for each in reuse_in(EmbeddedEngines(shipped.runner, "fp8"), output))
+    assert {(each.reason, each.reused_tokens) for each in reuse_in(shipped, output)} == {("profile_mismatch", 0)}
 
 
 def test_nothing_but_the_engine_may_differ(made, capsys):

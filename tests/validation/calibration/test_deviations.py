@@ -1,5 +1,7 @@
 """Deviations of the shipped model: small where only the place changed, large where the header did."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,6 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.random_models import CHUNK, WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, missed, write_plants
-from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import PROFILE_NAME, shipped_model
 
@@ -17,8 +18,8 @@ FP8 = torch.float8_e4m3fn
 
 def collected(shipped, family, kv_dtype=None):
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    collector = DeviationCollector(shipped.runner.model, shipped.facts, 64, kv_dtype)
-    return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
+    collector = DeviationCollector(shipped.runner.model, shipped, 64, kv_dtype)
+    return [found for found in collector.collect(cases) if found is not None]
 
 
 def test_every_layer_of_each_groups_first_prompt_is_compared(shipped):
@@ -56,7 +57,7 @@ def tokens_of(count):
 def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
     model, facts = model_of(family, tmp_path)
     tokens = tokens_of(seen * 3)
-    blocks = DeviationCollector(model, facts, min_span=64)._computed(tokens.tolist()).pool
+    blocks = DeviationCollector(model, SimpleNamespace(facts=facts), min_span=64)._computed(tokens.tolist()).pool
     # [layers, kv_factor, kv_heads, tokens, head_dim]
     kv = blocks.unflatten(3, (facts.kv_heads, 32, -1)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     own = model(tokens[None], use_cache=True).past_key_values.layers
@@ -77,7 +78,7 @@ BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
 
 @pytest.fixture(scope="module")
 def collector(shipped):
-    return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
+    return DeviationCollector(shipped.runner.model, shipped, MIN_SPAN)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +91,14 @@ def with_check(profile, **fields):
 
 
 def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
-    plants, tokenise = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3)), Tokeniser(shipped, 8)
+    plants = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3))
     half = with_check(profile, threshold=0.8, window_threshold=None)
-    chosen = collector.hardest(plants, tokenise.tokenise, half, 8)
-    found = collector.collect(chosen, tokenise.tokenise)
+    chosen = collector.hardest(plants, half, 8)
+    found = collector.collect(chosen)
     sums = missed(found, half)
     assert sums == sorted(sums, reverse=True)
     assert sums[0] > 0
-    assert chosen[:3] == collector.hardest(plants, tokenise.tokenise, half, 3)
+    assert chosen[:3] == collector.hardest(plants, half, 3)
     kept = found[0].kept_and_compared(half.terms.check, half.head_tokens)[0]
     assert sums[0] == pytest.approx(found[0].values[half.check.layer :, kept].astype(np.float64).sum())
     # What a policy computes whole is not missed.

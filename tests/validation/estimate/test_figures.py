@@ -14,9 +14,8 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import PlanSpan
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.builders.engine import drain
+from tests.builders.engine import PREFILL, Engines, drain
 from tests.semblend_trt.discovery.planning import profile
-from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 from validation.estimate import figures as module
 from validation.estimate.figures import LatencyModel, Observation, Serving
 from validation.models import load
@@ -56,18 +55,19 @@ def traffic(seed, count=24):
     ("pool_tokens", "host_tokens"), [(8_192, 8_192), (1_024, 1_200)], ids=["room for all", "little room"]
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_an_engine_reuses_what_was_estimated(seed, pool_tokens, host_tokens, tiny_qwen2_path):
+def test_an_engine_reuses_what_was_estimated(seed, pool_tokens, host_tokens, tiny_qwen2_path, tmp_path):
     runner = load(str(tiny_qwen2_path), "cpu", "float32")
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)
     host_bytes = host_tokens * geometry.bytes_per_token(runner.dtype)
     settings = load_settings(policy="position_fix", host_bytes=host_bytes, lookup_deadline_ms=60_000)
     serving = Serving(settings, PoolFacts(geometry, pool_tokens // 32, runner.dtype))
-    variables = {"POLICY": "position_fix", "HOST_BYTES": str(host_bytes), **RANDOM_WEIGHTS}
+    engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=runner, max_seq_len=1_024)
+    cache = {"tokens_per_block": 32, "max_tokens": pool_tokens}
     found, estimated = [], []
-    with open_llm(tiny_qwen2_path, runner, variables, pool_tokens=pool_tokens, max_seq_len=1_024) as llm:
+    with engines(cache=cache, POLICY="position_fix", HOST_BYTES=host_bytes) as llm:
         for prompt in traffic(seed):
-            output = llm.generate([prompt.tolist()], ONE_TOKEN)[0]
+            output = llm.generate([prompt.tolist()], PREFILL)[0]
             drain(llm)
             report = llm.connector_scheduler.reuse_of(output.request_id)
             found.append((report.exact_prefix_tokens, report.offered_tokens, report.reason))

@@ -53,18 +53,3 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Blocks of a prefix that an earlier request had: 363, 90.8% of all blocks." in shown
     assert "what reuse of moved text would add is not" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "The following arguments are required: --trace"),
-        (["--trace", "missing.jsonl"], "missing.jsonl cannot be read"),
-        (["--trace", "t", "--policies", "mru"], "--policies names 'mru'; there are fifo, lru, lfu"),
-        (["--trace", "t", "--capacity-tokens", "0"], "--capacity-tokens holds 0"),
-        (["--trace", "t", "--requests", "0"], "--requests is 0; it must be at least 1"),
-        (["--trace", "t", "--requests", "4294967296"], "it must be at most"),
-    ],
-)
-def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
-    check_refused(["replay", *arguments], sentence)
