@@ -54,8 +54,8 @@ class Finding(NamedTuple):
 
 
 def workload(groups: int, rows: int) -> list[Question]:
-    """Return prompts over stock lists, four each, with their right answers: donors, for each a target that reverses its
-    lists under another instruction, and the targets again."""
+    """Return prompts over stock lists, four each, with their answers: donors, then targets, which reverse the lists
+    under another instruction, then the targets again."""
     rng = random.Random(0)
     long = "Read the lists, then give the number that is asked for, and nothing else."
     donors, targets = list[Question](), list[Question]()
