@@ -1,1 +1,1 @@
-"""Holds donors: who has which (catalog), which go first (eviction), and their KV (tiers)."""
+"""Holds donors: who has which and which go first (catalog), and their KV (tiers)."""

@@ -1,4 +1,4 @@
-"""DonorCatalog: each donor's tier and room, and the choice of donors that make room for another.
+"""DonorCatalog: each donor's tier and room, and the donors that make room for another, in the order of a policy.
 
 It runs on the scheduler and decides for every rank. A donor is *saving* from `reserve` to `commit`, then *ready*. Only
 ready donors are moved or evicted, and leased, but for saving ones whose KV the engine's blocks hold until the commit. A
@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from semblend_trt.donors.eviction import DonorHistory, policy_of
+from semblend_trt.config import Eviction
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from semblend_trt.config import Eviction
     from semblend_trt.discovery.fingerprint import TokenArray
 
 # For this long files take no more room than when the disk was full.
@@ -39,6 +39,71 @@ class Tier(str, Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+@dataclass(slots=True)
+class DonorHistory:
+    """One donor's past, the same in every tier; the catalog keeps it.
+
+    `last_use` is a tick of one counter (adding is a use too). `uses` counts the uses after the first."""
+
+    tokens: int
+    last_use: int = 0
+    uses: int = 0
+
+
+Rank = tuple[float, ...]
+HistoryT_contra = TypeVar("HistoryT_contra", bound=DonorHistory, contravariant=True)
+
+
+class EvictionPolicy(Generic[HistoryT_contra]):
+    """Order the donors of one tier, the first to go first: the lowest rank.
+
+    Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`. A donor's
+    history is up to date when the policy hears of it. `floor`: the highest first number of an evicted donor's rank."""
+
+    def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
+        """Order donors by `rank`, which is taken at every use."""
+        self._rank, self.floor = rank, 0.0
+        # A sorted list, in which a change moves some kilobytes for 10,000 names.
+        self._order: list[tuple[Rank, str]] = []
+        self._ranks: dict[str, Rank] = {}
+
+    def used(self, donor_id: str, history: HistoryT_contra) -> None:
+        """Note that the donor came into this tier, was leased, or its text was asked for again."""
+        self._discard(donor_id)
+        rank = self._ranks[donor_id] = self._rank(history)
+        insort(self._order, (rank, donor_id))
+
+    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
+        """Remove a donor that left this tier; `evicted` when it had to make room."""
+        rank = self._discard(donor_id)
+        if evicted and rank is not None:
+            self.floor = max(self.floor, rank[0])
+
+    def candidates(self) -> Iterator[str]:
+        """Iterate over donors, the first to go first."""
+        return (name for _, name in self._order)
+
+    def _discard(self, donor_id: str) -> Rank | None:
+        rank = self._ranks.pop(donor_id, None)
+        if rank is not None:
+            del self._order[bisect_left(self._order, (rank, donor_id))]
+        return rank
+
+
+def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
+    """Return the policy of one tier.
+
+    `size_aware` is GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997): a donor's rank is one
+    over its tokens, plus the rank of the last evicted donor. Among donors of one size the least recently used goes
+    first; a donor of half the tokens may stay unused for twice the evictions."""
+    if name is Eviction.LFU:
+        return EvictionPolicy(lambda history: (history.uses, history.last_use))
+    if name is Eviction.LRU:
+        return EvictionPolicy(lambda history: (history.last_use,))
+    policy = EvictionPolicy[DonorHistory](lambda history: (policy.floor + 1.0 / history.tokens, history.last_use))
+    return policy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from semblend_trt.config import Eviction
-from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, policy_of
+from semblend_trt.donors.catalog import DonorHistory, EvictionPolicy, policy_of
 from validation.replay.trace import NONE, Trace
 
 # The SemanticKV system's default weights, by the kind of a block's text and by the names of roles that it writes for

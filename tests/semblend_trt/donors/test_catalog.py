@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from semblend_trt.config import Eviction, load_settings
-from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
-from semblend_trt.donors.eviction import DonorHistory, policy_of
+from semblend_trt.donors.catalog import CatalogStats, DonorHistory, Tier, TierMoves, policy_of
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
