@@ -79,6 +79,25 @@ def test_adapters_isolate(engine):
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
 
 
+@pytest.mark.known_defect(11)
+def test_batch_equals_single_runs(engine):
+    prompts = [
+        SHIFTED,
+        text(50, 120),
+        text(51, 37) + SECOND_DOCUMENT + QUESTION,
+        DONOR[:100],
+        text(52, 5) + SECOND_DOCUMENT + text(53, 8) + DOCUMENT + QUESTION,
+    ]
+    single, together = engine(), engine()
+    for llm in (single, together):
+        teach(llm, DONOR, text(54, 11) + SECOND_DOCUMENT)
+    expected = [serve(single, prompt) for prompt in prompts]
+    outputs = together.generate(prompts, serving.GREEDY)
+    assert outputs[4].reused_tokens == len(DOCUMENT) + len(SECOND_DOCUMENT)
+    for output, alone in zip(outputs, expected, strict=True):
+        assert_same(output, alone)
+
+
 @pytest.mark.promise(
     "reuse",
     "An engine with the wrapper reuses any run of equal tokens, and computes what lies between",

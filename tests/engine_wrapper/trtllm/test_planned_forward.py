@@ -173,6 +173,20 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkey
     assert len(bench.runtime.evidence) == (1 if plan.is_checked else 0)
 
 
+@pytest.mark.known_defect(11)
+def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench, make_plan):
+    bench.prove()
+    donor, request = bench.request(1, 70), bench.request(2, 70)
+    request.tokens = list(donor.tokens)
+    cold = bench.executor.prefill(donor)
+    pool = bench.executor.kv_cache_manager.pool
+    pool[request.blocks[:8]] = pool[donor.blocks[:8]]
+    shared = pool[request.blocks[:2]].clone()
+    plan = make_plan(request.tokens, [(20, 60)], request_id=2, num_computed=2 * BLOCK, boundary=1)
+    assert_close(bench.run(bench.slice(request, 60, plan))[0], cold)
+    assert torch.equal(pool[request.blocks[:2]], shared)
+
+
 @pytest.mark.parametrize("bench", [QWEN2, ("qwen2", True, "main")], indirect=True)
 @pytest.mark.parametrize("what", ["another beginning", "rows that fail", "other blocks", "nothing"])
 def test_what_a_plan_cannot_do_is_computed_in_the_same_step(bench, make_plan, monkeypatch, what):
