@@ -335,10 +335,13 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if runtime.weights_changes == self._weights_changes:
             return
         self._weights_changes = runtime.weights_changes
-        pool = runtime.pool
-        if pool is not None and pool.scales is not None and self._kv_scales() != pool.scales:
+        if self._have_scales_changed():
             logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
             runtime.refusal = runtime.refusal or "kv_scales"
+
+    def _have_scales_changed(self) -> bool:  # vLLM's half knows them by layer
+        pool = self._runtime.pool
+        return pool is not None and pool.scales is not None and self._kv_scales() != pool.scales
 
     def _load(self, plans: tuple[SemanticKvPlan, ...], weights_changes: int) -> None:
         assert self.loader is not None or not plans
