@@ -16,7 +16,6 @@ from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
 from semblend_trt.connector.engine_spec import EngineRequest
 from semblend_trt.outcome import RECEIPT
-from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,10 +30,7 @@ class RequestView(EngineRequest):
         self.prompt_len = len(request.origin_input_ids)
         sampling = request.sampling_params
         self.max_new_tokens = int(getattr(sampling, "max_new_tokens", 0) or 0)
-        asked = given if isinstance(given := getattr(sampling, "custom_params", None), dict) else {}
-        self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
-        broken = asked.get(BROKEN_PROFILES)
-        self.broken_profiles = broken if isinstance(broken, list) else []
+        self.ask(getattr(sampling, "custom_params", None))
         # SGLang keeps two keys apart, and each of them may be set.
         pair = request.cache_salt, request.extra_key
         self.cache_salt = None if pair == (None, None) else json.dumps(pair)

@@ -72,11 +72,8 @@ class EngineOptions:
 def options_of(parts: ExecutorParts) -> EngineOptions:
     """Return what the executor shows. Up to 1.3 the engine holds the graph runner, on main the engine's runner."""
     executor, engine, held = parts.executor, parts.model_engine, held_by(parts.model_engine)
-    holders = (
-        [engine]
-        if "cuda_graph_runner" in held
-        else [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
-    )
+    among = [engine] if "cuda_graph_runner" in held else held.values()
+    holders = [each for each in among if "cuda_graph_runner" in held_by(each)]
     compiled = [getattr(each, "_torch_compile_backend", None) for each in holders]
     return EngineOptions(
         is_disaggregated=getattr(executor, "kv_cache_transceiver", None) is not None,
@@ -120,7 +117,7 @@ def attention_of(layer: Any) -> AttentionParts:
     backend = getattr(module, "attn", None)
     return AttentionParts(
         backend=backend,
-        has_forward=callable(getattr(backend, "forward", None)),
+        has_forward=has_forward(backend),
         is_patched="forward" in held_by(backend),
         is_latent=type(module).__name__ == "MLA" or hasattr(module, "kv_lora_rank"),
         layer=getattr(module, "layer_idx", None),
@@ -138,8 +135,8 @@ def scaling_of(module: Any) -> Any:
     return getattr(module, "q_scaling", None)
 
 
-def has_forward(decoder: Any) -> bool:
-    return callable(getattr(decoder, "forward", None))
+def has_forward(owner: Any) -> bool:
+    return callable(getattr(owner, "forward", None))
 
 
 def layers_of(decoder: Any) -> list[Any] | None:

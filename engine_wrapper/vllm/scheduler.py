@@ -40,7 +40,6 @@ from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.namespace import content_value, unknown_value
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
-from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -233,10 +232,7 @@ class RequestView(EngineRequest):
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(request.max_tokens)
         self.cache_salt, self.taken_tokens = request.cache_salt, taken_tokens
-        asked = given if isinstance(given := request.kv_transfer_params, dict) else {}
-        self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
-        broken = asked.get(BROKEN_PROFILES)
-        self.broken_profiles = broken if isinstance(broken, list) else []
+        self.ask(request.kv_transfer_params)
         self._request = request
 
     @property

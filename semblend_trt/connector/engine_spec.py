@@ -6,9 +6,12 @@ the embedded engine."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +126,7 @@ def options_text(options: Any) -> str | None:
         return None
 
 
-class EngineRequest:
+class EngineRequest(ABC):
     """One request as the scheduler half reads it. Each engine has a view of its own requests, which derives from this.
 
     `max_new_tokens`: 0 if it is not known. `refusal`: why it is served as if there were no connector; nothing else is
@@ -143,9 +146,16 @@ class EngineRequest:
     taken_tokens: int | None = None
 
     @property
-    def refusal(self) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def refusal(self) -> str | None: ...
 
+    @abstractmethod
     def token_array(self, count: int) -> npt.NDArray[np.int32]:
         """Return the first tokens, int32 [count]."""
-        raise NotImplementedError
+
+    def ask(self, given: object) -> None:
+        """Take what the request asks of the connector, by a dictionary with names of `semblend_trt.policy`."""
+        asked = given if isinstance(given, dict) else {}
+        self.exact_only, self.cold = asked.get(EXACT_ONLY) is True, asked.get(COLD) is True
+        broken = asked.get(BROKEN_PROFILES)
+        self.broken_profiles = broken if isinstance(broken, list) else []

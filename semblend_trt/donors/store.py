@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,7 +129,7 @@ class HeldDonor(Generic[KvT]):
     reads: list[Event] = field(default_factory=list)
 
 
-class MemoryTier(Generic[KvT]):
+class MemoryTier(ABC, Generic[KvT]):
     """Donor KV in memory that is allocated once. Thread safe; copies run outside the lock.
 
     A donor's room is free once it is dropped and no thread queues work on it. Queued work may still run then, so the
@@ -141,9 +142,9 @@ class MemoryTier(Generic[KvT]):
         self._fences: list[Event] = []
         self._lock = threading.RLock()
 
+    @abstractmethod
     def _take(self, donor_id: str, tokens: int) -> HeldDonor[KvT]:
         """Take room for a new donor; CapacityError when too little is free."""
-        raise NotImplementedError
 
     @contextmanager
     def writing(self, donor_id: str, tokens: int, stream: Stream | None = None) -> Iterator[KvT]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +50,7 @@ _GOLDEN, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 _FIRST_UNSPACED = 0x2E80
 
 
-class Embedder:
+class Embedder(ABC):
     """Turns texts into vectors whose inner product is their similarity."""
 
     dim: int
@@ -62,9 +63,9 @@ class Embedder:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
 
+    @abstractmethod
     def _write(self, text: str, vector: _Vector) -> None:
         """Write the text's vector, of any length, over zeros."""
-        raise NotImplementedError
 
 
 def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedder:
@@ -159,9 +160,9 @@ class SentenceEmbedder(Embedder):
         for start in range(0, len(windows), BATCH_WINDOWS):
             vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
 
+    @abstractmethod
     def embed_windows(self, windows: list[str]) -> _Vector:
         """Return unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
-        raise NotImplementedError
 
 
 class MiniLmEmbedder(SentenceEmbedder):

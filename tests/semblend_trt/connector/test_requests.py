@@ -11,7 +11,6 @@ import torch
 from kernels.layout import KvGeometry
 from semblend_trt.connector import requests
 from semblend_trt.connector.contract import LlmRequestView, ScheduledRequest
-from semblend_trt.connector.engine_spec import EngineRequest
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
     Adapters,
@@ -363,7 +362,7 @@ def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
 @pytest.mark.parametrize("blocks", [[1.5] * 13, ["1"] * 13, [None] * 13, [-1] * 13, [5] * 13, BLOCKS[:2]])
 def test_blocks_that_fit_no_plan_leave_it_without(blocks):
     request = savable(matched=30)
-    fit_to_blocks(request, EngineRequest(), blocks)
+    fit_to_blocks(request, LlmRequestView(SimpleNamespace(request_id=request.request_id)), blocks)
     assert (request.load_failed, request.plan.target_block_ids) == (True, None)
 
 
