@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine_wrapper.embedded.request import RequestOutput, SamplingParams
+from engine_wrapper.vllm.doctor import TRANSFER
 from semblend_trt.errors import SemBlendError
 from validation.arms import Arm
 from validation.engines import (
@@ -21,13 +22,6 @@ from validation.engines import (
     environment,
 )
 
-# Arguments of KVTransferConfig but for the connector's settings.
-TRANSFER = {
-    "kv_connector": "SemBlendConnector",
-    "kv_connector_module_path": "engine_wrapper.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later one
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.doctor import Finding
 
-OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
 _TESTED = {(0, 28), (0, 32), (0, 33)}
-_DEFAULT = {
-    "kv_connector": OUR_CONNECTOR[0],
-    "kv_connector_module_path": OUR_CONNECTOR[1],
+# Arguments of KVTransferConfig but for the connector's settings.
+TRANSFER = {
+    "kv_connector": "SemBlendConnector",
+    "kv_connector_module_path": "engine_wrapper.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
@@ -59,15 +59,16 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    transfer = given.get("kv_transfer_config", _DEFAULT)
+    transfer = given.get("kv_transfer_config", TRANSFER)
     with contextlib.suppress(ValueError, TypeError):
         transfer = json.loads(transfer)  # as on a command line
     if not isinstance(transfer, dict):
         yield _options.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
         return None
-    named = (transfer.get("kv_connector"), transfer.get("kv_connector_module_path"))
-    if named != OUR_CONNECTOR:
-        yield _options.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
+    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    if (name, module) != (TRANSFER["kv_connector"], TRANSFER["kv_connector_module_path"]):
+        problem = f"the connector is {name!r} of {module!r}; ours is SemBlendConnector of engine_wrapper.vllm"
+        yield _options.failed(problem)
         return None
     arguments = {each: value for each, value in given.items() if each in EngineArgs.__dataclass_fields__}
     arguments["kv_transfer_config"] = KVTransferConfig(**transfer)

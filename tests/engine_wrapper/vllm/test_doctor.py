@@ -5,11 +5,11 @@ import json
 import pytest
 import vllm
 
+from engine_wrapper.vllm.doctor import TRANSFER as OURS
 from semblend_trt.cli.main import main
 from semblend_trt.reasons import Scope, advice
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
-from validation.vllm_engine import TRANSFER as OURS
 
 AREAS = ("engine", "options")
 VERSION = ".".join(vllm.__version__.split(".")[:2])

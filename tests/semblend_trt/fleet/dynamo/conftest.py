@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, PACKAGES, WORKERS, DynamoFleet
+from engine_wrapper.vllm.doctor import TRANSFER
 from tests.semblend_trt.conftest import NatsServer
-from validation.vllm_engine import TRANSFER
 
 VLLM = Path(f"{sys.prefix}-vllm")
 
