@@ -194,15 +194,8 @@ class VllmRows:
         return self._hidden, self._residual
 
     def _attend(
-        self,
-        layer: int,
-        stock: Callable[..., torch.Tensor],
-        attention: Any,
-        queries: torch.Tensor,
-        *kv: Any,
-        output: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
+        self, layer: int, stock: Any, attention: Any, queries: Any, *kv: Any, output: torch.Tensor, **options: Any
+    ) -> Any:
         """Attend in place of an implementation's `forward`, after K and V are written. The last of `kv` is metadata."""
         if not isinstance(kv[-1], tuple):
             return stock(attention, queries, *kv, output=output, **options)
@@ -256,13 +249,7 @@ def own_rows_as_stored(parts: Decoder) -> AbstractContextManager[None]:
     0.32, `forward_mha` of `model_executor/layers/attention/mla_attention.py`."""
 
     def attend(
-        layer: int,
-        stock: Callable[..., None],
-        queries: torch.Tensor,
-        latent: torch.Tensor,
-        turning: torch.Tensor,
-        *rest: Any,
-        **options: Any,
+        layer: int, stock: Any, queries: Any, latent: torch.Tensor, turning: torch.Tensor, *rest: Any, **options: Any
     ) -> None:
         rows, _ = parts.stored(layer, *fresh_rows((latent, turning), parts.geometry))
         read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]

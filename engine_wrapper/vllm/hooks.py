@@ -38,27 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What vLLM itself calls in its worker at its start and around its steps; none of it writes weights.
-_HARMLESS = frozenset(
-    {
-        "add_lora",
-        "check_health",
-        "compile_or_warm_up_model",
-        "execute_dummy_batch",
-        "execute_model",
-        "get_kv_connector_handshake_metadata",
-        "get_supported_tasks",
-        "initialize_from_config",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "sample_tokens",
-        "shutdown",
-        "take_draft_token_ids",
-    }
+# What vLLM itself calls in its worker at its start and around its steps, separated by blanks; it writes no weights.
+_HARMLESS = (
+    "add_lora check_health compile_or_warm_up_model execute_dummy_batch execute_model "
+    "get_kv_connector_handshake_metadata get_supported_tasks initialize_from_config list_loras pin_lora profile "
+    "remove_lora reset_encoder_cache reset_mm_cache sample_tokens shutdown take_draft_token_ids"
 )
 
 # What an object that holds LoRA adapters has.
@@ -112,44 +96,27 @@ class ModelRunner:
         """The model, or of one that takes images too the part that reads text."""
         return getattr(self.model, "get_language_model", lambda: self.model)()
 
-    @property
-    def embeds_tokens(self) -> bool:
-        return callable(getattr(self.text_model, "embed_input_ids", None))
-
 
 def find_runner() -> ModelRunner:
     """Return the runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
     Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan."""
-    first = _caller("attn_groups", "get_model", "input_batch")
-    if first is not None:
-        replayed = _replayed(first.compilation_config.cudagraph_mode, first.uniform_decode_query_len)
-        return ModelRunner(
-            first.get_model(),
-            first.attn_groups[0],
-            lambda: list(first.input_batch.req_ids),
-            replayed,
-            lambda: None,
-            _adapters_of(first),
-        )
-    second = _caller("attn_groups", "get_model", "prepare_inputs")
-    if second is None:
+    if (runner := _caller("attn_groups", "get_model", "input_batch")) is not None:
+        replayed = _replayed(runner.compilation_config.cudagraph_mode, runner.uniform_decode_query_len)
+        order, undo = lambda: list(runner.input_batch.req_ids), lambda: None
+    elif (runner := _caller("attn_groups", "get_model", "prepare_inputs")) is not None:
+        replayed = _replayed(runner.cudagraph_manager.cudagraph_mode, runner.decode_query_len)
+        order, undo = watch_order(runner)
+    else:
         raise LookupError("the model runner is of a kind that is not known")
-    replayed = _replayed(second.cudagraph_manager.cudagraph_mode, second.decode_query_len)
-    order, undo = watch_order(second)
-    return ModelRunner(second.get_model(), second.attn_groups[0], lambda: order, replayed, undo, _adapters_of(second))
-
-
-def _adapters_of(runner: Any) -> Any:
-    return runner.lora_manager if getattr(runner, "lora_config", None) else None
+    adapters = runner.lora_manager if getattr(runner, "lora_config", None) else None
+    return ModelRunner(runner.get_model(), runner.attn_groups[0], order, replayed, undo, adapters)
 
 
 def _replayed(mode: CUDAGraphMode, decode_tokens: int) -> int:
     """Return the most tokens of each request in steps that full graphs replay. Raises LayoutError if they replay any.
 
     `decode_tokens`: of a request that decodes; with speculation, its drafted tokens and one more."""
-    if mode.mixed_mode().name == "FULL" or (
-        mode.name != "NONE" and getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
-    ):
+    if mode.mixed_mode().name == "FULL" or (mode.name != "NONE" and envs.VLLM_USE_BREAKABLE_CUDAGRAPH):
         raise LayoutError("full_cuda_graphs", f"prefills are replayed whole, as cudagraph_mode {mode.name} has it")
     return decode_tokens if mode.decode_mode().name == "FULL" else 0
 
@@ -236,7 +203,7 @@ def watch_worker_calls(weights: Any) -> Undo:
     caches, or the engine has it that makes its scheduler. Raises LookupError if there is none that is known."""
 
     def after(_: Any, method: Any = None, *__: Any) -> None:
-        if not isinstance(method, str) or method not in _HARMLESS:
+        if not isinstance(method, str) or method not in _HARMLESS.split():
             weights.suspect()
 
     executor = _caller("collective_rpc", "driver_worker")
@@ -249,9 +216,9 @@ def watch_worker_calls(weights: Any) -> Undo:
     return undo
 
 
-def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """Return a list of the running step's requests, in the order of their rows, and what ends its upkeep. The runner
-    calls `prepare_inputs`, which gives them, in every step but a dummy run."""
+def watch_order(runner: Any) -> tuple[Callable[[], list[str]], Undo]:
+    """Return what gives the running step's requests, in the order of their rows, and what ends its upkeep. The runner
+    calls `prepare_inputs`, which has them, in every step but a dummy run."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -259,7 +226,7 @@ def watch_order(runner: Any) -> tuple[list[str], Undo]:
 
     undo = watch_method(runner, "prepare_inputs", note)
     logger.info("hook: the order of a step's requests is noticed")
-    return order, undo
+    return lambda: order, undo
 
 
 def replace_forward(model: Any, forward: Callable[..., Any]) -> Undo:

@@ -55,9 +55,9 @@ class PlannedForward:
         parts: Decoder,
         runtime: Runtime,
         failed: Callable[[SemanticKvPlan], None],
-        max_rows: int | None,
+        max_rows: int,
         *,
-        is_timed: bool = False,
+        is_timed: bool,
     ) -> None:
         """`max_rows`: of one forward. `is_timed`: what plans cost is measured after the self-check."""
         self._runner, self._parts, self._runtime = runner, parts, runtime
@@ -190,7 +190,7 @@ class PlannedForward:
     @torch.inference_mode()
     def _measure(self, ids: torch.Tensor, block_ids: list[int]) -> None:
         """Measures what plans cost, by prompts of these tokens over these blocks alone."""
-        parts, runtime, longest = self._parts, self._runtime, min(self._parts.longest, self._max_rows or 1 << 30)
+        parts, runtime, longest = self._parts, self._runtime, min(self._parts.longest, self._max_rows)
 
         def run(tokens: list[int], begin: int, blocks: list[int], plan: SemanticKvPlan | None) -> None:
             own = torch.tensor(tokens[begin:], dtype=ids.dtype, device=ids.device)

@@ -9,7 +9,6 @@ from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from semblend_trt.outcome import TOKEN_KINDS, Outcome
@@ -87,22 +86,15 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The counters `vllm:semblend_*`, with vLLM's own labels."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._engines = per_engine_labelvalues
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._counters = {
-            name: metric_types[Counter](
-                name=f"vllm:semblend_{name}", documentation=text, labelnames=[*labelnames, label]
+            name: self._counter_cls(
+                name=f"vllm:semblend_{name}", documentation=text, labelnames=[*self._labelnames, label]
             )
             for name, (label, text, _) in _COUNTERS.items()
         }
-        for engine, (name, (_, _, labels)) in product(per_engine_labelvalues, _COUNTERS.items()):
+        for engine, (name, (_, _, labels)) in product(self.per_engine_labelvalues, _COUNTERS.items()):
             for label in labels:
                 self._series(engine, name, label)
 
@@ -115,4 +107,4 @@ class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._series(engine_idx, name, told).inc(count)
 
     def _series(self, engine: int, name: str, label: str) -> Any:
-        return self._counters[name].labels(*self._engines[engine], label)
+        return self._counters[name].labels(*self.per_engine_labelvalues[engine], label)
