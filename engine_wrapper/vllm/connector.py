@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from copy import copy, deepcopy
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -19,7 +20,6 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     import torch
 
-    from engine_wrapper.vllm.report import StartReport, StepReport
     from engine_wrapper.vllm.scheduler import StepMetadata
 
 
@@ -39,6 +39,11 @@ class _IntoVllm(logging.Handler):
 
 
 _log = _IntoVllm()
+
+
+def _of(path: str) -> Any:
+    """A method of vLLM's connectors that is one of a half, at this path of the connector."""
+    return property(attrgetter(path))
 
 
 class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -71,47 +76,25 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     # The scheduler's role.
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Take the start reports of workers in other processes, by rank."""
-        self._scheduler.learn_start(metadata)
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduler.build_connector_meta(scheduler_output)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
-        return self._scheduler.request_finished(request, block_ids)
-
-    def reset_cache(self) -> bool:
-        """Return True if no donor is reused any more; vLLM asks if its weights may change (`/pause`)."""
-        return self._scheduler.reset_cache()
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update_connector_output(connector_output)
+    bind_gpu_block_pool = _of("_scheduler.bind_gpu_block_pool")
+    set_xfer_handshake_metadata = _of("_scheduler.learn_start")
+    get_num_new_matched_tokens = _of("_scheduler.get_num_new_matched_tokens")
+    update_state_after_alloc = _of("_scheduler.update_state_after_alloc")
+    build_connector_meta = _of("_scheduler.build_connector_meta")
+    request_finished = _of("_scheduler.request_finished")
+    reset_cache = _of("_scheduler.reset_cache")
+    update_connector_output = _of("_scheduler.update_connector_output")
 
     # The worker's role.
+    get_handshake_metadata = _of("_worker.start_report")
+    build_connector_worker_meta = _of("_worker.step_report")
+    get_block_ids_with_load_errors = _of("_worker.recovery.take_failed_blocks")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._runtime.refusal = self._runtime.refusal or "other_connector"
         self._worker.register_kv_caches(kv_caches)
-
-    def get_handshake_metadata(self) -> StartReport | None:
-        return self._worker.start_report()
-
-    def build_connector_worker_meta(self) -> StepReport | None:
-        return self._worker.step_report()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
@@ -136,9 +119,6 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002 - the step names them
         return self._worker.get_finished(self._step), None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.recovery.take_failed_blocks()
 
     # Both roles.
 

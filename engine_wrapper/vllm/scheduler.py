@@ -15,6 +15,7 @@ import logging
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -32,6 +33,7 @@ from engine_wrapper.vllm.hooks import (
     watch_worker_calls,
 )
 from engine_wrapper.vllm.refusals import request_refusal
+from engine_wrapper.vllm.report import RemoteWeights
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.vllm.report import RemoteWeights, StartReport
+    from engine_wrapper.vllm.report import StartReport
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.runtime import AdapterWeights
@@ -121,16 +123,8 @@ class Steps:
                 end = begin + count - len(drafts.get(request_id, ()))
                 begin = min(begin, self._certain.get(request_id, begin)) if found is known else begin
                 self._certain[request_id], count = end, end - begin
-            found.append(
-                DraftedRequest(
-                    request_id=number,
-                    new_tokens=[],
-                    new_block_ids=list(new_blocks),
-                    computed_position=begin,
-                    num_scheduled_tokens=count,
-                    grows_by=count if request_id in self._certain else 1,
-                )
-            )
+            grows_by = count if request_id in self._certain else 1
+            found.append(DraftedRequest(number, [], list(new_blocks), begin, count, grows_by=grows_by))
 
         for request in output.scheduled_new_reqs:
             self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back
@@ -158,17 +152,18 @@ class Recovery:
         self.scheduler: Any = None
         self._is_async = False
         self._failed_blocks: set[int] = set()
-        self._pool_blocks, self._begins_again = 0, False
+        self._all_blocks, self._begins_again = range(0), False
 
     def bind(self) -> None:
         """Take the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
         scheduler = find_scheduler()
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self._all_blocks = range(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self.scheduler = scheduler
 
     def bind_apart(self, config: Any, blocks: int) -> None:
         """Serve a worker whose scheduler is in another process; `blocks` are all of its pool."""
-        self._is_async, self._pool_blocks = bool(config.scheduler_config.async_scheduling), blocks
+        self._is_async, self._all_blocks = bool(config.scheduler_config.async_scheduling), range(blocks)
 
     def takes_begin_again(self) -> bool:
         """Return whether the scheduler of another process is to begin all running requests again, once."""
@@ -183,8 +178,7 @@ class Recovery:
 
     def compute_all_again(self) -> None:
         """As `compute_again`, for all requests that this step does not compute whole."""
-        if self.scheduler is not None or self._pool_blocks:
-            self.compute_again(self._all_blocks())
+        self.compute_again(self._all_blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose loads have failed since the last call."""
@@ -194,7 +188,7 @@ class Recovery:
     def begin_again(self) -> None:
         """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
-            if self._pool_blocks:
+            if self._all_blocks:
                 self._begins_again = True
                 self._failed_blocks.clear()
             return
@@ -203,17 +197,12 @@ class Recovery:
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError:
                 # vLLM has preempted them, but blocks that are being saved or written are held until later.
-                self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks()))
+                self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks))
         except Exception:
             logger.exception("vLLM's running requests cannot begin again; it recovers from failed loads in its own way")
             return
         self._failed_blocks.clear()
         logger.warning("what runs is computed again: promised KV could be neither placed nor computed")
-
-    def _all_blocks(self) -> range:
-        if self.scheduler is None:
-            return range(self._pool_blocks)
-        return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
 def recovery_for(arguments: EngineSpec) -> Recovery:
@@ -289,40 +278,35 @@ class VllmScheduler:
     def __init__(self, arguments: EngineSpec, *, is_apart: bool) -> None:
         """`is_apart`: the workers run in processes of their own."""
         self._runtime, self._arguments = runtime_for(arguments), arguments
-        self._weights: RemoteWeights | None = None
-        if is_apart:
-            from engine_wrapper.vllm.report import RemoteWeights
-
-            self._weights = RemoteWeights()
+        self._weights = RemoteWeights() if is_apart else None
         self._scheduler = SemBlendKvConnectorScheduler(arguments)
-        self._numbers: dict[str, int] = {}
         self._next_number = itertools.count(1)
-        self._steps = Steps(self._number_of)
+        self._numbers = defaultdict[str, int](self._next_number.__next__)
+        self._steps = Steps(self._numbers.__getitem__)
         self._saving: dict[int, str] = {}
         self._guard = PublicationGuard()
         # Of running requests with an adapter: its id and what was known of its weights at the look-up.
         self._adapters: dict[int, tuple[int, AdapterWeights | None]] = {}
-        # What was last known of each adapter's weights by its name, by which vLLM's prefix cache goes.
-        self._of_name: dict[str, AdapterWeights] = {}
-        self._stale_names: set[str] = set()
+        # Digests of an adapter's weights since the last reset by its name, by which vLLM's prefix cache goes.
+        self._digests = defaultdict[str, set[str]](set)
         self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
         # Of running requests that a stop string may end, the receipt once it is known.
         self._stoppable: dict[str, dict[str, Any] | None] = {}
         self.stats = ReuseStats()
 
-    def bind_gpu_block_pool(self, pool: Any) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Guard the pool; without that only exact prefixes are reused. The caches are registered by now."""
 
         def note_reset(was_reset: bool) -> None:
             if was_reset:
-                self._stale_names.clear()
+                self._digests.clear()
             if was_reset and self._runtime.weights is not None:
                 self._runtime.weights.prefix_cache_reset()
 
         try:
-            self._undo.callback(guard_publication(pool, self._guard.full, self._guard.partly))
-            self._undo.callback(watch_resets(pool, note_reset))
+            self._undo.callback(guard_publication(gpu_block_pool, self._guard.full, self._guard.partly))
+            self._undo.callback(watch_resets(gpu_block_pool, note_reset))
             self._runtime.publication_guard = True
         except AttributeError:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
@@ -338,21 +322,21 @@ class VllmScheduler:
         self._scheduler.wait_for_initialization()
 
     @never_raises(lambda: None)
-    def learn_start(self, reports: Mapping[int, StartReport]) -> None:
+    def learn_start(self, metadata: Mapping[int, StartReport]) -> None:
         """Take what the ranks of other processes have found at their start; there are none of this process."""
         if self._weights is None:
             return
-        runtime, first = self._runtime, reports[0]
-        runtime.refusal = runtime.refusal or next((e.refusal for e in reports.values() if e.refusal is not None), None)
+        runtime, first = self._runtime, metadata[0]
+        runtime.refusal = runtime.refusal or next((e.refusal for e in metadata.values() if e.refusal is not None), None)
         learn_caches(self._arguments, first.caches)
         runtime.pool = first.pool
         self._scheduler.wait_for_initialization()
 
-    @never_raises(lambda: 0)
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """Return how many prompt tokens beyond `num_computed_tokens` get placed KV, none before the self-check. The
-        guard learns how many are exact before vLLM publishes any."""
-        number = self._number_of(request.request_id)
+    @never_raises(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many prompt tokens beyond `num_computed_tokens` get placed KV, none before the self-check, and
+        False: the step itself places it. The guard learns how many are exact before vLLM publishes any."""
+        number = self._numbers[request.request_id]
         self._guard.exact_tokens.pop(request.request_id, None)
         if request.sampling_params is not None and request.sampling_params.stop:
             self._stoppable[request.request_id] = None
@@ -362,15 +346,15 @@ class VllmScheduler:
             self._keep_apart(number, request.lora_request.lora_name, num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
-            return 0  # planned rows could not yet compute what fails to load
+            return 0, False  # planned rows could not yet compute what fails to load
         if tokens and plan is not None and not plan.is_exact:
             self._guard.exact_tokens[request.request_id] = plan.exact_token_count
-        return tokens
+        return tokens, False
 
     @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Learn the request's blocks; without external tokens vLLM has declined the offer."""
-        number = self._number_of(request.request_id)
+        number = self._numbers[request.request_id]
         plan = self._scheduler.plan_of(number)
         is_declined = plan is not None and plan.matched_tokens > 0 and not num_external_tokens
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
@@ -379,34 +363,30 @@ class VllmScheduler:
             # vLLM keeps the counts of the preempted run.
             tell_prefill(request, report.exact_prefix_tokens, num_external_tokens)
 
-    def update_connector_output(self, output: Any) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
         """Hear of failed loads; vLLM has taken no token of their requests."""
-        if output.invalid_block_ids:
+        if connector_output.invalid_block_ids:
             self._recovery.begin_again()
 
-    def build_connector_meta(self, output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the worker half's step. If it cannot be read, vLLM computes all that was promised."""
         saving, self._saving = self._saving, {}
         try:
-            told_output, step = self._steps.read(output)
+            told_output, step = self._steps.read(scheduler_output)
         except Exception:
             logger.exception("a step of vLLM cannot be read; nothing is reused from now on")
             self._runtime.faults["step_unreadable"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         told = self._scheduler.build_connector_meta(told_output)
-        asked = {
-            plan.request_id: self._adapters[plan.request_id][1]
-            for plan in told.plans
-            if plan.request_id in self._adapters
-        }
-        weights = {number: each for number, each in asked.items() if each is not None}
+        known = ((plan.request_id, self._adapters.get(plan.request_id, (0, None))[1]) for plan in told.plans)
+        weights = {number: each for number, each in known if each is not None}
         suspicions = 0 if self._weights is None else self._weights.suspicions
         return StepMetadata(told, step, saving, adapters=weights, suspicions=suspicions)
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return True if the request's blocks must be held while its KV is saved, and its answer's parameters."""
+        """Return whether its blocks are held while its KV is saved, and the receipt, which vLLM gives to the answer."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None
@@ -425,7 +405,7 @@ class VllmScheduler:
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """Forget all donors."""
+        """Forget all donors; vLLM asks if its weights may change (`/pause`)."""
         self._scheduler.forget_donors()
         return True
 
@@ -462,10 +442,9 @@ class VllmScheduler:
         """Keep no donor of a request whose adapter is not loaded yet, or that goes on from vLLM's own prefix under a
         name that has had other weights since the prefix cache was reset: it may hold KV of those."""
         _, known = self._adapters[number]
-        if known is not None and self._of_name.setdefault(name, known).digest != known.digest:
-            self._of_name[name] = known
-            self._stale_names.add(name)
-        if known is None or (num_computed_tokens and name in self._stale_names):
+        if known is not None:
+            self._digests[name].add(known.digest)
+        if known is None or (num_computed_tokens and len(self._digests[name]) > 1):
             self._scheduler.leave_no_donor(number)
 
     @never_raises(lambda: None)
@@ -478,15 +457,10 @@ class VllmScheduler:
             name = output.request_id
             if name not in self._stoppable or output.kv_transfer_params is not None:
                 continue
-            if self._stoppable[name] is None and (report := self._scheduler.reuse_of(self._number_of(name))):
+            if self._stoppable[name] is None and (report := self._scheduler.reuse_of(self._numbers[name])):
                 self._stoppable[name] = self._receipt(report)
             output.kv_transfer_params = self._stoppable[name]
 
     def _receipt(self, report: ReuseReport) -> dict[str, Any]:
         worker = self._scheduler.worker
         return {VLLM_RECEIPT: report.receipt if worker is None else report.receipt | {"worker": worker}}
-
-    def _number_of(self, request_id: str) -> int:
-        if request_id not in self._numbers:
-            self._numbers[request_id] = next(self._next_number)
-        return self._numbers[request_id]

@@ -24,6 +24,7 @@ from engine_wrapper.vllm.engine_spec import scales_of
 from engine_wrapper.vllm.hooks import chunk_of, find_runner, watch_worker_calls
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.refusals import are_workers_apart
+from engine_wrapper.vllm.report import Reporter, StartReport
 from engine_wrapper.vllm.scheduler import StepMetadata, recovery_for
 from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.adapters import LoadedAdapters
     from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.report import Reporter, StartReport, StepReport
+    from engine_wrapper.vllm.report import StepReport
     from engine_wrapper.vllm.scheduler import Scheduled
     from kernels.layout import LayeredPool
     from semblend_trt.connector.engine_spec import EngineSpec
@@ -70,6 +71,7 @@ class VllmWorker:
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
+        self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)  # of one forward
         self._forward: PlannedForward | None = None
         self._replayed = 0  # see `ModelRunner`
         self._undo = ExitStack()
@@ -79,11 +81,7 @@ class VllmWorker:
         self._adapters: LoadedAdapters | None = None
         self._saving: dict[int, str] = {}
         self._arguments, self._suspicions = arguments, 0
-        self._reporter: Reporter | None = None
-        if are_workers_apart(vllm_config):
-            from engine_wrapper.vllm.report import Reporter
-
-            self._reporter = Reporter(self._runtime)
+        self._reporter = Reporter(self._runtime) if are_workers_apart(vllm_config) else None
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -120,8 +118,6 @@ class VllmWorker:
         """Return what the scheduler's process has to know of this rank; None if it is this process."""
         if self._reporter is None:
             return None
-        from engine_wrapper.vllm.report import StartReport
-
         return StartReport(self._runtime.refusal, self._runtime.pool, self._arguments.read_caches())
 
     @never_raises(lambda: None)
@@ -276,11 +272,11 @@ class VllmWorker:
                     from engine_wrapper.vllm.adapters import LoadedAdapters
 
                     self._adapters = LoadedAdapters(runner.adapters, self._runtime.adapters)
-                decoder, max_rows = self._decoder(runner, pool), self._max_rows
-                is_timed = self._settings.min_saving > 0
+                decoder, is_timed = self._decoder(runner, pool), self._settings.min_saving > 0
                 self._replayed = runner.replayed
                 self._runtime.tokens_left = 1 + runner.replayed
-                self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows, is_timed=is_timed)
+                given = runner, decoder, self._runtime, self._fail, self._max_rows
+                self._forward = PlannedForward(*given, is_timed=is_timed)
                 undo.callback(self._forward.remove)
                 self._undo = undo.pop_all()
             except Exception as error:
@@ -298,7 +294,7 @@ class VllmWorker:
         longest = int(self._config.model_config.max_model_len)
         compare_windows(attention, facts, longest)
         model, names = runner.text_model, tuple(self._caches)
-        if len(model.model.layers) != len(names) or not runner.embeds_tokens:
+        if len(model.model.layers) != len(names):
             raise TypeError(f"the decoder {type(model.model).__name__} is laid out in another way")
         chunks = tuple(map(chunk_of, attention))
         # The builder of an attention without chunks takes sequences as they are.
@@ -321,8 +317,3 @@ class VllmWorker:
             unfused=unfused_of(model.model) if pool.is_cuda else (),
             adapters=self._adapters,
         )
-
-    @property
-    def _max_rows(self) -> int:
-        """The most rows of one forward. Read it where a failure is counted: a version may not have it."""
-        return int(self._config.scheduler_config.max_num_batched_tokens)

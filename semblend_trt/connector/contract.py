@@ -136,9 +136,9 @@ def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def call(self: Any, *arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
             try:
-                return method(self, *arguments)
+                return method(self, *arguments, **options)
             except Exception:
                 logger.exception("%s failed; the engine is answered as if there were nothing to reuse", method.__name__)
                 self._runtime.faults[method.__name__] += 1
