@@ -10,7 +10,6 @@ any deviation: take the share that the bound computes of such prompts in a model
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
@@ -124,7 +123,7 @@ def _served(name: str, policy: str, variants: Mapping[str, list[Session]], optio
         engine |= {"model": options.model, "load_format": "auto", "max_logprobs": _LOGPROBS}
     if options.device == "cpu":
         engine |= {"block_size": 32, "enforce_eager": True, "dtype": "float32"}
-    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(policy, Path(folder), sizes, engine)) as arm:
+    with closing(VllmArm(policy, sizes, engine)) as arm:
         if problem := arm.begin(declines=True):
             raise SemBlendError(f"{name} does not serve as it should: {problem}")
         arm.use_bound(_profile(options), options.share)

@@ -6,6 +6,7 @@ A measurement is a dict for JSON. Where it was not served as its row says, `prob
 import gc
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 from benchmarks import bench_model
 from benchmarks.bench_model import BIG, INSTRUCTION, LITTLE, LORA, MLA, NEW_TOKENS, PLAIN, QUESTION, SMOLLM2, Prompts
 from benchmarks.program import seconds
+from engine_wrapper.vllm.doctor import TRANSFER
 from semblend_trt.cost import CostModel
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
@@ -29,7 +31,7 @@ from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.calibration.calibration import SAMPLE_EVERY
 from validation.calibration.prepared import trial_of
 from validation.models import PROFILE_NAME, shipped_model
-from validation.vllm_engine import TRANSFER, settle
+from validation.vllm_engine import settle
 
 STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
 OF_BOUNDS = ("bounded", "never_slower")
@@ -93,19 +95,19 @@ class VllmArm:
     def __init__(
         self,
         name: str,
-        folder: Path,
         sizes: Sizes,
         options: Mapping[str, Any],
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         kv: str = PLAIN,
     ) -> None:
-        """Make the model in `folder` and start the engine. Raises what vLLM raises when it does not start."""
+        """Make the model in a folder and start the engine. Raises what vLLM raises when it does not start."""
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
-        self._is_stock, small = name == STOCK, sizes.model == LITTLE
+        self.name, self.sizes, self._turn, self._kv = name, sizes, turn, kv
+        self._is_stock, small, self._made = name == STOCK, sizes.model == LITTLE, tempfile.TemporaryDirectory()
+        self._folder = folder = Path(self._made.name)
         config = bench_model.write_config(folder, sizes.model, is_latent=kv == MLA)
         longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
@@ -144,8 +146,7 @@ class VllmArm:
         sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
         self._sampled = self._profile.check.model_copy(update=sample)
         unchecked = {"policy": ReusePolicy.POSITION_FIX.value, "check": None, "head_tokens": 0}
-        changes: dict[str, dict[str, Any]] = {"shifted_ms": {}, "sampled_ms": {"check": self._sampled}}
-        changes[UNCHECKED] = unchecked
+        changes = dict[str, Any](shifted_ms={}, sampled_ms={"check": self._sampled}) | {UNCHECKED: unchecked}
         self._profiles = {name: self._profile.model_copy(update=each) for name, each in changes.items()}
         self._profiles |= {name: self._trial(*terms) for name, terms in BOUNDS.items()}
         self.use_profile("shifted_ms")
@@ -194,8 +195,9 @@ class VllmArm:
         return problem_of(served)
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and remove its model."""
         self._engine.engine_core.shutdown()
+        self._made.cleanup()
 
     def ask(self, prompt: list[int], new_tokens: int = 1) -> Any:
         """Return vLLM's output of a prompt through `generate`."""

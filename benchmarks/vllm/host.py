@@ -8,7 +8,6 @@ writes what further planned steps spent, for pstats. `--small` is a dry run, for
 
 import cProfile
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = {"enforce_eager": True} | ({"block_size": 32} if options.small else {"gpu_memory_utilization": 0.8})
     sizes = SMALL if options.small else Sizes()
     rows = Results(arguments, "cuda" if torch.cuda.is_available() else "cpu", dry=options.small)
-    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(VERIFIED, Path(folder), sizes, own)) as arm:
+    with closing(VllmArm(VERIFIED, sizes, own)) as arm:
         measure(arm, rows, profile)
     if profile is not None:
         profile.dump_stats(options.profile)

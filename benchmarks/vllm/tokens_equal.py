@@ -8,13 +8,11 @@ prompts.
 """
 
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ def _answers(policy: str, kv: str, count: int) -> tuple[list[list[int]], int]:
     here = {"block_size": 32, "enforce_eager": True}
     options |= {"gpu_memory_utilization": 0.3, "dtype": "bfloat16"} if torch.cuda.is_available() else here
     found, sizes = list[list[int]](), replace(SMALL, long=_DOCUMENT + NEW_TOKENS)
-    with tempfile.TemporaryDirectory() as folder, closing(VllmArm(policy, Path(folder), sizes, options, kv=kv)) as arm:
+    with closing(VllmArm(policy, sizes, options, kv=kv)) as arm:
         if problem := arm.begin():
             raise SystemExit(f"no figure: {problem}")
         with arm.watched() as served:

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -128,10 +127,7 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
     path = _file_of(options.out, name, SMOLLM2 if parts == [SMOLLM2] else _IN_TURNS if parent is not None else "")
     turn = nullcontext if parent is None else lambda: turn_of(parent)
     sizes = SMALL if options.small else OF_SMOLLM2 if parts == [SMOLLM2] else Sizes(long=options.tokens)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(VllmArm(name, Path(folder), sizes, own, turn, options.kv)) as arm,
-    ):
+    with closing(VllmArm(name, sizes, own, turn, options.kv)) as arm:
         record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
         record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
         # What an earlier call measured of the same engine stays.
