@@ -16,18 +16,14 @@ import torch
 from torch.cuda import is_available
 from torch.distributed import DistNetworkError
 
+from engine_wrapper.vllm.doctor import TRANSFER
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.models import shipped_model
-from validation.vllm_engine import TRANSFER, settle
+from validation.vllm_engine import settle
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 PLACE = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
-# vLLM 0.25.1 gives layers with a window the shortest blocks that its kernel takes, and joins no others with them.
-WINDOWED = {"block_size": 16}
-# vLLM computes latent attention in 16 bit alone there, and of the backends that do so we take this one.
-LATENT = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
-LATENT_IN_FP8 = LATENT | {"attention_backend": "TRITON_MLA"}
 FP8 = {"kv_cache_dtype": "fp8"}
 # Of tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
 TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128
@@ -57,6 +53,19 @@ def on_card(options):
         yield
 
 
+def scale_by(patch, kind, scales):
+    """Give the layers of a kind of attention their scales of K and V, as a checkpoint would that has them."""
+    process = kind.process_weights_after_loading
+
+    def load(attention, act_dtype):
+        process(attention, act_dtype)
+        for name, scale in zip("kv", scales[int(attention.layer_name.split(".")[2])], strict=False):
+            getattr(attention, f"_{name}_scale").fill_(scale)
+            setattr(attention, f"_{name}_scale_float", scale)
+
+    patch.setattr(kind, "process_weights_after_loading", load)
+
+
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +79,16 @@ some = random_tokens(6)
 DOCUMENT = some(500)
 DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
 NEW, LONG = some(150), some(90)
+
+
+def request(name="a", tokens=3, sampling=None, **changes):
+    """Return vLLM's own request for a prompt of so many numbers; `changes` of its arguments."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    given = {"sampling_params": SamplingParams(max_tokens=4, **(sampling or {})), "pooling_params": None}
+    return Request(**{"request_id": name, "prompt_token_ids": list(range(tokens)), **given, **changes})
+
 
 # -- configurations ----------------------------------------------------------------------------------------------------
 
@@ -219,6 +238,12 @@ class Served:
         settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
         self.ask([1, 2, 3], max_tokens=4)  # blocks that a step on its way might write come back behind it
 
+    def emptied(self):
+        """Return the engine once all that has ended is saved and vLLM's own prefix cache is empty."""
+        self.settle()
+        self.forget()
+        return self
+
     def renew(self):
         """Forget all donors and faults, as if the engine had just checked itself."""
         self.settle()
@@ -283,8 +308,7 @@ def taught(served, *donors):
     """Return the engine with `DONOR`, or these donors, and none of their blocks in vLLM's own prefix cache."""
     for donor in donors or (DONOR,):
         served.ask(donor, max_tokens=1)
-    served.settle()
-    served.forget()
+    served.emptied()
     assert served.runtime.mode.value == "wrapper"
     return served
 

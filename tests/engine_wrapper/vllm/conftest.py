@@ -18,9 +18,7 @@ from tests.builders.vllm import (
     PLACE,
     TINY_LAYERS,
     WINDOW,
-    WINDOWED,
     cold_answers,
-    on_card,
     serving,
     transfer,
 )
@@ -58,12 +56,6 @@ def _on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "cpu_attention_with_kv_cache", attend)
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
-        yield
-
-
-@pytest.fixture(scope="module")
-def blocks_for_windows():
-    with on_card(WINDOWED):
         yield
 
 

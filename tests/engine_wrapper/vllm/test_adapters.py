@@ -1,47 +1,25 @@
 """LoRA adapters: KV of one never serves another or the base model, and planned rows get their request's adapter."""
 
-import json
+import shutil
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from torch.cuda import is_available
+from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
 
+from benchmarks import bench_model
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, is_cold, serving
 from validation.models import shipped_model
 
 pytestmark = pytest.mark.every_version
 
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-RANK = 8
-
-
-def write_adapter(folder, seed):
-    """A random adapter of the shipped model's attention, strong enough to change answers."""
-    config = json.loads((shipped_model() / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    outputs = {"q_proj": heads * head, "k_proj": config["num_key_value_heads"] * head}
-    outputs["v_proj"] = outputs["k_proj"]
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, width in outputs.items():
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
-            tensors[f"{at}.lora_B.weight"] = torch.randn(width, RANK, generator=generator)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(outputs)}
-    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": "shipped"}))
-    return folder
+LORA = bench_model.OPTIONS[bench_model.LORA]
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    paths = [write_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"), 1)]
-    return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+    config, folder = AutoConfig.from_pretrained(str(shipped_model())), tmp_path_factory.mktemp("adapters")
+    return [bench_model.adapter_in(folder, config, number) for number in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +36,16 @@ def cold_with(adapters):
 
 def ask(served, *asked, max_tokens=16):
     """Answers to prompts with adapters, or None, that are asked together."""
-    found = served.ask(
-        *(prompt for prompt, _ in asked), adapters=[adapter for _, adapter in asked], max_tokens=max_tokens
-    )
+    prompts, adapters = zip(*asked, strict=True)
+    found = served.ask(*prompts, adapters=list(adapters), max_tokens=max_tokens)
     return found if isinstance(found, list) else [found]
-
-
-def forgotten(served):
-    served.settle()
-    served.forget()
-    return served
 
 
 def loaded(served, *adapters):
     """The engine with these adapters loaded, and the base model's self-check passed."""
     for prompt, each in ((NEW, None), *((NEW[:20], each) for each in adapters)):
         ask(served, (prompt, each), max_tokens=1)
-    return forgotten(served)
+    return served.emptied()
 
 
 @pytest.mark.promise(
@@ -88,7 +59,7 @@ def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, a
     for each in (None, *adapters):  # one after the other: a donor of another adapter must not be found
         [first] = ask(served, (DONOR, each), max_tokens=1)
         assert first.receipt["offered_tokens"] == 0
-        forgotten(served)
+        served.emptied()
     # In a batch with adapters vLLM's kernels for a CPU give the base model's rows an adapter too.
     together = (None, *adapters) if is_available() else adapters
     answers = [] if is_available() else ask(served, (MOVED, None))
@@ -100,23 +71,20 @@ def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, a
 @pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")
 def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(engine, tmp_path, adapters, cold_with):
     """Its files change unseen first: vLLM goes on with what it has loaded, and so do its donors."""
-    path = write_adapter(tmp_path / "replaced", 1)
+    path = shutil.copytree(adapters[0].lora_path, tmp_path / "replaced")
     served = loaded(engine(*WHOLE, kept=True, **LORA), own := LoRARequest("own", 7, str(path)))
     ask(served, (DONOR, own), max_tokens=1)
-    forgotten(served)
-    write_adapter(path, 2)
-    [before] = ask(served, (MOVED, own))
+    shutil.copytree(adapters[1].lora_path, path, dirs_exist_ok=True)
+    [before] = ask(served.emptied(), (MOVED, own))
     assert is_cold(before, cold_with[1])
     assert before.receipt["offered_tokens"] > 0
-    forgotten(served)
+    served.emptied()
     served.llm.llm_engine.add_lora(LoRARequest("own", 7, str(path), load_inplace=True))
     [after] = ask(served, (MOVED, own))
     assert is_cold(after, cold_with[2])
     assert after.receipt["reused_tokens"] == 0
-    forgotten(served)
-    ask(served, (DONOR, own), max_tokens=1)
-    forgotten(served)
-    [again] = ask(served, (MOVED, own))
+    ask(served.emptied(), (DONOR, own), max_tokens=1)
+    [again] = ask(served.emptied(), (MOVED, own))
     assert is_cold(again, cold_with[2])
     assert again.receipt["offered_tokens"] > 0
 

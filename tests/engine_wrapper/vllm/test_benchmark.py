@@ -1,26 +1,29 @@
-"""The dry run of the benchmark inside vLLM: everything is measured and written, and what is refused gives no figure."""
+"""Dry runs of the benchmarks inside vLLM: all is measured and written, and what is refused gives no figure."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
+from benchmarks.agents import play
 from benchmarks.vllm.arm import IN_TURNS, OF_BOUNDS, PARTS
+from tests.benchmarks.test_agents import TEMPLATE, trajectory
+from validation.models import shipped_model
 from validation.results import read_rows
 
-COMMAND = [sys.executable, "-m", "benchmarks.vllm.ttft", "--small"]
 
-
-def run(*arguments):
+def run(program, *arguments):
     # Rows of the second model runner have names of their own.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    return subprocess.run([*COMMAND, *arguments], check=False, capture_output=True, text=True, env=variables)
+    command = [sys.executable, "-m", f"benchmarks.vllm.{program}", "--small", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=variables)
 
 
 def test_a_dry_run_measures_and_writes_every_row(tmp_path):
     out = tmp_path / "out"
     parts = f"--parts={','.join((*PARTS, *OF_BOUNDS))}"
-    ended = run("--out", str(out), "--arms", "stock,verified", "--json", str(tmp_path / "json"), parts)
+    ended = run("ttft", "--out", out, "--arms", "stock,verified", "--json", tmp_path / "json", parts)
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
     assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
@@ -48,17 +51,14 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path):
 
 
 def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
-    ended = run("--out", str(tmp_path), "--arms", "position_fix", "--engine-option", "enable_prompt_embeds=true")
+    ended = run("ttft", "--out", tmp_path, "--arms=position_fix", "--engine-option", "enable_prompt_embeds=true")
     assert ended.returncode == 1
     assert "refusal prompt_embeds" in ended.stderr
     assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
 
 
 def test_a_dry_run_measures_the_hosts_time(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.vllm.host", "--small", "--json", str(tmp_path)]
-    ended = subprocess.run(
-        [*command, "--profile", str(tmp_path / "profile")], check=False, capture_output=True, text=True
-    )
+    ended = run("host", "--json", tmp_path, "--profile", tmp_path / "profile")
     assert ended.returncode == 0, ended.stderr
     (rows,) = read_rows(tmp_path).values()
     figures = {row.name: row.value for row in rows}
@@ -66,3 +66,18 @@ def test_a_dry_run_measures_the_hosts_time(tmp_path):
     assert list(figures) == names
     assert min(figures.values()) > 0
     assert (tmp_path / "profile").stat().st_size > 0
+
+
+def test_a_dry_run_of_agents_writes_a_row_of_each_variant(tmp_path, monkeypatch):
+    model = shutil.copytree(shipped_model(), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    histories = tmp_path / "histories.jsonl"
+    histories.write_text("".join(json.dumps({"messages": trajectory(i)}) + "\n" for i in range(4)))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    given = {"histories": histories, "tokenizer": model, "model": model, "json": tmp_path, "arms": "unbounded"}
+    given |= {"tokens": 1_800, "sessions": 1, "turns": 2, "device": "cpu"}
+    assert play.main([part for name, value in given.items() for part in (f"--{name}", str(value))]) == 0
+    rows = {each["name"]: each["value"] for each in json.loads((tmp_path / "agents_smollm2.json").read_text())}
+    for variant in ("volatile", "dropped", "reread", "reordered", "shared"):
+        assert rows[f"agents_{variant}_kl_unbounded"] >= 0
+        assert rows[f"vllm_agents_smollm2_{variant}_ttft_p95_over_stock_unbounded"] > 0

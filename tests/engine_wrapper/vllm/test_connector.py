@@ -61,8 +61,7 @@ def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm
         return
     assert all(each.cached >= len(DOCUMENT) for each in answers)
     assert catalog.saving >= 1
-    served.settle()
-    served.forget()
+    served.emptied()
     assert is_cold(served.ask(MOVED, max_tokens=16), answers[0])  # from its tier the same KV comes
 
 
@@ -89,11 +88,9 @@ def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold, monkey
     assert served.llm.reset_prefix_cache(reset_connector=True)
     assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
     served.llm.reset_prefix_cache(reset_connector=True)
-    served.settle()
-    served.forget()
+    served.emptied()
     assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
-    served.settle()
-    served.forget()
+    served.emptied()
     assert served.ask(DONOR).cached > 400
     with monkeypatch.context() as change:
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
@@ -109,8 +106,7 @@ def test_an_answer_that_a_stop_string_ends_carries_its_receipt(engine):
     def answer(**options):
         params = SamplingParams(max_tokens=16, temperature=0, **options)
         [output] = served.llm.generate([{"prompt_token_ids": MOVED}], params, use_tqdm=False)
-        served.settle()
-        served.forget()
+        served.emptied()
         return output.outputs[0], output.kv_transfer_params[VLLM_RECEIPT]
 
     whole, _ = answer()
@@ -137,5 +133,4 @@ def test_donors_on_disk_outlive_their_engine(engine, cold, tmp_path):
         assert_cold(served, cold, MOVED)
         assert (served.offered > 400, served.report().reason == "donor_on_disk") == (is_there, not is_there)
         served.worker._worker.transfers.drain()
-        served.settle()
-        served.forget()
+        served.emptied()

@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.cuda import is_available
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.rope import saturated
-from tests.builders.vllm import DOCUMENT, DONOR, FP8, MOVED, NEW, WHOLE, cold_answers, on_card, taught
+from tests.builders.vllm import DOCUMENT, DONOR, FP8, MOVED, NEW, WHOLE, cold_answers, on_card, scale_by, taught
 from tests.engine_wrapper.watching import watched
 
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
@@ -32,18 +34,7 @@ def cold():
 @pytest.fixture
 def scaled(monkeypatch):
     """Engines have SCALES, as if they had read them from a checkpoint."""
-    from vllm.model_executor.layers.attention import Attention
-
-    process = Attention.process_weights_after_loading
-
-    def load(attention, act_dtype):
-        process(attention, act_dtype)
-        layer = int(attention.layer_name.split(".")[2])
-        for kind, scale in zip("kv", SCALES[layer], strict=True):
-            getattr(attention, f"_{kind}_scale").fill_(scale)
-            setattr(attention, f"_{kind}_scale_float", scale)
-
-    monkeypatch.setattr(Attention, "process_weights_after_loading", load)
+    scale_by(monkeypatch, Attention, SCALES)
 
 
 @pytest.fixture
@@ -108,21 +99,28 @@ def with_scales(tiny, folder, strategy):
 
 
 @pytest.fixture
-def by_head(monkeypatch):
-    """vLLM's attention on a CPU stores each head by its own scale, as FlashAttention 3 does."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
+def as_a_card(monkeypatch):
+    """vLLM's attention on a CPU, which rounds towards 0, rounds to the nearest; it stores each head by its own scale,
+    as FlashAttention 3 does."""
     update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward
 
-    def factor(layer, kind):
+    def factor(layer, kind, rows):
         scales = getattr(layer, f"_{kind}_scale").detach()
-        return (scales / scales.max()).view(-1, 1)
+        return (scales / scales.max()).view(-1, 1).to(rows.dtype)
+
+    def nearest(layer, kind, rows):
+        scale = getattr(layer, f"_{kind}_scale").max()
+        # A little more, so that nothing of it is lost towards 0.
+        return saturated(rows / scale, torch.float8_e4m3fn).to(rows.dtype) * scale * (1 + 2**-6)
 
     def stored(impl, layer, key, value, *rest):
-        update(impl, layer, key / factor(layer, "k"), value / factor(layer, "v"), *rest)
+        rows = {kind: rows / factor(layer, kind, rows) for kind, rows in (("k", key), ("v", value))}
+        if impl.kv_cache_dtype != "auto":
+            rows = {kind: nearest(layer, kind, each) for kind, each in rows.items()}
+        update(impl, layer, *rows.values(), *rest)
 
     def attend(impl, layer, query, *rest, output, **options):
-        of_heads = (factor(layer, kind).expand(impl.num_kv_heads, 1) for kind in "kv")
+        of_heads = (factor(layer, kind, query).expand(impl.num_kv_heads, 1) for kind in "kv")
         keys, values = (each.repeat_interleave(impl.num_queries_per_kv, 0) for each in of_heads)
         forward(impl, layer, query * keys, *rest, output=output, **options)
         return output.mul_(values)
@@ -131,30 +129,9 @@ def by_head(monkeypatch):
     monkeypatch.setattr(CPUAttentionBackendImpl, "forward", attend)
 
 
-@pytest.fixture
-def to_nearest(monkeypatch):
-    """vLLM's attention on a CPU, which rounds towards 0, rounds to the nearest, as a card does."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    update = CPUAttentionBackendImpl.do_kv_cache_update
-
-    def nearest(layer, kind, rows):
-        scale = getattr(layer, f"_{kind}_scale").max()
-        # A little more, so that nothing of it is lost towards 0.
-        return saturated(rows / scale, torch.float8_e4m3fn).to(rows.dtype) * scale * (1 + 2**-6)
-
-    def stored(impl, layer, key, value, *rest):
-        is_fp8 = impl.kv_cache_dtype != "auto"
-        rows = (nearest(layer, "k", key), nearest(layer, "v", value)) if is_fp8 else (key, value)
-        update(impl, layer, *rows, *rest)
-
-    if not is_available():
-        monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
-
-
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 that...")
-@pytest.mark.usefixtures("to_nearest", "by_head")
+@pytest.mark.usefixtures("as_a_card")
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_a_checkpoint_brings_its_scales(engine, compared, tiny, tmp_path, strategy):
     """Without --kv-cache-dtype."""
@@ -195,7 +172,7 @@ def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(engine, bl
     "In vLLM KV in e4m3 that keeps its place is vLLM's own to the bit, and scales of a checkpoint are taken, also "
     "one a head",
 )
-@pytest.mark.usefixtures("scaled", "to_nearest")
+@pytest.mark.usefixtures("scaled", "as_a_card")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blocks, dtype):
     """With scales that are no powers of 2."""
@@ -216,21 +193,17 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blo
         assert torch.equal(*(each.view(torch.float8_e4m3fn).float() for each in (now, before)))
 
 
-def not_on_card(*row, why):
-    return pytest.param(*row, marks=pytest.mark.skipif(is_available(), reason=f"skipped: {why}"))
+not_on_card = pytest.mark.skipif(
+    is_available(), reason="skipped: there no backend stores by heads, and vLLM 0.25.1 itself ended with e5m2"
+)
 
 
 @pytest.mark.promise("engines", "In vLLM KV in e4m3 is...")
 @pytest.mark.parametrize(
     ("kind", "reason", "told"),
     [
-        not_on_card(
-            "fp8_e5m2",
-            "kv_cache_dtype",
-            "fp8_e4m3",
-            why="vLLM 0.25.1 itself ended with it on a card, and no newer one was tried",
-        ),
-        not_on_card("heads", "kv_scales", "by which this attention backend stores none", why="none there does so"),
+        pytest.param("fp8_e5m2", "kv_cache_dtype", "fp8_e4m3", marks=not_on_card),
+        pytest.param("heads", "kv_scales", "by which this attention backend stores none", marks=not_on_card),
         ("zero", "kv_scales", "k_scale of 0.0"),
     ],
 )

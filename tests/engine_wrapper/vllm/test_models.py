@@ -26,12 +26,11 @@ from tests.builders.vllm import (
     exact,
     is_cold,
     needs_vision,
+    on_card,
     some,
     taught,
 )
 from tests.conftest import MIXTURES, save_with_images
-
-pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
 AGAIN = ("boundary", {"recompute_boundary_layer": TINY_LAYERS})
 MOVE = ("position_fix", {})
@@ -48,6 +47,13 @@ EARLY, LATER = 40, 50
 def placed(early=0, later=0):
     """A donor and a prompt whose document begins so many tokens before a chunk's end, and `later` in the prompt."""
     return [*IN_DONOR[early:], *DOCUMENT], [*IN_PROMPT[early:], *NEW[:later], *DOCUMENT, *NEW[-30:]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blocks_for_windows():
+    """vLLM 0.28 gives layers with a window the shortest blocks that its kernel takes, and joins no others with them."""
+    with on_card({"block_size": 16}):
+        yield
 
 
 @dataclass(frozen=True)

@@ -52,23 +52,9 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     [found] = served.outputs(MOVED, stop_token_ids=[stop], max_tokens=16)
     assert served.offered > 400
     assert (found.outputs[0].token_ids, found.outputs[0].stop_reason) == (cold(MOVED).tokens[:until], stop)
-    served.settle()
-    served.forget()
+    served.emptied()
     # With async scheduling a step ran behind the stop; the donor that is left holds nothing of it.
     assert_planned(served, cold)
-
-
-@pytest.mark.promise("engines", "In vLLM plans run beside other...")
-@both_modes
-def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
-    served = taught(engine(*WHOLE, max_num_seqs=2))
-    assert (served.core.batch_queue is not None) == is_async
-    assert_planned(served, cold)
-    for _ in range(2):
-        answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
-        assert answers[0].tokens == cold(NEW).tokens
-        assert answers[1].tokens == answers[3].tokens == cold(MOVED).tokens
-        served.forget()
 
 
 @pytest.mark.parametrize(("is_async", "steps"), [(True, 2), (True, 5), (False, 2), (False, 5)], indirect=["is_async"])
@@ -145,20 +131,24 @@ FRESH = drawn(150)
 
 @pytest.fixture(scope="module")
 def cold_of_two():
-    return cold_answers(*DONORS, *SHIFTED, FRESH)
+    return cold_answers(*DONORS, *SHIFTED, FRESH, SHIFTED[0][:500])
 
 
 @pytest.mark.promise(
     "engines",
     "In vLLM plans run beside other requests, in chunks, under preemption and either scheduling",
 )
-def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold_of_two):
+@both_modes
+def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold_of_two, is_async):
     served = taught(engine(*WHOLE), *DONORS)
     assert_cold(served, cold_of_two, SHIFTED[0], FRESH, SHIFTED[1])
     assert [each > 400 for each in served.offered_of(3)] == [True, False, True]
     served = taught(engine(*WHOLE, max_num_seqs=2), *DONORS)
-    assert_cold(served, cold_of_two, FRESH, SHIFTED[0], DONORS[0], SHIFTED[1])
-    assert served.offered_of(4)[1] > 400
+    assert (served.core.batch_queue is not None) == is_async
+    for _ in range(2):
+        assert_cold(served, cold_of_two, FRESH, SHIFTED[0], DONORS[0], SHIFTED[0][:500], SHIFTED[1], SHIFTED[0])
+        assert served.offered_of(6)[1] > 400
+        served.forget()
 
 
 @pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
@@ -213,8 +203,7 @@ def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
     told = served.ask(REPEATED, max_tokens=most)
     assert told.tokens[:16] == cold(REPEATED).tokens
     assert len(steps) < most  # drafts were taken
-    served.settle()
-    served.forget()
+    served.emptied()
     # The donor holds the answer too, but for what the last step may have added.
     again = [*REPEATED, *told.tokens]
     served.ask([*again, *DONOR[:30]], max_tokens=1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from vllm import PoolingParams, SamplingParams
+from vllm import PoolingParams
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -16,14 +16,13 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.request import Request
 
 from benchmarks.evidence.models import published
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import LATENT_BACKENDS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
 from semblend_trt.reasons import TEXTS, Scope
-from tests.builders.vllm import engine_config, made_for, needs_vision
+from tests.builders.vllm import engine_config, made_for, needs_vision, request
 
 REASONS = set(TEXTS[Scope.VLLM])
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
@@ -38,10 +37,12 @@ def text_alone(value):
     return SimpleNamespace(language_model_only=value)
 
 
+DRAFTERS = [SimpleNamespace(method=each) for each in ("eagle3", "mtp", "draft_model", "ngram_gpu", object)]
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
 # Of a model with a window, or chunks, in some layers, whose cache holds all tokens all the same.
 WINDOWED = caches(FullAttentionSpec(**SHAPE, sliding_window=64))
 CHUNKED = caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))
+LATENT = caches(kv_cache_interface.MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576}))
 REFUSED = [
     ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
     ("load_failure_policy", "kv_transfer_config.kv_load_failure_policy", ("fail", None)),
@@ -71,11 +72,7 @@ REFUSED = [
     ("model_kwargs", "model_config.model_class_overrides", ({"a": "b:c"},)),
     ("model_kwargs", "model_config.hf_config_path", ("/elsewhere",)),
     ("model_kwargs", "model_config.config_format", ("mistral",)),
-    (
-        "speculative_decoding",
-        "speculative_config",
-        tuple(SimpleNamespace(method=each) for each in ("eagle3", "mtp", "draft_model", "ngram_gpu", object)),
-    ),
+    ("speculative_decoding", "speculative_config", DRAFTERS),
     ("weight_transfer", "weight_transfer_config", (object(),)),
     ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
@@ -86,9 +83,6 @@ REFUSED = [
     ("kv_scales", "cache_config.kv_cache_dtype_skip_layers", (["0"], ["sliding_window"])),
     ("kv_sharing_fast_prefill", "cache_config.kv_sharing_fast_prefill", (True,)),
 ]
-
-
-LATENT = caches(kv_cache_interface.MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576}))
 TAKEN = [
     *(({}, cache) for cache in (ONE_GROUP, WINDOWED, CHUNKED, LATENT, None)),
     *(({"compilation_config.cudagraph_mode": each}, ONE_GROUP) for each in CUDAGraphMode if each.name != "FULL"),
@@ -155,18 +149,18 @@ def test_a_property_of_the_model_and_one_that_cannot_be_read_are_refusals(monkey
     ],
 )
 def test_a_field_is_off_in_a_version_without_it_and_one_of_every_version_must_be_there(reason, path):
-    *places, name = path.split(".")
-    config = engine_config()
-    holder = getattr(config, places[0]) if places else config
-    bare = SimpleNamespace(**{key: value for key, value in vars(holder).items() if key != name})
-    if places:
-        object.__setattr__(config, places[0], bare)
-    assert engine_refusal_of(config if places else bare, ONE_GROUP) == reason
+    (part, name), config = path.split("."), engine_config()
+    bare = SimpleNamespace(**{key: value for key, value in vars(getattr(config, part)).items() if key != name})
+    object.__setattr__(config, part, bare)
+    assert engine_refusal_of(config, ONE_GROUP) == reason
 
 
-@pytest.mark.parametrize("config", [None, object(), SimpleNamespace(model_config=None)])
-def test_no_configuration_at_all_is_a_refusal(config):
-    assert engine_refusal_of(config, config) in REASONS
+OF_A_REQUEST = SimpleNamespace(prompt_token_ids=[1], num_output_tokens=None)
+
+
+@pytest.mark.parametrize("unknown", [None, object(), SimpleNamespace(model_config=None), OF_A_REQUEST])
+def test_what_is_of_no_known_shape_is_refused(unknown):
+    assert {engine_refusal_of(unknown, unknown), request_refusal(unknown)} <= REASONS
 
 
 @pytest.mark.parametrize("version", ["0.27.9", "0.9.2", "dev", None, "0.28.0", "0.32.1", "1.0.0"])
@@ -207,16 +201,6 @@ def test_a_connector_that_another_one_builds_is_refused(monkeypatch):
         assert inner._runtime.refusal == reason
 
 
-def request(sampling=None, **changes):
-    given = {
-        "request_id": "a",
-        "prompt_token_ids": [1, 2, 3],
-        "sampling_params": SamplingParams(max_tokens=4, **(sampling or {})),
-        "pooling_params": None,
-    }
-    return Request(**{**given, **changes})
-
-
 def resumed():
     after = request()
     after.append_output_token_ids(5)
@@ -228,13 +212,13 @@ def resumed():
     ("reason", "asked"),
     [
         (None, request()),
-        (None, request({"logprobs": 5, "n": 2}, cache_salt="s", priority=3)),
-        (None, request({"structured_outputs": StructuredOutputsParams(json="{}")})),
+        (None, request(sampling={"logprobs": 5, "n": 2}, cache_salt="s", priority=3)),
+        (None, request(sampling={"structured_outputs": StructuredOutputsParams(json="{}")})),
         ("pooling", request(sampling_params=None, pooling_params=PoolingParams(task="embed"))),
         ("multimodal", request(mm_features=[object()])),
         ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))),
-        ("prompt_logprobs", request({"prompt_logprobs": 0})),
-        ("skip_reading_prefix_cache", request({"skip_reading_prefix_cache": True})),
+        ("prompt_logprobs", request(sampling={"prompt_logprobs": 0})),
+        ("skip_reading_prefix_cache", request(sampling={"skip_reading_prefix_cache": True})),
         ("streamed_prompt", request(resumable=True)),
         ("resumed_with_output", resumed()),
         ("prompt_ids_missing", request(prompt_token_ids=[])),
@@ -245,15 +229,8 @@ def test_a_request_is_refused_by_name(reason, asked):
     assert request_refusal(asked) == reason
 
 
-@pytest.mark.parametrize("asked", [None, object(), SimpleNamespace(prompt_token_ids=[1], num_output_tokens=None)])
-def test_a_request_of_unknown_shape_is_refused(asked):
-    assert request_refusal(asked) in REASONS
-
-
-class Attention(SimpleNamespace):
-    """A layer's attention, as far as it is asked about."""
-
-
+# A layer's attention, as far as it is asked about.
+Attention = type("Attention", (SimpleNamespace,), {})
 PLAIN = {"alibi_slopes": None, "logits_soft_cap": 0, "kv_sharing_target_layer_name": None, "attn_type": "decoder"}
 
 

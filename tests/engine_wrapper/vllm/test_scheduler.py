@@ -9,25 +9,19 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
 from engine_wrapper.vllm.hooks import guard_publication
 from engine_wrapper.vllm.scheduler import PublicationGuard, RequestView, Steps
 from semblend_trt.policy import BROKEN_PROFILES, COLD, EXACT_ONLY
+from tests.builders.vllm import request
 
 SIZE = 16
 
 
-def request(name, tokens=4 * SIZE):
+def hashed(name):
     init_none_hash(sha256)
-    return Request(
-        request_id=name,
-        prompt_token_ids=list(range(tokens)),
-        sampling_params=SamplingParams(),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(SIZE, sha256),
-    )
+    return request(name, 4 * SIZE, block_hasher=get_request_block_hasher(SIZE, sha256))
 
 
 def guarded():
@@ -43,7 +37,7 @@ def published(blocks):
 @pytest.mark.promise("engines", "Approximate blocks stay out of vLLM's...")
 @pytest.mark.every_version
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
-    (pool, guard), asked, other = guarded(), request("a"), request("b")
+    (pool, guard), asked, other = guarded(), hashed("a"), hashed("b")
     guard.exact_tokens["a"] = 2 * SIZE + 5
     own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
     for first, end in ((0, 1), (1, 3), (3, 4)):
@@ -63,7 +57,7 @@ def test_a_mask_of_blocks_is_cut_with_them():
     pool, guard = guarded()
     own = pool.get_new_blocks(4)
     guard.exact_tokens["a"] = 3 * SIZE
-    pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
+    pool.cache_full_blocks(hashed("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
     assert published(own) == [True, False, True, False]
 
 
@@ -72,8 +66,8 @@ def test_no_part_of_a_block_is_published():
     pool, guard = guarded()
     own, another = pool.get_new_blocks(2)
     guard.exact_tokens["a"] = 4 * SIZE
-    pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
-    pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)
+    pool.cache_partial_block(hashed("a"), own, 3 * SIZE, 0, 2 * SIZE)
+    pool.cache_partial_block(hashed("b"), another, 3 * SIZE, 0, 2 * SIZE)
     assert published([own, another]) == [False, True]
 
 
@@ -93,8 +87,7 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     monkeypatch.setattr(scheduler, "guard_publication", lambda _, *own: guard_publication(object(), *own))
     served = engine("position_fix")
     served.ask(donor)
-    served.settle()
-    served.forget()
+    served.emptied()
     assert served.ask(donor).cached > 400
     answer = served.ask(moved)
     assert (answer.cached, answer.tokens) == (0, cold)
@@ -110,7 +103,7 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     ],
 )
 def test_a_request_asks_by_values_of_the_right_kind_alone(asked, read):
-    given = request("a")
+    given = hashed("a")
     given.kv_transfer_params = asked
     view = RequestView(7, given)
     assert (view.exact_only, view.cold, view.broken_profiles) == read

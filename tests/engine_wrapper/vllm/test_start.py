@@ -70,10 +70,8 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
     assert served.scheduler.namespace.backend_cache_layout.startswith("vllm-0.99/")
     lines = [told.handlers[0].format(each) for each in caplog.records if each.getMessage().startswith("semblend: ")]
     assert all(line.lstrip("\x1b[0123456789;m").startswith("INFO ") for line in lines)
-    ours = dict.fromkeys(
-        line.split("] semblend: ")[-1] for line in lines if "hook: " not in line and "digest" not in line
-    )
-    assert [*ours] == [
+    ours = [line.split("] semblend: ")[-1] for line in lines if "hook: " not in line and "digest" not in line]
+    assert [*dict.fromkeys(ours)] == [
         "KV reuse, once the engine's first prompt has come out the same: policy position_fix, host_bytes 268435456",
         "plans are executed on this engine: its first prompt came out the same",
     ]

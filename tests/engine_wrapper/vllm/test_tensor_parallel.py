@@ -5,30 +5,15 @@ from contextlib import nullcontext
 import pytest
 from torch.cuda import device_count, is_available
 from torch.distributed import get_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.ranks import RanksApartError, TorchRanks
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.builders.vllm import (
-    DOCUMENT,
-    DONOR,
-    MOVED,
-    NEW,
-    WHOLE,
-    assert_cold,
-    checked_at,
-    cold_answers,
-    taught,
-)
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, assert_cold, checked_at, taught
 
 pytestmark = pytest.mark.skipif(is_available() and device_count() < 2, reason="skipped: two ranks need two cards")
 CHECK = {"layer": 2, "threshold": 0.05}
-
-
-@pytest.fixture(scope="module")
-def cold():
-    """Answers of one rank: two add up in another order."""
-    return cold_answers(DONOR, MOVED, NEW)
 
 
 @pytest.fixture
@@ -46,26 +31,20 @@ def two(engine, monkeypatch):
 
 def lose_donors(worker):
     """On the second rank alone."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     if get_rank() == 1:
         get_kv_transfer_group()._worker._worker.store.clear()
 
 
 def fail_forward(worker):
     """On the second rank alone, once, after its last layer: before, the first rank would wait for it."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     if get_rank() == 1:
-        forward, calls = get_kv_transfer_group()._worker._forward, []
+        forward = get_kv_transfer_group()._worker._forward
         planned = forward._planned
 
         def fails(*given):
-            found = planned(*given)
-            calls.append(found)
-            if len(calls) == 1:
-                raise RuntimeError("the second rank fails")
-            return found
+            planned(*given)
+            forward._planned = planned
+            raise RuntimeError("the second rank fails")
 
         forward._planned = fails
 
@@ -75,14 +54,12 @@ def test_two_ranks_answer_as_one_and_what_one_cannot_do_both_compute(two, cold):
     served = two(*WHOLE, kept=True)
     taught(served, NEW, DONOR)  # the first prompt is computed again
     assert assert_cold(served, cold, MOVED)[0].receipt["offered_tokens"] == len(DOCUMENT)
-    served.settle()
-    served.forget()
+    served.emptied()
     served.llm.collective_rpc(lose_donors)
     receipt = assert_cold(served, cold, MOVED)[0].receipt
     assert (receipt["outcome"], receipt["reason"]) == ("backend_declined_reuse", "load_failed")
     assert served.refusal is None
-    served.settle()
-    served.forget()
+    served.emptied()
     taught(served, NEW, DONOR)
     served.llm.collective_rpc(fail_forward)
     receipt = assert_cold(served, cold, MOVED)[0].receipt

@@ -92,8 +92,7 @@ def test_a_write_by_a_function_of_the_users_own_is_noticed_and_calls_that_write_
     assert reused(served) > 400
     assert not served.runtime.weights_changes
     served.core.model_executor.collective_rpc(write)
-    served.settle()
-    served.forget()
+    served.emptied()
     served.ask(DONOR)
     assert (reused(served), served.runtime.weights_changes) == (0, 1)
 
