@@ -25,13 +25,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from engine_wrapper.vllm.engine_spec import learn_caches
-from engine_wrapper.vllm.hooks import (
-    around_update,
-    find_scheduler,
-    guard_publication,
-    watch_resets,
-    watch_worker_calls,
-)
+from engine_wrapper.vllm.hooks import around_update, find_scheduler, guard_publication, watch_resets, watch_worker_calls
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.report import RemoteWeights
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill, tell_used

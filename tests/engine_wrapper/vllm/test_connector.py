@@ -79,8 +79,7 @@ def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
 
 
 @pytest.mark.promise(
-    "engines",
-    "After a reset of the connector's cache in vLLM nothing that was computed before it is reused",
+    "engines", "After a reset of the connector's cache in vLLM nothing that was computed before it is reused"
 )
 def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold, monkeypatch):
     """If the reset fails, vLLM is told, and nothing is reused either."""

@@ -135,8 +135,7 @@ def cold_of_two():
 
 
 @pytest.mark.promise(
-    "engines",
-    "In vLLM plans run beside other requests, in chunks, under preemption and either scheduling",
+    "engines", "In vLLM plans run beside other requests, in chunks, under preemption and either scheduling"
 )
 @both_modes
 def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold_of_two, is_async):

@@ -137,8 +137,7 @@ FAULTS = {
 
 
 @pytest.mark.promise(
-    "engines",
-    "A load or a plan that fails in vLLM is computed, and no token of a failed step is taken",
+    "engines", "A load or a plan that fails in vLLM is computed, and no token of a failed step is taken"
 )
 @pytest.mark.promise("commands", "Usage, receipt, audit log, metrics and...")
 @in_both_modes(FAULTS)
