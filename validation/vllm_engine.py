@@ -43,7 +43,7 @@ class VllmEngines(LoadingEngines):
         # Logits are read and answers forced in this process, through the V1 runner, which holds the step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
         self._kv_dtype = kv_dtype
-        # Tokens of a block. On a card vLLM 0.25.1 gives layers with a window blocks of 16; all are to be alike.
+        # Tokens of a block. On a card vLLM 0.28 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:

@@ -51,7 +51,7 @@ def placed(early=0, later=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def blocks_for_windows():
-    """vLLM 0.28 gives layers with a window the shortest blocks that its kernel takes, and joins no others with them."""
+    """vLLM 0.28 gives layers with a window the shortest blocks that its kernel takes; all are to be alike."""
     with on_card({"block_size": 16}):
         yield
 
