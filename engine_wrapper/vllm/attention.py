@@ -26,14 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.deviation_check import stand_apart
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh, write
-from engine_wrapper.vllm.hooks import (
-    forward_context,
-    own_kernels,
-    prefill_backend_of,
-    replaced_backend,
-    sinks_of,
-    window_of,
-)
+from engine_wrapper.vllm.hooks import forward_context, own_kernels, prefill_backend_of, replaced_backend
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import to_device
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
@@ -203,10 +196,9 @@ class VllmRows:
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding comes after them
         cache, impl = self._parts.cache(layer), attention.impl
-        window, sinks = window_of(attention), sinks_of(attention)
         mass = None if self._parts.chunks[layer] else self._schedule.mass
         attend = sparse_prefill if mass is None else partial(mass.attend, layer)
-        output[:rows] = attend(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
+        output[:rows] = attend(queries[:rows], cache, kv[-1], impl.scale, attention.sliding_window, impl.sinks)
         return output
 
     def _metadata(self, sequences: Sequence[SequenceRows], slots: torch.Tensor) -> Any:

@@ -26,7 +26,6 @@ from engine_wrapper.vllm.hooks import (
     is_latent,
     own_kernels,
     replaced_attention,
-    window_of,
     writes_rows,
 )
 from kernels.layout import LayeredPool, PoolLayer, indexable
@@ -352,9 +351,8 @@ def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -
     """Raise LayoutError for layers that, of `longest` tokens, see others than the configuration says. A window over the
     whole sequence hides nothing."""
     longest = max(longest, facts.max_positions)
-    compared = {"windows": (window_of, facts.windows), "chunks": (chunk_of, facts.chunks)}
-    for what, (read, wanted) in compared.items():
-        found = list(map(read, attention))
+    windows, chunks = [each.sliding_window for each in attention], list(map(chunk_of, attention))
+    for what, found, wanted in (("windows", windows, facts.windows), ("chunks", chunks, facts.chunks)):
         shown = [None if each is None or each >= longest else each for each in found]
         if shown != list(wanted):
             raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")

@@ -125,19 +125,9 @@ def is_latent(attention: Any) -> bool:
     return hasattr(attention, "kv_lora_rank")
 
 
-def window_of(attention: Any) -> int | None:
-    """Return the tokens that a layer sees, None for all."""
-    return getattr(attention, "sliding_window", None)
-
-
 def chunk_of(attention: Any) -> int | None:
     """Return the tokens of a layer's chunks, None without any."""
     return getattr(attention, "attention_chunk_size", None)
-
-
-def sinks_of(attention: Any) -> torch.Tensor | None:
-    """Return the sinks of a layer's heads, if it has some."""
-    return getattr(attention.impl, "sinks", None)
 
 
 def writes_rows(attention: Any) -> bool:
