@@ -1,11 +1,17 @@
-"""What the command lines of `python -m validation` have in common: parser, options, and what they ask for."""
+"""What the command lines of `python -m validation` have in common: parser, options, what they ask for and show."""
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tqdm import tqdm
+
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.cases import Case, log_cases, read_cases
 from validation.engines import EMBEDDED, SGLANG, TRTLLM, VLLM
@@ -145,3 +151,26 @@ def own_cases(options: argparse.Namespace, tokenizer: Any) -> list[Case]:
     if options.log is not None:
         cases += log_cases(options.log, str(options.model or shipped_model()), options.min_match_length)
     return cases
+
+
+def beside(path: Path, suffix: str) -> Path | None:
+    """Return the path with another suffix; None for a device or pipe. Raises ConfigurationError if not writable."""
+    check_writable(path)
+    return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
+
+
+def complain(sentence: str) -> None:
+    """Show one line on stderr."""
+    sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a transient progress bar of `steps` steps on stderr; give the function that says what was done last."""
+    with tqdm(total=steps, desc=title, leave=False, file=sys.stderr, disable=None) as bar:
+
+        def on_step(last: str) -> None:
+            bar.set_postfix_str(printable(last), refresh=False)
+            bar.update()
+
+        yield on_step

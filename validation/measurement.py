@@ -11,15 +11,7 @@ from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
-from validation.engines import (
-    ArmEngine,
-    AuditFile,
-    Engines,
-    EngineSettings,
-    concerns,
-    ended_requests,
-    opened,
-)
+from validation.engines import ArmEngine, AuditFile, Engines, EngineSettings, ended_requests, opened
 from validation.samples import Answer, Reuse, Sample, sample_of
 
 OnStep = Callable[[str], None]
@@ -207,6 +199,12 @@ class BatchServer(_CaseServer):
             min_span=settings.min_span,
             batch_size=settings.batch,
         )
+
+
+def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
+    """Return whether the event is about one of the requests or the donor that one of them became."""
+    donor = str(event.get("donor_id")).rpartition("-")[2]
+    return event.get("request_id") in request_ids or donor in map(str, request_ids)
 
 
 @dataclass(slots=True)

@@ -217,7 +217,7 @@ def test_an_interrupt_ends_with_130(command, monkeypatch, capsys):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    for place in ("check_writable", "_exactness", "write_json"):
+    for place in ("check_writable", "_exactness", "results.write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(f"validation.cli.{place}", interrupted)
             assert main(command) == 130

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation import results
+from validation.arguments import beside
 from validation.cli import main
 from validation.results import Measured, Results, command, describe, versions
 
@@ -54,6 +56,19 @@ def test_a_row_tells_how_it_was_measured():
     assert "torch" in told.versions
     assert (told.machine["gpu"], told.machine["name"]) == (None, f"cpu-{told.machine['cores']}core")
     assert describe("cpu", "mine")["name"] == "mine"
+
+
+def test_nothing_is_put_beside_what_is_no_file(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to("/dev/null")
+    assert [beside(path, ".md") for path in (Path("/dev/null"), link)] == [None, None]
+    (tmp_path / "old.json").touch()
+    assert [beside(tmp_path / name, ".md") for name in ("old.json", "old")] == [tmp_path / "old.md"] * 2
+
+
+def test_json_has_no_values_that_json_lacks(tmp_path):
+    results.write_json(tmp_path / "a.json", {"a": [float("nan"), 1.5, {"b": float("-inf")}], "c": (1, 2)})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, 1.5, {"b": None}], "c": [1, 2]}
 
 
 TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
