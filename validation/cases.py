@@ -18,7 +18,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, read_input
 from semblend_trt.prompts import ChatError, render_chat
 from validation import prompts
-from validation.engines import Engines
+from validation.engines import Engines, forced_answer
 from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 
@@ -260,13 +260,10 @@ class Tokeniser:
 
     def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
         """Return how to answer: greedily up to the longest answer, or `forced` token by token; with logits."""
-        if forced is None:
-            return SamplingParams(
-                max_tokens=self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True
-            )
-        return SamplingParams(
-            max_tokens=len(forced), forced_token_ids=tuple(forced), ignore_eos=True, return_generation_logits=True
-        )
+        if forced is not None:
+            return forced_answer(forced)
+        stops = self.stop_token_ids
+        return SamplingParams(max_tokens=self._max_tokens, stop_token_ids=stops, return_generation_logits=True)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return an answer's text without the mark that ends it and without space around it."""

@@ -49,10 +49,6 @@ gates:
   --kv-dtype fp8 against the engine's own, in any type, and no more than those differ among themselves.
   A gate without a sample to read (with --prompts or --log) is shown as such and does not fail.
 """
-_ENGINE = (
-    "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the other, "
-    "on a device that it chooses itself"
-)
 
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
@@ -119,7 +115,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
     what = parser.add_argument_group("what is run")
     arguments.add(what, "--model")
-    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG), help=_ENGINE)
+    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG))
     arguments.add(what, "--prompts", "--log")
     arguments.add(what, "--arms", default_in_words="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
@@ -168,10 +164,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     choices = models.choices_of(engines, options.boundary, profile)
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
-    measurement = Measurement(engines, cases, settings, arms, options.repeat)
+    measurement = Measurement(engines, cases, settings, arms)
     exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
-    with arguments.progress("Measuring", measurement.steps) as on_step:
-        samples, events = measurement.run(on_step)
+    with arguments.progress("Measuring", options.repeat * measurement.steps) as on_step:
+        samples, events = measurement.run(options.repeat, on_step)
     audit = {arm.name: audit_counts(events, arm.name) for arm in arms if arm.variables is not None}
     report = Report(
         model=models.shown_name(settings.model),

@@ -153,6 +153,11 @@ def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tup
         audit.read()
 
 
+def forced_answer(tokens: Sequence[int]) -> SamplingParams:
+    """Return how to answer with these tokens, one by one, with logits."""
+    return SamplingParams(len(tokens), forced_token_ids=tuple(tokens), ignore_eos=True, return_generation_logits=True)
+
+
 @dataclass(slots=True)
 class Asked:
     """One request. An engine whose logits can be read keeps `rows` of them, float32 [vocabulary], and the time of the

@@ -66,15 +66,12 @@ class LocalSglang:
         return self.scheduler.tree_cache
 
     def ask(self, *asked: Ask) -> list[Any]:
-        """Answer the requests together; return SGLang's Req of each, which has ended."""
+        """Answer the requests together; return SGLang's Req of each, which has ended. Without one, the scheduler runs
+        once, and checks its pool for leaks."""
         self._waiting, self._asked = [self._request(each) for each in asked], []
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
         return list(self._asked)
-
-    def run_idle(self) -> None:
-        """Have the scheduler run once without a request: it then checks its pool for leaks."""
-        self.ask()
 
     def close(self) -> None:
         """End the engine; another one may be opened then."""
