@@ -40,7 +40,7 @@ _KV_DTYPE = "the KV cache; auto is that of the weights, and fp8 is e4m3, which t
 _ARMS = f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all"
 _PROFILE = f"reuse profile for the arm {VERIFIED} (default: reuse-profile.json in the model's folder, if there)"
 _BOUNDARY = f"lowest layers that the arm {BOUNDARY} computes for all tokens (default: a third of the model's)"
-_FAMILIES = f"names with commas: {', '.join(each.name for each in ALL_FAMILIES)} (default: all whose data is there)"
+_FAMILIES = f"with commas between them: {', '.join(x.name for x in ALL_FAMILIES)} (default: all whose data is there)"
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"type": named, "metavar": "PATH_OR_ID", "help": _MODEL},
