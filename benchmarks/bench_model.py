@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, Qwen2Config
 
 from semblend_trt.connector.lookup import ProfileMatcher
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.output import write_json
+from validation.results import write_json
 
 # Sizes of Qwen/Qwen2.5-7B, of HuggingFaceTB/SmolLM2-135M-Instruct (config.json, with positions for an answer), and of a
 # model that is quick on a CPU: all have Qwen2's layers.

@@ -1,11 +1,17 @@
-"""What the command lines of `python -m validation` have in common: parser, options, and what they ask for."""
+"""What the command lines of `python -m validation` have in common: parser, options, what they ask for and show."""
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tqdm import tqdm
+
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.cases import Case, log_cases, read_cases
 from validation.engines import EMBEDDED, SGLANG, TRTLLM, VLLM
@@ -25,48 +31,31 @@ _PROMPTS = (
     'messages, "reference", "donor_answer"}; only "prompt" must be there, and a donor_answer makes a trap'
 )
 _LOG = "request bodies of OpenAI's API, one a line: donors of a request are earlier ones that share text with it"
+_ENGINE = (
+    "where the prompts are served: embedded; vllm, through its LLM class in this process; sglang, through its "
+    "scheduler in this process; or, without times, trtllm, which is TensorRT-LLM with the wrapper through its LLM API "
+    "(untested on a real one). Only embedded runs on --device; arms of the others are served one after the other"
+)
+_KV_DTYPE = "the KV cache; auto is that of the weights, and fp8 is e4m3, which trtllm is not asked for"
+_ARMS = f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all"
+_PROFILE = f"reuse profile for the arm {VERIFIED} (default: reuse-profile.json in the model's folder, if there)"
+_BOUNDARY = f"lowest layers that the arm {BOUNDARY} computes for all tokens (default: a third of the model's)"
+_FAMILIES = f"with commas between them: {', '.join(x.name for x in ALL_FAMILIES)} (default: all whose data is there)"
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"type": named, "metavar": "PATH_OR_ID", "help": _MODEL},
-    "--engine": {
-        "choices": (EMBEDDED, TRTLLM, VLLM, SGLANG),
-        "default": EMBEDDED,
-        "help": "where the prompts are served: embedded; vllm, through its LLM class in this process; sglang, "
-        "through its scheduler in this process; or trtllm, which "
-        "is TensorRT-LLM with the wrapper through its LLM API (untested on a real one)",
-    },
+    "--engine": {"choices": (EMBEDDED, TRTLLM, VLLM, SGLANG), "default": EMBEDDED, "help": _ENGINE},
     "--device": {"help": "auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)"},
     "--dtype": {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "help": "weights and KV"},
-    "--kv-dtype": {
-        "choices": KV_DTYPES,
-        "default": AUTO,
-        "help": "the KV cache; auto is that of the weights, and fp8 is e4m3, which trtllm is not asked for",
-    },
+    "--kv-dtype": {"choices": KV_DTYPES, "default": AUTO, "help": _KV_DTYPE},
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},
     "--prompts": {"type": Path, "metavar": "FILE.jsonl", "help": _PROMPTS},
     "--log": {"type": Path, "metavar": "FILE.jsonl", "help": _LOG},
-    "--arms": {
-        "type": named,
-        "metavar": "NAMES",
-        "help": f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all",
-    },
-    "--profile": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": f"reuse profile for the arm {VERIFIED} (default: reuse-profile.json in the model's folder, if there)",
-    },
-    "--boundary": {
-        "type": int,
-        "metavar": "LAYERS",
-        "help": f"lowest layers that the arm {BOUNDARY} computes for all tokens (default: a third of the model's)",
-    },
-    "--families": {
-        "type": named,
-        "metavar": "NAMES",
-        "help": f"with commas between them: {', '.join(each.name for each in ALL_FAMILIES)} (default: all whose data "
-        "is there)",
-    },
+    "--arms": {"type": named, "metavar": "NAMES", "help": _ARMS},
+    "--profile": {"type": Path, "metavar": "FILE", "help": _PROFILE},
+    "--boundary": {"type": int, "metavar": "LAYERS", "help": _BOUNDARY},
+    "--families": {"type": named, "metavar": "NAMES", "help": _FAMILIES},
     "--groups": {"type": int, "default": 50, "help": "groups of questions on the same documents"},
     "--questions": {"type": int, "default": 4, "help": "questions in each group"},
     "--tokens": {"type": int, "default": 1_536, "help": "longest prompt, in tokens"},
@@ -145,3 +134,26 @@ def own_cases(options: argparse.Namespace, tokenizer: Any) -> list[Case]:
     if options.log is not None:
         cases += log_cases(options.log, str(options.model or shipped_model()), options.min_match_length)
     return cases
+
+
+def beside(path: Path, suffix: str) -> Path | None:
+    """Return the path with another suffix; None for a device or pipe. Raises ConfigurationError if not writable."""
+    check_writable(path)
+    return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
+
+
+def complain(sentence: str) -> None:
+    """Show one line on stderr."""
+    sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a transient progress bar of `steps` steps on stderr; give the function that says what was done last."""
+    with tqdm(total=steps, desc=title, leave=False, file=sys.stderr, disable=None) as bar:
+
+        def on_step(last: str) -> None:
+            bar.set_postfix_str(printable(last), refresh=False)
+            bar.update()
+
+        yield on_step

@@ -18,7 +18,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, read_input
 from semblend_trt.prompts import ChatError, render_chat
 from validation import prompts
-from validation.engines import Engines
+from validation.engines import Engines, forced_answer
 from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 
@@ -70,7 +70,6 @@ def groups(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-WORKLOAD = "prompts"
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -83,7 +82,7 @@ class _Line(BaseModel):
 
     prompt: _Said
     id: _Text | None = None
-    family: _Text = WORKLOAD
+    family: _Text = "prompts"
     group: _Text | None = None
     donors: list[_Said] = []
     reference: _Text | None = None
@@ -158,7 +157,6 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
-LOG = "log"
 MOST_DONORS = 3
 
 
@@ -182,7 +180,7 @@ def log_cases(path: Path, model: str, shortest: int) -> list[Case]:
                     # A line may hold several prompts.
                     name = f"line-{prompt.line}" + (f".{len(texts)}" if f"line-{prompt.line}" in cases else "")
                     known = (tuple(texts[each] for each in latest), prompt.content, None, False, Expectation.ANY)
-                    cases[name] = Case(name, LOG, "any", *known, name)
+                    cases[name] = Case(name, "log", "any", *known, name)
                 index.add(prompt.namespace, str(len(texts)), tokens)
                 texts.append(prompt.content)
     except OSError as error:
@@ -260,13 +258,10 @@ class Tokeniser:
 
     def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
         """Return how to answer: greedily up to the longest answer, or `forced` token by token; with logits."""
-        if forced is None:
-            return SamplingParams(
-                max_tokens=self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True
-            )
-        return SamplingParams(
-            max_tokens=len(forced), forced_token_ids=tuple(forced), ignore_eos=True, return_generation_logits=True
-        )
+        if forced is not None:
+            return forced_answer(forced)
+        stops = self.stop_token_ids
+        return SamplingParams(max_tokens=self._max_tokens, stop_token_ids=stops, return_generation_logits=True)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return an answer's text without the mark that ends it and without space around it."""

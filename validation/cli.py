@@ -20,12 +20,11 @@ from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.calibration import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED, SGLANG, VLLM, AuditCounts, Engines
+from validation.engines import EMBEDDED, SGLANG, VLLM, Engines, audit_counts
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import beside, complain, progress, write_json
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
 from validation.report import BOUNDS, FILE_NAME, Report, check_bounds, end_to_end_rows, gates_of, page, show
@@ -50,10 +49,6 @@ gates:
   --kv-dtype fp8 against the engine's own, in any type, and no more than those differ among themselves.
   A gate without a sample to read (with --prompts or --log) is shown as such and does not fail.
 """
-_ENGINE = (
-    "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the other, "
-    "on a device that it chooses itself"
-)
 
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +81,7 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
         if options.write:
             write_bytes(path, made[path].encode())
         else:
-            complain(f"{path} differs from the rows in {options.results}; rewrite it with --write")
+            arguments.complain(f"{path} differs from the rows in {options.results}; rewrite it with --write")
     return options.write or not old
 
 
@@ -120,7 +115,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
     what = parser.add_argument_group("what is run")
     arguments.add(what, "--model")
-    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG), help=_ENGINE)
+    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM, SGLANG))
     arguments.add(what, "--prompts", "--log")
     arguments.add(what, "--arms", default_in_words="those without a number")
     which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
@@ -156,7 +151,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
-    page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
+    page_path = options.page or (arguments.beside(options.output, ".html") and options.output.with_name("report.html"))
     for path in filter(None, (options.output, page_path, options.audit_path, rows_path)):
         check_writable(path)
     profile = models.profile_of(options.model, options.profile)
@@ -169,11 +164,11 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     choices = models.choices_of(engines, options.boundary, profile)
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
     arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
-    measurement = Measurement(engines, cases, settings, arms, options.repeat)
+    measurement = Measurement(engines, cases, settings, arms)
     exactness = _exactness(engines, options.engine, measurement.longest_prompt, settings)
-    with progress("Measuring", measurement.steps) as on_step:
-        samples, events = measurement.run(on_step)
-    audit = {arm.name: AuditCounts.of(events, arm.name) for arm in arms if arm.variables is not None}
+    with arguments.progress("Measuring", options.repeat * measurement.steps) as on_step:
+        samples, events = measurement.run(options.repeat, on_step)
+    audit = {arm.name: audit_counts(events, arm.name) for arm in arms if arm.variables is not None}
     report = Report(
         model=models.shown_name(settings.model),
         policy=policy,
@@ -188,7 +183,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     )
     log = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
     write_bytes(options.audit_path, log.encode())
-    write_json(options.output, report.to_dict())
+    results.write_json(options.output, report.to_dict())
     if page_path is not None:
         write_bytes(page_path, page(report, cases, engines.tokenizer).encode())
     if rows_path is not None:
@@ -207,9 +202,9 @@ def _exactness(engines: Engines, name: str, prompt: list[int], settings: Serving
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
     show(report, report.seconds, options.output, page_path)
     for gate in report.failed:
-        complain(f"gate failed: {gate.sentence()}")
-    refused = report.audit[report.policy].rejection_reasons
+        arguments.complain(f"gate failed: {gate.sentence()}")
+    refused = report.audit[report.policy]["rejection_reasons"]
     if report.failed and refused:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused)
-        complain(f"look-ups of the arm {report.policy} that placed nothing: {reasons}")
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
+        arguments.complain(f"look-ups of the arm {report.policy} that placed nothing: {reasons}")
     return not report.failed

@@ -96,35 +96,22 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
     return {**arm.variables, **room, "SEMBLEND_AUDIT_PATH": audit_path}
 
 
-@dataclass(frozen=True, slots=True)
-class AuditCounts:
-    """Names are those of the SemBlend package's validation. `materialized_units`: tokens times layers moved."""
-
-    events: int = 0
-    donor_registrations: int = 0
-    semantic_hits: int = 0
-    materializations: int = 0
-    materialized_units: int = 0
-    incremental_matched_tokens: int = 0
-    rope_corrections: int = 0
-    rejection_reasons: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def of(cls, events: Iterable[dict[str, Any]], arm: str) -> "AuditCounts":
-        """Count the events whose `arm` is `arm`."""
-        ours = [event for event in events if event["arm"] == arm]
-        lookups, materialized = ([e for e in ours if e["event"] == name] for name in ("lookup", "materialized"))
-        reasons = Counter(event["rejection_reason"] for event in lookups if event.get("rejection_reason"))
-        return cls(
-            events=len(ours),
-            donor_registrations=sum(event["event"] == "donor_registered" and not event.get("error") for event in ours),
-            semantic_hits=sum(bool(event["found"]) for event in lookups),
-            materializations=len(materialized),
-            materialized_units=sum(event["materialized"] for event in materialized),
-            incremental_matched_tokens=sum(event["num_new_matched_tokens"] for event in lookups),
-            rope_corrections=sum(bool(event["requires_rope_correction"]) for event in materialized),
-            rejection_reasons=tuple(sorted(reasons.items())),
-        )
+def audit_counts(events: Iterable[dict[str, Any]], arm: str) -> dict[str, Any]:
+    """Count the events whose `arm` is `arm`, under the names of the SemBlend package's validation.
+    `materialized_units`: tokens times layers moved."""
+    ours = [event for event in events if event["arm"] == arm]
+    lookups, materialized = ([e for e in ours if e["event"] == name] for name in ("lookup", "materialized"))
+    reasons = Counter(event["rejection_reason"] for event in lookups if event.get("rejection_reason"))
+    return {
+        "events": len(ours),
+        "donor_registrations": sum(event["event"] == "donor_registered" and not event.get("error") for event in ours),
+        "semantic_hits": sum(bool(event["found"]) for event in lookups),
+        "materializations": len(materialized),
+        "materialized_units": sum(event["materialized"] for event in materialized),
+        "incremental_matched_tokens": sum(event["num_new_matched_tokens"] for event in lookups),
+        "rope_corrections": sum(bool(event["requires_rope_correction"]) for event in materialized),
+        "rejection_reasons": dict(sorted(reasons.items())),
+    }
 
 
 @dataclass(slots=True)
@@ -153,12 +140,6 @@ def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dic
     return sorted(ended, key=lambda event: int(event["request_id"]))
 
 
-def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
-    """Return whether the event is about one of the requests or the donor that one of them became."""
-    donor = str(event.get("donor_id")).rpartition("-")[2]
-    return event.get("request_id") in request_ids or donor in map(str, request_ids)
-
-
 @contextmanager
 def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, AuditFile]]:
     """Open the arm's engine and its audit file, which is read to its end when the engine has ended."""
@@ -170,6 +151,11 @@ def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tup
         finally:
             engine.shutdown()
         audit.read()
+
+
+def forced_answer(tokens: Sequence[int]) -> SamplingParams:
+    """Return how to answer with these tokens, one by one, with logits."""
+    return SamplingParams(len(tokens), forced_token_ids=tuple(tokens), ignore_eos=True, return_generation_logits=True)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arms_of, is_reusing
-from validation.engines import Engines, EngineSettings, ended_requests, opened
+from validation.engines import Engines, EngineSettings, ended_requests, forced_answer, opened
 
 _BLOCK_SIZE = 32
 # Float32 logits over a large vocabulary are big; these rows meet every position of a block.
@@ -95,18 +95,12 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
     """Return logits of a forced answer, float32 [tokens, vocabulary]: at first, and with the engine's own prefix."""
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
-    forced = SamplingParams(
-        max_tokens=_ANSWER_TOKENS,
-        forced_token_ids=tuple(tokens[:_ANSWER_TOKENS]),
-        ignore_eos=True,
-        return_generation_logits=True,
-    )
     outputs: list[Any] = []
     with opened(engines, arm, settings) as (engine, audit):
         engine.generate([donor], SamplingParams(max_tokens=1))
         for _ in range(2):
             engine.settle()
-            outputs += engine.generate([tokens], forced)
+            outputs += engine.generate([tokens], forced_answer(tokens[:_ANSWER_TOKENS]))
     if is_reusing(arm.name) and not any(event["event"] == "materialized" for event in audit.events):
         ended = {event["request_id"]: event["reason"] for event in ended_requests(audit.events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"

@@ -11,18 +11,13 @@ from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
-from validation.engines import (
-    ArmEngine,
-    AuditFile,
-    Engines,
-    EngineSettings,
-    concerns,
-    ended_requests,
-    opened,
-)
+from validation.engines import ArmEngine, AuditFile, Engines, EngineSettings, ended_requests, opened
 from validation.samples import Answer, Reuse, Sample, sample_of
 
 OnStep = Callable[[str], None]
+Cases = Sequence[Case]
+Salts = Sequence[str | None]
+Forced = Sequence[tuple[int, ...] | None]
 
 # A request's last block and the next one may hold more tokens than its own.
 BLOCK_ROOM = 128
@@ -38,7 +33,7 @@ class ArmServer:
     tokeniser: Tokeniser
     audit: AuditFile
 
-    def serve_donors(self, donors: Sequence[list[int]], salts: str | Sequence[str | None] | None = None) -> list[int]:
+    def serve_donors(self, donors: Sequence[list[int]], salts: str | Salts | None = None) -> list[int]:
         """Serve all donors together if the arm serves any, and return their request numbers."""
         if not (self.arm.serves_donors and donors):
             return []
@@ -46,9 +41,7 @@ class ArmServer:
         self.engine.settle()
         return [output.request_id for output in outputs]
 
-    def answers(
-        self, prompts: Sequence[list[int]], salts: Sequence[str | None], forced: Sequence[tuple[int, ...] | None]
-    ) -> list[Answer]:
+    def answers(self, prompts: Sequence[list[int]], salts: Salts, forced: Forced) -> list[Answer]:
         """Answer all prompts together, greedily or with the `forced` tokens. Raises SemBlendError."""
         outputs = self.engine.generate(prompts, [self.tokeniser.sampling(each) for each in forced], salts)
         self.engine.settle()
@@ -94,7 +87,7 @@ class ServingSettings:
 class _CaseServer:
     """Cases of one model. Raises ConfigurationError when one does not fit the model's context."""
 
-    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
+    def __init__(self, engines: Engines, cases: Cases, settings: ServingSettings) -> None:
         self._engines, self._settings = engines, settings
         self._tokeniser = Tokeniser(engines, settings.max_tokens)
         self._cases = list(cases)
@@ -113,12 +106,12 @@ class BatchServer(_CaseServer):
     answers a case is its cold. A prompt with a reference is then served again for the reference's loss, and for the
     text of a changed answer."""
 
-    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
+    def __init__(self, engines: Engines, cases: Cases, settings: ServingSettings) -> None:
         super().__init__(engines, cases, settings)
         self._colds: dict[str, Answer] = {}
         self._cold: dict[str, Answer] = {}
 
-    def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
+    def samples(self, arm: Arm, cases: Cases | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
         """Return the answers to `cases` (default: all) compared with cold's, asked once. Raises SemBlendError."""
         cases = self._cases if cases is None else cases
         if missing := [case for case in cases if case.id not in self._cold]:
@@ -128,9 +121,7 @@ class BatchServer(_CaseServer):
         layers = self._engines.facts.num_layers
         return [sample_of(arm, case, answers[case.id], self._cold[case.id], layers) for case in cases]
 
-    def answers(
-        self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
-    ) -> dict[str, Answer]:
+    def answers(self, arm: Arm, cases: Cases | None = None, on_step: OnStep = lambda _: None) -> dict[str, Answer]:
         """Return the answers to `cases` (default: all) by id; `on_step` gets each id. Raises SemBlendError."""
         order = groups(self._cases if cases is None else cases)
         # A second cold run has other batches, so that it shows what batching alone changes.
@@ -145,11 +136,10 @@ class BatchServer(_CaseServer):
                     found[case_id] = answer
                     on_step(case_id)
         reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
-        # The times of batched prompts are not those of one prompt.
-        return {
-            name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
-            for name, each in found.items()
-        }
+        for name, each in found.items():
+            # The times of batched prompts are not those of one prompt.
+            found[name] = replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
+        return found
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         # A group's donors one after the other: each may itself be served from earlier ones.
@@ -162,13 +152,11 @@ class BatchServer(_CaseServer):
             cases = [case for case in together if case is not None]
             yield from zip((case.id for case in cases), self._judge(server, cases), strict=True)
 
-    def _asked(
-        self, server: ArmServer, cases: Sequence[Case], forced: Sequence[tuple[int, ...] | None]
-    ) -> list[Answer]:
+    def _asked(self, server: ArmServer, cases: Cases, forced: Forced) -> list[Answer]:
         salts = [case.group if server.arm.isolated else None for case in cases]
         return server.answers([self._tokens[case.id].prompt for case in cases], salts, forced)
 
-    def _judge(self, server: ArmServer, cases: Sequence[Case]) -> list[Answer]:
+    def _judge(self, server: ArmServer, cases: Cases) -> list[Answer]:
         colds = [self._colds.get(case.id) for case in cases]
         found = self._asked(server, cases, [None if cold is None else cold.tokens for cold in colds])
         for index, (case, answer) in enumerate(zip(cases, found, strict=True)):
@@ -186,9 +174,8 @@ class BatchServer(_CaseServer):
         # After a token that is not cold's, the arm's own answer goes on in another way.
         changed = [index for index, _ in more if found[index].tokens != self._colds[cases[index].id].tokens]
         asked = [*more, *((index, None) for index in changed)]
-        answers = (
-            self._asked(server, [cases[index] for index, _ in asked], [forced for _, forced in asked]) if asked else []
-        )
+        again = [cases[index] for index, _ in asked]
+        answers = self._asked(server, again, [forced for _, forced in asked]) if asked else []
         for (index, forced), answer in zip(asked, answers, strict=True):
             changes = {"text": answer.text} if forced is None else {"loss": answer.loss}
             found[index] = replace(found[index], **changes)
@@ -209,6 +196,12 @@ class BatchServer(_CaseServer):
         )
 
 
+def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
+    """Return whether the event is about one of the requests or the donor that one of them became."""
+    donor = str(event.get("donor_id")).rpartition("-")[2]
+    return event.get("request_id") in request_ids or donor in map(str, request_ids)
+
+
 @dataclass(slots=True)
 class _Round:
     """One repeat: donors' request numbers by group and arm, answers by case and arm, reuse by arm and request."""
@@ -222,34 +215,27 @@ class Measurement(_CaseServer):
     """The timed run of all `arms`, with cold, cold_again and exact_prefix. Every repeat opens new engines.
     The engines run side by side if they share weights, else one after the other."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        cases: Sequence[Case],
-        settings: ServingSettings,
-        arms: tuple[Arm, ...],
-        repeats: int = 1,
-    ) -> None:
+    def __init__(self, engines: Engines, cases: Cases, settings: ServingSettings, arms: tuple[Arm, ...]) -> None:
         super().__init__(engines, cases, settings)
-        self._arms, self._repeats = arms, repeats
+        self._arms = arms
         # cold comes first: the other arms' answers are compared with its own.
         cold_first = sorted(arms, key=lambda arm: arm.name != COLD)
         self._turns = [(arm,) for arm in cold_first] if engines.starts_slowly else [arms]
 
     @property
     def steps(self) -> int:
-        """How often `run` reports progress."""
-        return self._repeats * len(self._turns) * len(self._cases)
+        """How often `run` reports progress in each repeat."""
+        return len(self._turns) * len(self._cases)
 
     @property
     def longest_prompt(self) -> list[int]:
         return max((tokens.prompt for tokens in self._tokens.values()), key=len)
 
-    def run(self, on_step: OnStep = lambda _: None) -> tuple[list[Sample], list[dict[str, Any]]]:
-        """Serve everything; `on_step` gets the id of each case that is done. Return all samples, and all audit events
-        with `arm` and `repeat` added. Raises SemBlendError."""
+    def run(self, repeats: int = 1, on_step: OnStep = lambda _: None) -> tuple[list[Sample], list[dict[str, Any]]]:
+        """Serve everything `repeats` times; `on_step` gets the id of each case that is done. Return all samples, and
+        all audit events with `arm` and `repeat` added. Raises SemBlendError."""
         samples, events = list[Sample](), list[dict[str, Any]]()
-        for repeat in range(self._repeats):
+        for repeat in range(repeats):
             found = _Round()
             for arms in self._turns:
                 events += self._serve(arms, repeat, found, on_step)
@@ -297,9 +283,7 @@ class Measurement(_CaseServer):
             min_span=self._settings.min_span,
         )
 
-    def _serve_group(
-        self, servers: list[ArmServer], group: list[Case], repeat: int, found: _Round, on_step: OnStep
-    ) -> None:
+    def _serve_group(self, servers: list[ArmServer], group: Cases, repeat: int, found: _Round, on_step: OnStep) -> None:
         for server in servers:
             # One after the other: a donor may itself be served from earlier ones.
             donors = [number for each in self._tokens[group[0].id].donors for number in server.serve_donors([each])]
@@ -328,7 +312,7 @@ class Measurement(_CaseServer):
             on_step(case.id)
 
     def _compared(self, repeat: int, found: _Round) -> list[Sample]:
-        samples, num_layers = [], self._engines.facts.num_layers
+        samples, layers, unit = [], self._engines.facts.num_layers, self._engines.prefix_unit
         for case in self._cases:
             answers = {
                 name: replace(answer, reuse=found.reuse[name].get(answer.request_id, answer.reuse))
@@ -340,8 +324,6 @@ class Measurement(_CaseServer):
                 exact = [index for index, number in donors if number not in reuse or reuse[number].is_exact]
                 tokens = self._tokens[case.id]
                 shared = max((equal_start(tokens.donors[index], tokens.prompt) for index in exact), default=0)
-                expected = min(
-                    shared - shared % self._engines.prefix_unit, answers[EXACT_PREFIX].reuse.exact_prefix_tokens
-                )
-                samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], num_layers, repeat, expected))
+                expected = min(shared - shared % unit, answers[EXACT_PREFIX].reuse.exact_prefix_tokens)
+                samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], layers, repeat, expected))
         return samples

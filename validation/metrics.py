@@ -125,9 +125,7 @@ class NonInferiority:
         )
 
 
-def non_inferiority(
-    differences: Sequence[float], groups: Sequence[Hashable], *, seed: int = 0, resamples: int = RESAMPLES
-) -> NonInferiority | None:
+def non_inferiority(differences: Sequence[float], groups: Sequence[Hashable], seed: int = 0) -> NonInferiority | None:
     """Compare paired scores, arm minus cold, by a percentile bootstrap (Efron 1979) from `seed`; None without any.
     It resamples whole groups, since answers on the same documents are not independent. The mean is over prompts."""
     if not differences:
@@ -146,7 +144,7 @@ def non_inferiority(
                 lambda total, number, axis: total.sum(axis=axis) / number.sum(axis=axis),
                 paired=True,
                 vectorized=True,
-                n_resamples=resamples,
+                n_resamples=RESAMPLES,
                 batch=1_000,
                 confidence_level=CONFIDENCE,
                 alternative="greater",

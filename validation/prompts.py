@@ -15,6 +15,7 @@ QUESTION_MARK = "<|q|>"
 ANSWER_MARK = "<|a|>"
 END_MARK = "<|end|>"
 MARKS = (INSTRUCTION_MARK, DOCUMENT_MARK, QUESTION_MARK, ANSWER_MARK, END_MARK)
+Texts = Sequence[str]
 
 # Instructions and system prompts that the shipped model has learned, from a few words to a paragraph.
 INSTRUCTIONS = tuple(WORDS["instructions"].splitlines())
@@ -30,23 +31,14 @@ class Turn:
     documents: tuple[str, ...] = ()
 
 
-# These replace our marks for models that were not trained on them.
-_HEADINGS = {
-    INSTRUCTION_MARK: "",
-    DOCUMENT_MARK: "\n\n",
-    QUESTION_MARK: "\n\nQuestion: ",
-    ANSWER_MARK: "\nAnswer: ",
-    END_MARK: "\n",
-}
+# These replace our marks, in their order, for models that were not trained on them.
+_HEADINGS = ("", "\n\n", "\n\nQuestion: ", "\nAnswer: ", "\n")
 
 
 def _marked(mark: str, *parts: str) -> str:
-    for part in parts:
-        for each in (*MARKS, "<|endoftext|>"):
-            if each in part:
-                raise ValueError(
-                    f"A prompt part must not hold the mark {each}; it would change the prompt's structure."
-                )
+    for each in (*MARKS, "<|endoftext|>"):
+        if any(each in part for part in parts):
+            raise ValueError(f"A prompt part must not hold the mark {each}; it would change the prompt's structure.")
     return "".join(mark + part for part in parts)
 
 
@@ -71,13 +63,11 @@ class PromptForm:
     head: str = ""
     end_id: int | None = None
 
-    def render(self, instruction: str, documents: Sequence[str], question: str) -> str:
+    def render(self, instruction: str, documents: Texts, question: str) -> str:
         """Return a prompt without its answer. All renderers raise ValueError for a part that holds a mark."""
         return self.render_conversation(instruction, (), question, documents)
 
-    def render_conversation(
-        self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
-    ) -> str:
+    def render_conversation(self, system: str, turns: Sequence[Turn], question: str, documents: Texts = ()) -> str:
         """Return a prompt of finished turns, `documents` and an open question."""
         parts = [_marked(INSTRUCTION_MARK, system)]
         for turn in (*turns, Turn(question, "", tuple(documents))):
@@ -85,13 +75,13 @@ class PromptForm:
             parts += [_marked(ANSWER_MARK, turn.answer), END_MARK]
         return self._put("".join(parts[:-1]))
 
-    def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
+    def render_pages(self, instruction: str, pages: Texts) -> str:
         """Return a prompt of one instruction and documents; the last breaks off and is to be continued."""
         return self._put(_marked(INSTRUCTION_MARK, instruction) + _marked(DOCUMENT_MARK, *pages))
 
     def _put(self, prompt: str) -> str:
         if not self.has_marks:
-            for mark, heading in _HEADINGS.items():
+            for mark, heading in zip(MARKS, _HEADINGS, strict=True):
                 prompt = prompt.replace(mark, heading)
         return prompt
 
@@ -107,18 +97,14 @@ SHIPPED = PromptForm(
 render, render_conversation, render_pages = SHIPPED.render, SHIPPED.render_conversation, SHIPPED.render_pages
 
 _YARDSTICK_INSTRUCTIONS = tuple(WORDS["yardstick instructions"].splitlines())
+_KINDS, _NAMES, _ITEMS = (words(WORDS[f"yardstick {each}"]) for each in ("place kinds", "place names", "items"))
 # This model was trained on lists of these words and lengths only; other words halve its exact match.
 YARDSTICK = replace(
     SHIPPED,
     name="yardstick",
     instructions=_YARDSTICK_INSTRUCTIONS,
     system_prompts=_YARDSTICK_INSTRUCTIONS,
-    vocabulary=Vocabulary(
-        words(WORDS["yardstick place kinds"]),
-        words(WORDS["yardstick place names"]),
-        words(WORDS["yardstick items"]),
-        least=5,
-    ),
+    vocabulary=Vocabulary(_KINDS, _NAMES, _ITEMS, least=5),
     rows=(8, 9),
 )
 PLAIN = replace(
@@ -165,9 +151,7 @@ class ChatForm(PromptForm):
                 return replace(form, template_digest=digest, head=head, end_id=end)
         raise ConfigurationError(f"The model's chat template cannot be used ({why}); name another form with --form.")
 
-    def render_conversation(
-        self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
-    ) -> str:
+    def render_conversation(self, system: str, turns: Sequence[Turn], question: str, documents: Texts = ()) -> str:
         """Do as `PromptForm` does, with the generation prompt. Raises ChatError too, which is a ValueError."""
         said = [system]
         for turn in (*turns, Turn(question, "", tuple(documents))):
@@ -182,7 +166,7 @@ class ChatForm(PromptForm):
         messages = [{"role": role, "content": each} for role, each in zip(roles[:-1], said[:-1], strict=True)]
         return render_chat({"messages": messages}, self.tokenizer)[0]
 
-    def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
+    def render_pages(self, instruction: str, pages: Texts) -> str:
         """Do as `PromptForm` does; the user's turn stays open after the last page."""
         return self.render_conversation(instruction, (), "\n\n".join([_CONTEXT, *pages]) + _NEXT).partition(_NEXT)[0]
 

@@ -18,9 +18,8 @@ from validation.arms import COLD, FLOOR_ARMS, POSITION_FIX, VERIFIED, arms_of, i
 from validation.families.catalog import FAMILIES, Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
-from validation.output import beside, complain, progress, write_json
 from validation.report import ARM_NAMES, HEADER_TRAP, Grid, page, show, wrapped
-from validation.results import Measured, Results, Row, write_rows
+from validation.results import Measured, Results, Row, write_json, write_rows
 from validation.samples import Line, Sample, is_known, lines_of
 
 FILE_STEM, _EM = "quality", "exact match"
@@ -52,7 +51,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     """Run and write all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
-    page_path = beside(options.output, ".html")
+    page_path = arguments.beside(options.output, ".html")
     for path in filter(None, (options.output, page_path, options.record and options.record / file_name)):
         check_writable(path)
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
@@ -71,7 +70,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     server = BatchServer(engines, cases, settings)
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
-    with progress("Serving", len(cases) * len(arms)) as on_step:
+    with arguments.progress("Serving", len(cases) * len(arms)) as on_step:
         for arm in sorted(arms, key=lambda arm: arm.name != COLD):
             began = time.perf_counter()
             samples += server.samples(arm, on_step=on_step)
@@ -100,7 +99,7 @@ def _show(report: "QualityReport", output: Path, page_path: Path | None = None) 
     verified, unknown = [line for line in report.lines if line.arm == VERIFIED], report.unknown()
     inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
-        complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
+        arguments.complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
 
 

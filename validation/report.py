@@ -15,33 +15,27 @@ from jinja2 import Environment, StrictUndefined
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
 from validation.cases import Case, Expectation, grouped
-from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
-from validation.results import Better, Measured, Results, Row, figure, say
+from validation.results import Better, Measured, Results, Row, figure, meets, say
 from validation.samples import Sample
 
 EXACTNESS = "wrapper_exactness"
 MAX_LOGIT_DIFFERENCE = 1e-4
 # Nats by which a GPU's results of one computation may differ.
 KL_ROUNDING = 1e-6
-# Counts of the audit log that have a lower bound, and what each counts.
-COUNTED = {
-    "donor_registrations": "requests that became donors",
-    "semantic_hits": "look-ups that found a donor",
-    "materializations": "requests whose donors' KV was placed",
-    "incremental_matched_tokens": "tokens promised beyond the engine's own prefix",
-    "rope_corrections": "requests whose donors' keys were rotated",
-}
-
-
 # Gates whose lower bound a user may set: its default, and what it bounds.
 BOUNDS: dict[str, tuple[float, str]] = {
     "speedup": (1.05, "TTFT against cold"),
     "rouge1": (0.35, "ROUGE-1 F1 against cold's answers"),
     "token_f1": (0.10, "token F1 against cold's answers"),
-    **{name: (1, what) for name, what in COUNTED.items()},
+    # Counts of the audit log.
+    "donor_registrations": (1, "requests that became donors"),
+    "semantic_hits": (1, "look-ups that found a donor"),
+    "materializations": (1, "requests whose donors' KV was placed"),
+    "incremental_matched_tokens": (1, "tokens promised beyond the engine's own prefix"),
+    "rope_corrections": (1, "requests whose donors' keys were rotated"),
 }
 
 
@@ -68,9 +62,7 @@ class Gate:
 
     @property
     def holds(self) -> bool:
-        if self.value is None:
-            return True
-        return self.value >= self.bound if self.better == "higher" else self.value <= self.bound
+        return self.value is None or meets(self.value, self.bound, self.better)
 
     def sentence(self) -> str:
         relation = "at least" if self.better == "higher" else "at most"
@@ -79,7 +71,11 @@ class Gate:
 
 
 def gates_of(
-    samples: Sequence[Sample], audit: AuditCounts, policy: str, bounds: Mapping[str, float], exactness: Exactness | None
+    samples: Sequence[Sample],
+    audit: Mapping[str, Any],
+    policy: str,
+    bounds: Mapping[str, float],
+    exactness: Exactness | None,
 ) -> list[Gate]:
     """Return all gates of a run; `audit` is that of `policy`, `bounds` are by gate; `exactness` may be None."""
 
@@ -107,7 +103,7 @@ def gates_of(
         Gate("perplexity_ratio", ratio, least * (1.0 + MARGIN), "lower", f"{more}; noise floor {least:.4f}"),
         Gate("unrelated_fires", unrelated_fires(samples), 0, "lower", "requests with placed KV, every reusing arm"),
         Gate("exact_prefix_untouched", exact_prefix_untouched(samples), 1.0, "higher", kept),
-        *(at_least(name, getattr(audit, name), f"audit log of arm {policy}") for name in COUNTED),
+        *(at_least(name, audit[name], f"audit log of arm {policy}") for name in BOUNDS if name in audit),
         Gate(EXACTNESS, difference, max(MAX_LOGIT_DIFFERENCE, noise), "lower", reads),
     ]
 
@@ -265,7 +261,7 @@ class Report:
     model: str
     policy: str
     samples: Sequence[Sample]
-    audit: dict[str, AuditCounts]
+    audit: dict[str, dict[str, Any]]
     audit_path: str
     gates: Sequence[Gate]
     settings: dict[str, Any]
@@ -320,7 +316,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON; the SemBlend package's validation uses the names `num_samples` to `audit` too."""
         reusing = [s for s in self.samples if s.arm == self.policy and s.may_reuse]
-        audit = self.audit[self.policy]
         return {
             "schema": 1,
             "model": self.model,
@@ -329,7 +324,7 @@ class Report:
             "mean_speedup": mean(s.speedup for s in reusing),
             "mean_rouge1_f1": mean(s.rouge1_cold for s in reusing),
             "mean_token_f1": mean(s.token_f1_cold for s in reusing),
-            "audit": {"path": self.audit_path, **asdict(audit), "rejection_reasons": dict(audit.rejection_reasons)},
+            "audit": {"path": self.audit_path, **self.audit[self.policy]},
             "passed": not self.failed,
             "gates": [{**asdict(gate), "holds": gate.holds} for gate in self.gates],
             "noise_floor": self._noise_floor(),
@@ -370,10 +365,7 @@ def show(report: Any, seconds: float, output: Path, page_path: Path | None) -> N
 
 def _grid(title: str, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> Grid:
     keys = ("workload", "size", "arm")
-    rows = [
-        [*(line[key] for key in keys), *("-" if line[name] is None else figure(line[name]) for name in names)]
-        for line in lines
-    ]
+    rows = [[*(line[key] for key in keys), *(figure(line[name]) for name in names)] for line in lines]
     return title, [name.replace("_", " ") for name in (*keys, *names)], rows
 
 
@@ -389,11 +381,9 @@ def end_to_end_rows(
             shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
             own = [s for s in shifted if s.arm == arm]
             speedup, cold_s = median(s.speedup for s in own), median(s.ttft_s for s in shifted if s.arm == COLD)
-            prompt, computed = mean(s.prompt_tokens for s in own), mean(s.computed_tokens for s in own)
+            prompt, part = mean(s.prompt_tokens for s in own), mean(s.computed_tokens for s in own)
             if speedup is not None and cold_s is not None:
-                against = (
-                    f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
-                )
+                against = f"cold: {cold_s * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {part:,.0f}"
                 results.add(f"{name}_{label}_ttft_speedup", speedup, "x", against, BOUNDS["speedup"][0], "higher")
     for name, arm, workloads in (
         (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
@@ -427,9 +417,7 @@ _BY_KIND = {
     Kind.NONE: "Shares no text with a request before.",
     Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
 }
-_FAMILIES = {
-    each.name: (each.write.__doc__ if each.marks is False else None) or _BY_KIND[each.kind] for each in FAMILIES
-}
+_WHAT = {each.name: (each.write.__doc__ if each.marks is False else None) or _BY_KIND[each.kind] for each in FAMILIES}
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
@@ -481,13 +469,13 @@ def examples(samples: Sequence[Sample], policy: str, cases: Sequence[Case], toke
     is_split = {name: len({sample.answer for sample in arms.values()}) > 1 for name, arms in by_case.items()}
     chosen: dict[str, Case] = {}
     for case in cases:
-        key = case.workload if case.workload in _FAMILIES else case.id
+        key = case.workload if case.workload in _WHAT else case.id
         if key not in chosen or (is_split[case.id] and not is_split[chosen[key].id]):
             chosen[key] = case
     return [
         {
             "case": case,
-            "what": _FAMILIES.get(case.workload, ""),
+            "what": _WHAT.get(case.workload, ""),
             "arms": [_shown(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
         }
         for case in list(chosen.values())[:12]

@@ -77,11 +77,10 @@ class Row:
                 raise ValueError(f"The row {self.name} has the value {figure}; a result is a finite number.")
         if self.better not in ("higher", "lower"):
             raise ValueError(f"the row {self.name} has better={self.better!r}; it is higher or lower")
-        if self.holds is not _holds(self.value, self.goal, self.better):
+        if self.holds is not meets(self.value, self.goal, self.better):
             raise ValueError(f"the row {self.name} says holds={self.holds}, which its figures contradict")
-        if not all(isinstance(each, str) for each in (self.unit, self.baseline, self.command)) or not re.match(
-            r"\d{4}-\d{2}-\d{2}", self.date
-        ):
+        texts = (self.unit, self.baseline, self.command)
+        if not all(isinstance(each, str) for each in texts) or not re.match(r"\d{4}-\d{2}-\d{2}", self.date):
             raise ValueError(f"the row {self.name} has no texts in unit, baseline and command, or no date")
         if not (isinstance(self.machine, dict) and isinstance(self.versions, dict)):
             raise ValueError(f"the row {self.name} has no objects in machine and versions")
@@ -110,7 +109,7 @@ class Results:
         """Add a figure. `holds` follows from value, goal and direction. Raises ValueError when the value is not finite.
         It shows the figure at once, so that a run that is cut short has shown what it measured."""
         value, goal = float(value), None if self.dry or goal is None else float(goal)
-        holds = _holds(value, goal, better)
+        holds = meets(value, goal, better)
         added = Row(name, value, unit, goal, better, holds, baseline, **asdict(self.measured))
         self.rows.append(added)
         if self._is_shown:
@@ -129,8 +128,21 @@ class Results:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows of one run to `path`, replacing what an earlier run left there."""
-    text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
+    write_json(path, [asdict(each) for each in rows])
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON; NaN and infinities, which JSON does not have, become null."""
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(sentence: object) -> None:
@@ -186,7 +198,8 @@ def describe(device: str | None = None, name: str | None = None) -> dict[str, An
     }
 
 
-def _holds(value: float, goal: float | None, better: Better) -> bool:
+def meets(value: float, goal: float | None, better: Better) -> bool:
+    """Return whether a value reaches its goal, or has none; NaN reaches none."""
     return goal is None or (value >= goal if better == "higher" else value <= goal)
 
 
@@ -318,10 +331,10 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
     return found
 
 
-def figure(value: float) -> str:
-    """Return four significant digits; large integers whole."""
-    if not math.isfinite(value):
-        return str(value)
+def figure(value: float | None) -> str:
+    """Return four significant digits, large integers whole, or `-` for None."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

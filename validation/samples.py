@@ -135,15 +135,13 @@ class Sample(Reuse):
         return self.expects in (Expectation.REUSE.value, Expectation.ANY.value)
 
 
-def sample_of(
-    arm: Arm, case: Case, ours: Answer, cold: Answer, num_layers: int, repeat: int = 0, expected_exact_tokens: int = 0
-) -> Sample:
-    """Return one arm's answer beside cold's, as a Sample; `num_layers` are the model's."""
+def sample_of(arm: Arm, case: Case, ours: Answer, cold: Answer, layers: int, repeat: int = 0, exact: int = 0) -> Sample:
+    """Return one arm's answer beside cold's; `layers` are the model's, `exact` the sample's `expected_exact_tokens`."""
     reuse, reference = ours.reuse, case.reference
     # After a sample only tokens that were compared ran in the lowest layers.
     reused, compared = reuse.reused_tokens, reuse.sampled_tokens + reuse.checked_tokens
     run_below = min(reused, compared) if reuse.sampled_tokens else reused
-    moved = reused - run_below * arm.full_layers / num_layers
+    moved = reused - run_below * arm.full_layers / layers
     after_prefix = ours.prompt_tokens - reuse.exact_prefix_tokens
     scores: dict[str, Any] = _closeness(ours.text, cold.text, "cold")
     scores |= _closeness(ours.text, None if reference is None else reference.strip(), "reference")
@@ -162,7 +160,7 @@ def sample_of(
         answer=ours.text,
         speedup=cold.ttft_s / ours.ttft_s if is_timed and cold.ttft_s and ours.ttft_s else None,
         answer_tokens=len(ours.tokens),
-        expected_exact_tokens=expected_exact_tokens,
+        expected_exact_tokens=exact,
         computed_tokens=after_prefix - reused,
         computed_share=1.0 - moved / max(1, after_prefix),
         exact_match=metrics.exact_match(ours.text, str(reference)) if is_known else None,

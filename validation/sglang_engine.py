@@ -2,26 +2,20 @@
 
 SGLang's servers run the scheduler in a process of its own, where logits cannot be read."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from engine_wrapper.embedded.request import RequestOutput
 from semblend_trt.errors import SemBlendError
-from validation.engines import LoadingEngines, ServingEngine, connector_variables, environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.request import RequestOutput
-    from validation.arms import Arm
-    from validation.engines import ArmEngine, Asked, EngineSettings
+from validation.arms import Arm
+from validation.engines import Asked, EngineSettings, LoadingEngines, ServingEngine, connector_variables, environment
 
 # Options of every engine here: the CPU's own attention, if there is no card.
 _ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -66,15 +60,11 @@ class LocalSglang:
         return self.scheduler.tree_cache
 
     def ask(self, *asked: Ask) -> list[Any]:
-        """Answer the requests together; return SGLang's Req of each, which has ended."""
+        """Return SGLang's Req of each request, which has ended. Asked nothing, it checks its pool for leaks."""
         self._waiting, self._asked = [self._request(each) for each in asked], []
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
         return list(self._asked)
-
-    def run_idle(self) -> None:
-        """Have the scheduler run once without a request: it then checks its pool for leaks."""
-        self.ask()
 
     def close(self) -> None:
         """End the engine; another one may be opened then."""
@@ -134,7 +124,7 @@ class SglangEngines(LoadingEngines):
         "SGLang chooses its device itself; --device is not read.",
     )
 
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> "SglangEngine":
         """Return the arm's engine, with our prefix cache if it has variables. Raises SemBlendError."""
         options: dict[str, Any] = {} if arm.variables is None else {"radix_cache_backend": "semblend"}
         if arm.chunk_tokens is not None:

@@ -39,6 +39,7 @@ from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_
 Answers = tuple[tuple[int, ...], ...]
 Questions = Sequence[Question]
 Events = tuple[dict[str, Any], ...]
+Opened = tuple[Any, AuditFile]  # an LLM, and its connector's log
 
 _SHORT = "Answer with a number only."
 MAX_TOKENS = 16
@@ -109,9 +110,7 @@ def serve(model: str, dtype: str, asked: Questions, connector: str | None, varia
 
 
 @contextmanager
-def _opened(
-    model: str, connector: str | None, variables: Mapping[str, str], **options: Any
-) -> Iterator[tuple[Any, AuditFile]]:
+def _opened(model: str, connector: str | None, variables: Mapping[str, str], **options: Any) -> Iterator[Opened]:
     """Open an engine and its audit file, which is read when the engine has ended. Raises SemBlendError."""
     with tempfile.TemporaryDirectory() as folder:
         audit = AuditFile(Path(folder) / "audit.jsonl")
@@ -150,7 +149,7 @@ def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crow
     # 128 more for tokens that the engine adds, and for the cancelled request.
     room = longest + MAX_TOKENS + 128
     options: dict[str, Any] = {"dtype": dtype, "max_seq_len": room, "max_batch_size": max(map(len, rounds))}
-    options |= {"cache": {"max_tokens": 4 * room}}  # a quarter of what a round needs
+    options["cache"] = {"max_tokens": 4 * room}  # a quarter of what a round needs
     with _opened(model, WRAPPER, _EXACT, **options, enable_iter_perf_stats=True) as (llm, audit):
         before = _free_blocks(llm)
         answers, cancelled, failed = _crowd(llm, rounds, [1] * (room + 1), audit.path)
@@ -336,13 +335,11 @@ def judge_crowded(facts: dict[str, Any], events: Events) -> list[Finding]:
     lost = reasons["load_failed"] + reasons["internal_error"]
     exchanged = sum(event["event"] == "blocks_exchanged" for event in events)
     unsaved = [str(event["error"])[:80] for event in events if event["event"] == "donor_registered" and event["error"]]
+    again = f"{paused} requests asked about again; {lost} plans lost"
+    under = f"{exchanged} donors of exchanged blocks; not saved: {unsaved[:4]}"
     return [
-        Finding(
-            "pauses", (is_v1 or paused > 0) and not lost, f"{paused} requests asked about again; {lost} plans lost"
-        ),
-        Finding(
-            "exchange", is_v1 or exchanged > 0, f"{exchanged} donors of exchanged blocks; not saved: {unsaved[:4]}"
-        ),
+        Finding("pauses", (is_v1 or paused > 0) and not lost, again),
+        Finding("exchange", is_v1 or exchanged > 0, under),
     ]
 
 

@@ -14,15 +14,7 @@ import torch
 from engine_wrapper.embedded.request import RequestOutput
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation.arms import Arm
-from validation.engines import (
-    ArmEngine,
-    Asked,
-    EngineSettings,
-    LoadingEngines,
-    ServingEngine,
-    connector_variables,
-    environment,
-)
+from validation.engines import Asked, EngineSettings, LoadingEngines, ServingEngine, connector_variables, environment
 
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
 # Saves end in another process. They count as ended when its audit log has not grown for this time.
@@ -40,12 +32,7 @@ def trtllm_api() -> Any:
 
 
 def open_llm(
-    model: str,
-    connector: str | None,
-    variables: Mapping[str, str],
-    *,
-    cache: Mapping[str, Any] | None = None,
-    **options: Any,
+    model: str, connector: str | None, variables: Mapping[str, str], cache: Mapping[str, Any] = {}, **options: Any
 ) -> Any:
     """Open an LLM with TensorRT-LLM's defaults, but for chunked prefill and the host memory that no connector allows.
 
@@ -53,7 +40,7 @@ def open_llm(
     Raises SemBlendError when it does not start."""
     # `tensorrt_llm.llmapi` itself has KvCacheConfig only.
     api = import_module("tensorrt_llm.llmapi.llm_args")
-    fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, "host_cache_size": 0, **(cache or {})}
+    fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, "host_cache_size": 0, **cache}
     # The answers are compared, so a slow first look-up must not time out.
     variables = {"SEMBLEND_LOOKUP_DEADLINE_MS": "10000", **variables}
     try:
@@ -90,7 +77,7 @@ class TrtllmEngines(LoadingEngines):
         trtllm_api()
         super().__init__(model, dtype, tells_kv_scales=False)
 
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> "TrtllmEngine":
         """Return the arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
         connector = None if arm.variables is None else WRAPPER
         options: dict[str, Any] = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}

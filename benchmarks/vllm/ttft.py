@@ -49,8 +49,7 @@ from benchmarks.vllm.arm import (
     VllmArm,
 )
 from semblend_trt.outcome import Outcome
-from validation.output import write_json
-from validation.results import Measured, Results, command, write_rows
+from validation.results import Measured, Results, command, write_json, write_rows
 
 # Our connector inside vLLM, each against stock vLLM of the same version in the same run.
 VLLM_OVER_EXACT_HIT = 1.0

@@ -9,16 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
-from validation.cases import (
-    MAX_FORCED_TOKENS,
-    MOST_DONORS,
-    Case,
-    Expectation,
-    Tokeniser,
-    equal_start,
-    log_cases,
-    read_cases,
-)
+from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, equal_start, log_cases, read_cases
 
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
 
@@ -110,7 +101,7 @@ def test_donors_are_the_latest_earlier_requests_that_share_text(tmp_path, chat_m
     log = log_of(tmp_path, "1 " + SHARED, alone, *(f"{n} {SHARED} {n}" for n in range(2, 7)))
     cases = log_cases(log, chat_model_path, 64)
     assert [case.id for case in cases] == [f"line-{line}" for line in range(3, 8)]
-    assert [len(case.donors) for case in cases] == [1, 2, 3, 3, MOST_DONORS]
+    assert [len(case.donors) for case in cases] == [1, 2, 3, 3, 3]
     assert cases[-1].donors == tuple(case.prompt for case in cases[1:4])
     assert cases[0].prompt == f"<|start|>user\n2 {SHARED} 2<|stop|>\n<|start|>assistant\n"
     assert all(case.reference is None and case.is_timed for case in cases)

@@ -217,7 +217,7 @@ def test_an_interrupt_ends_with_130(command, monkeypatch, capsys):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    for place in ("check_writable", "_exactness", "write_json"):
+    for place in ("check_writable", "_exactness", "results.write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(f"validation.cli.{place}", interrupted)
             assert main(command) == 130
@@ -229,9 +229,8 @@ def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_wit
     (tmp_path / "torch.py").write_text(shown + "signal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     environment.pop("OMP_WAIT_POLICY", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "validation"], capture_output=True, text=True, env=environment, check=False
-    )
+    program = [sys.executable, "-m", "validation"]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "passive\n", "validation: interrupted\n")
 
 

@@ -28,10 +28,8 @@ def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(shipped, unit)
 def test_arms_are_forced_along_colds_own_answer(shipped):
     cases = write_cases(shipped, FamilyRequest(("header_trap", "prose"), groups=1, questions=1, tokens=640))
     server = BatchServer(shipped, cases, ServingSettings(str(shipped_model()), max_tokens=6))
-    cold, again, moved = (
-        {sample.case_id: sample for sample in server.samples(arm)}
-        for arm in arms_of([COLD, COLD_AGAIN, POSITION_FIX], ArmChoices(8, boundary=1))
-    )
+    arms = arms_of([COLD, COLD_AGAIN, POSITION_FIX], ArmChoices(8, boundary=1))
+    cold, again, moved = ({sample.case_id: sample for sample in server.samples(arm)} for arm in arms)
     for name, sample in moved.items():
         assert cold[name].answer_kl < 1e-6
         assert again[name].answer_kl < 1e-6

@@ -76,9 +76,9 @@ def test_an_answer_contains_whole_normalised_words(answer, part, expected):
     assert metrics.contains(answer, part) == expected
 
 
-def bounded(values, groups=None, **options):
+def bounded(values, groups=None):
     """The comparison of values, each in a group of its own where `groups` does not tell."""
-    return metrics.non_inferiority(values, range(len(values)) if groups is None else groups, **options)
+    return metrics.non_inferiority(values, range(len(values)) if groups is None else groups)
 
 
 def test_answers_on_the_same_documents_count_as_one_observation():

@@ -9,6 +9,7 @@ from semblend_trt.errors import ConfigurationError
 from validation import prompts
 from validation.prompts import FORMS, PLAIN, SHIPPED, YARDSTICK, Turn, form_for
 
+PARTS = ("Answer.", ["one", "two"], "How many?")
 TURNS = [Turn("q1", "a1", ("d1",)), Turn("q2", "a2")]
 
 
@@ -23,10 +24,9 @@ class Words:
 
 
 def test_parts_are_joined_in_order_under_marks_or_headings():
-    parts = ("Answer.", ["one", "two"], "How many?")
     marked = "<|inst|>Answer.<|doc|>one<|doc|>two<|q|>How many?<|a|>"
-    assert prompts.render(*parts) == SHIPPED.render(*parts) == marked
-    assert PLAIN.render(*parts) == "Answer.\n\none\n\ntwo\n\nQuestion: How many?\nAnswer: "
+    assert prompts.render(*PARTS) == SHIPPED.render(*PARTS) == marked
+    assert PLAIN.render(*PARTS) == "Answer.\n\none\n\ntwo\n\nQuestion: How many?\nAnswer: "
     assert SHIPPED.render_pages("Read.", ["one", "tw"]) == "<|inst|>Read.<|doc|>one<|doc|>tw"
 
 
@@ -61,7 +61,6 @@ def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_mod
         form_for(chat_tokenizer(None), "chat")
 
 
-PARTS = ("Answer.", ["one", "two"], "How many?")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
 SILENT = "{% for each in messages if each.role != 'system' %}[{{ each.role }}]{{ each.content }}{% endfor %}"
 
@@ -100,9 +99,7 @@ def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_t
 
 
 @pytest.mark.promise("commands", "An instruct model is asked by...")
-@pytest.mark.parametrize(
-    "template", ["{{ raise_exception('never') }}", "{% for %}", "Hello.", "{{ messages | length }}"]
-)
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "Hello.", "{{ messages | length }}"])
 def test_a_template_that_cannot_be_used_is_refused_in_one_sentence(chat_tokenizer, template):
     with pytest.raises(ConfigurationError, match=r"^The model's chat template cannot be used.*--form\.$"):
         form_for(chat_tokenizer(template))

@@ -99,11 +99,9 @@ def test_rows_have_the_values_and_goals_of_the_run(report):
 @pytest.mark.promise("policies", "A trap that the model cannot answer cold decides nothing in `quality`")
 def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     def lost(family, arms):
-        samples = [
-            replace(each, exact_match=False) if each.workload == family and each.arm in arms else each
-            for each in report.samples
-        ]
-        return replace(report, samples=samples)
+        is_lost = [each.workload == family and each.arm in arms for each in report.samples]
+        pairs = zip(report.samples, is_lost, strict=True)
+        return replace(report, samples=[replace(each, exact_match=False) if lost else each for each, lost in pairs])
 
     assert not _show(lost("header_trap", {"verified"}), OUTPUT)
     unknown = lost("header_trap", {"cold", "position_fix"})
@@ -113,9 +111,8 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
     # Answers that are all wrong are alike, and say nothing of reuse.
     found = {each["family"]: each["non_inferior"] for each in lost("header_trap", ARMS).to_dict()["lines"]}
     assert found == {"reordered": True, "prose": True, "header_trap": None, "unrelated": True}
-    assert "decides nothing, as cold rarely answers word for word: header_trap" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "decides nothing, as cold rarely answers word for word: header_trap" in said
     assert {line.family for line in lost("reordered", {"cold"}).kind_lines} == {"harmless", "trap", "none"}
     # A family that the model cannot answer gets no row.
     names = {row.name for row in quality_rows(lost("reordered", ARMS))}

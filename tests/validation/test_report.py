@@ -12,11 +12,10 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
-from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.report import BOUNDS, Gate, Report, check_bounds, end_to_end_rows, gates_of, marked, page, summaries
 
-BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
+BUSY = dict.fromkeys([*BOUNDS][3:], 8)
 
 
 def gate(name, samples, audit=BUSY, exactness=None):
@@ -88,7 +87,7 @@ def test_reuse_beside_an_exact_prefix_is_allowed(make_sample):
 @pytest.mark.parametrize("name", [*BOUNDS][3:])
 def test_counts_come_from_the_audit_log(make_sample, name):
     assert gate(name, [make_sample()]).holds
-    assert not gate(name, [make_sample()], AuditCounts()).holds
+    assert not gate(name, [make_sample()], dict.fromkeys([*BOUNDS][3:], 0)).holds
 
 
 @pytest.mark.parametrize(
@@ -158,10 +157,8 @@ def test_the_rows_of_a_run_have_their_names(make_sample, measured):
     samples = [make_sample(size=size, arm="cold", speedup=1.0, ttft_s=0.4) for size in ("2048", "4096")]
     samples += [make_sample(size="4096"), make_sample(arm="verified")]
     samples.append(make_sample(workload="unrelated", expects="none", reused_tokens=0))
-    samples += [
-        make_sample(workload="header_trap", arm=arm, exact_match=right)
-        for arm, right in (("cold", True), ("position_fix", False), ("verified", True))
-    ]
+    for arm, right in (("cold", True), ("position_fix", False), ("verified", True)):
+        samples.append(make_sample(workload="header_trap", arm=arm, exact_match=right))
     rows = {row.name: row for row in end_to_end_rows(samples, Exactness(1e-5, "stock"), "cpu", measured)}
     names = ("shifted_4k_ttft_speedup", "verified_2k_ttft_speedup", "harmless_em_drop", "verified_em_drop")
     names += ("trap_position_fix_em", "unrelated_fires")
@@ -198,11 +195,8 @@ def html(make_sample, measured):
         Case(name, workload, "2048", ("donor",), prompt, "42", True, Expectation.REUSE, name)
         for name, workload, prompt in ((moved, "reordered", document), ("trap", "header_trap", "x" * 3_000))
     ]
-    samples = [
-        make_sample(case_id=each.id, workload=each.workload, arm=arm, answer=ATTACK, spans=((2, 50),))
-        for each in cases
-        for arm in ARMS
-    ]
+    said = {"answer": ATTACK, "spans": ((2, 50),)}
+    samples = [make_sample(case_id=x.id, workload=x.workload, arm=arm, **said) for x in cases for arm in ARMS]
     gates = [Gate("speedup", 2.0, 1.05, "higher", ATTACK), Gate("rouge1", None, 0.35, "higher", "reads")]
     report = Report(f"model {ATTACK}", "verified", samples, {}, "", gates, {"prompts": ATTACK}, measured, 1.0, [ATTACK])
     return page(report, cases, Letters())

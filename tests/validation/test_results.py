@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation import results
+from validation.arguments import beside
 from validation.cli import main
 from validation.results import Measured, Results, command, describe, versions
 
@@ -56,6 +58,19 @@ def test_a_row_tells_how_it_was_measured():
     assert describe("cpu", "mine")["name"] == "mine"
 
 
+def test_nothing_is_put_beside_what_is_no_file(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to("/dev/null")
+    assert [beside(path, ".md") for path in (Path("/dev/null"), link)] == [None, None]
+    (tmp_path / "old.json").touch()
+    assert [beside(tmp_path / name, ".md") for name in ("old.json", "old")] == [tmp_path / "old.md"] * 2
+
+
+def test_json_has_no_values_that_json_lacks(tmp_path):
+    results.write_json(tmp_path / "a.json", {"a": [float("nan"), 1.5, {"b": float("-inf")}], "c": (1, 2)})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, 1.5, {"b": None}], "c": [1, 2]}
+
+
 TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
 
 
@@ -74,20 +89,14 @@ def rows(row):
     return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 1.0)]}
 
 
-def test_a_table_holds_the_rows_that_match(rows):
+def test_a_table_holds_the_rows_that_match_and_on_a_page_their_files_which_can_have_a_line_each(rows):
     table = results.markdown_table("cpu_* machine/other", rows).splitlines()
     assert table[2:] == [
         "| `cpu_a` | 3.142 x | >= 1.05 | cold \\| warm | machine/first |",
         "| `gpu_c` | **1 x** | >= 1.05 | cold \\| warm | machine/other |",
     ]
-
-
-def test_a_row_on_a_page_links_to_its_file(rows):
     [line] = results.markdown_table("cpu_*", rows, "../results").splitlines()[2:]
     assert line == "| `cpu_a` | 3.142 x | >= 1.05 | [machine/first](../results/machine/first.json) |"
-
-
-def test_rows_of_a_file_can_share_a_line(rows):
     lines = results.markdown_table("files *_b *_a machine/other", rows, "../results").splitlines()[2:]
     assert lines == [
         "| [machine/first](../results/machine/first.json) | `gpu_b` 2 x (>= 1.05), `cpu_a` 3.142 x (>= 1.05) |",
@@ -97,10 +106,8 @@ def test_rows_of_a_file_can_share_a_line(rows):
 
 @pytest.mark.promise("commands", "The result tables agree with the...")
 def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row):
-    rows = {
-        "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
-        "card/two": [row("em_f32_c", 1.5)],
-    }
+    one = [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)]
+    rows = {"card/one": one, "card/two": [row("em_f32_c", 1.5)]}
     columns = "float32=card/one/em_f32_* bfloat16=em_bf16_* float32=card/two/em_f32_* goal=em_bf16_*"
     assert results.markdown_table(columns, rows).splitlines() == [
         "|  | float32 | bfloat16 | goal |",

@@ -27,9 +27,7 @@ def test_an_answer_is_right_or_holds_the_right_one_or_is_the_donors(text, match,
 
 def test_computed_share_counts_the_layers_below_the_check():
     """80 of 90 tokens beyond the engine's prefix are reused above the 2 lowest of 8 layers."""
-    ours = answer(
-        reuse=Reuse(exact_prefix_tokens=10, offered_tokens=85, checked_tokens=85, reused_tokens=80, recomputed_tokens=5)
-    )
+    ours = answer(reuse=Reuse(exact_prefix_tokens=10, offered_tokens=85, checked_tokens=85, reused_tokens=80))
     sample = sample_of(Arm("verified", full_layers=2), CASE, ours, answer(), 8)
     assert sample.computed_share == pytest.approx((10 + 80 * 2 / 8) / 90)
 

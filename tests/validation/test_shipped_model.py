@@ -45,10 +45,8 @@ def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(pat
     assert profile.digest is not None
     assert profile.evidence_refusal() is None
     # Of the checked ones without bounds, which are confirmed one by one, none could be served without its check.
-    assert (
-        profile.bounds
-        or profile.model_copy(update={"policy": "position_fix", "check": None}).evidence_refusal() is not None
-    )
+    unchecked = profile.model_copy(update={"policy": "position_fix", "check": None})
+    assert profile.bounds or unchecked.evidence_refusal() is not None
 
 
 def test_what_is_evidence_is_what_a_calibration_asks():

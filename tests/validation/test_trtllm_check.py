@@ -11,17 +11,7 @@ from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
 from validation.engines import ended_requests
 from validation.models import PROFILE_NAME, shipped_model
-from validation.trtllm_check import (
-    Crowded,
-    crowd,
-    judge,
-    judge_crowd,
-    judge_crowded,
-    judge_engine,
-    judge_verified,
-    serve,
-    serve_crowd,
-)
+from validation.trtllm_check import crowd, judge, judge_verified, serve
 
 SMALL = ("--groups", "2", "--rows", "6")
 NAMES = ["engine", "smoke", "exactness", "execution", "publication", "validation", "commits", "profile", "verified"]
@@ -86,7 +76,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
 
 def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys, monkeypatch):
     # What the crowd and the other arms find is another test's.
-    monkeypatch.setattr(check, "serve_crowd", lambda *_: Crowded((), (), (), "", "", None, None, ()))
+    monkeypatch.setattr(check, "serve_crowd", lambda *_: check.Crowded((), (), (), "", "", None, None, ()))
     monkeypatch.setattr(check, "judge", lambda *_: [])
     policies = (None, "verified")
     none = check.Served((), (), ())
@@ -121,14 +111,14 @@ def rounds():
 
 @pytest.mark.promise("engines", "`make trtllm-check` says of smoke, exactness,...")
 def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
-    found = serve_crowd(str(shipped_model()), "auto", rounds)
-    assert failing(judge_crowd(found)) == []
+    found = check.serve_crowd(str(shipped_model()), "auto", rounds)
+    assert failing(check.judge_crowd(found)) == []
     assert len(found.cold) == len(found.answers) == 24
     assert found.cancelled == "cancelled"
     assert found.failed.startswith("error: ")
 
     def fails(**changes):
-        return failing(judge_crowd(replace(found, **changes)))
+        return failing(check.judge_crowd(replace(found, **changes)))
 
     assert fails(events=()) == ["concurrency"]
     assert fails(cancelled="length") == fails(failed="stop") == ["endings"]
@@ -142,28 +132,26 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
 
 def test_what_v2_was_not_seen_to_do_is_a_line_that_fails():
     def fails(manager, *events):
-        return failing(judge_crowded({"manager": manager}, events))
+        return failing(check.judge_crowded({"manager": manager}, events))
 
     lookups = [{"event": "lookup", "request_id": each} for each in (1, 2, 1)]
-    exchanged, settled = (
-        {"event": "blocks_exchanged"},
-        {"event": "request_settled", "reason": "load_failed", "request_id": 1},
-    )
+    exchanged = {"event": "blocks_exchanged"}
+    settled = {"event": "request_settled", "reason": "load_failed", "request_id": 1}
     assert fails("KVCacheManager") == fails("KVCacheManagerV2", *lookups, exchanged) == []
     assert fails("KVCacheManagerV2", *lookups) == ["exchange"]
     assert fails("KVCacheManagerV2", exchanged) == ["pauses"]
     assert fails("KVCacheManagerV2", exchanged, *lookups, settled) == ["pauses"]
-    assert not judge_engine(()).holds
+    assert not check.judge_engine(()).holds
     refused = {"event": "engine_attached", "manager": "KVCacheManagerV2", "execution_refusal": "engine_layout"}
-    assert not judge_engine((refused,)).holds
-    assert "execution_refusal engine_layout" in judge_engine((refused,)).what
+    assert not check.judge_engine((refused,)).holds
+    assert "execution_refusal engine_layout" in check.judge_engine((refused,)).what
 
 
 def test_a_crowd_shows_lost_blocks_and_wrong_answers(rounds, monkeypatch):
     monkeypatch.setattr(trtllm_stand_in.LLM, "leaks", 2)
     monkeypatch.setattr(trtllm_stand_in.LLM, "answers_wrongly", True)
-    found = serve_crowd(str(shipped_model()), "auto", (rounds[0][:5], rounds[1][:5]))
-    assert {"blocks", "concurrency"} <= set(failing(judge_crowd(found)))
+    found = check.serve_crowd(str(shipped_model()), "auto", (rounds[0][:5], rounds[1][:5]))
+    assert {"blocks", "concurrency"} <= set(failing(check.judge_crowd(found)))
     assert found.free_after == found.free_before - 2
 
 

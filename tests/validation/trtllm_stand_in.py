@@ -1,7 +1,7 @@
 """A stand-in for `tensorrt_llm`: names and arguments of its LLM API over the embedded engine, in this process alone."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from unittest import mock
 
@@ -78,9 +78,7 @@ class RequestOutput:
             tokens.pop()  # upstream leaves stop words out
         if self._llm.answers_wrongly and self._llm.has_connector:
             tokens = [token + 1 for token in tokens]
-        return [
-            embedded.CompletionOutput(completion.text, tokens, completion.finish_reason, completion.generation_logits)
-        ]
+        return [replace(completion, token_ids=tokens)]
 
 
 class LLM(embedded.LLM):

@@ -25,7 +25,6 @@ from validation.engines import Engines, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer, ServingSettings
 from validation.models import PROFILE_NAME, full_layers_of
-from validation.output import progress
 from validation.prompts import form_for
 from validation.samples import Sample
 
@@ -89,7 +88,7 @@ class Observer:
 
     def _samples(self, arm: Arm, cases: Iterable[Case], title: str) -> list[Sample]:
         asked = [self._cases[case.id] for case in cases]
-        with progress(title, len(asked)) as on_step:
+        with arguments.progress(title, len(asked)) as on_step:
             return self._server.samples(replace(arm, isolated=True), asked, on_step) if asked else []
 
 

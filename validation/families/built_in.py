@@ -9,10 +9,11 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from validation import documents
-from validation.cases import Case, Expectation, equal_start
+from validation.cases import Case, equal_start
 from validation.documents import Document, Question, counted_list
 from validation.families.group import Group, Side, ask, turns_of
 
+Documents = Sequence[Document]
 Places = Callable[[Group], Iterator[tuple[str, str]]]
 Value = TypeVar("Value")
 
@@ -71,7 +72,7 @@ def prose(group: Group) -> list[Case]:
         pages.append(page)
     again = rng.sample(pages, len(pages))
     asked = [Question(form.render_pages(opening, [*again, start]), rest) for start, rest in broken]
-    return group.cases([form.render_pages(earlier, pages)], asked, Expectation.REUSE, known=False)
+    return group.cases([form.render_pages(earlier, pages)], asked, known=False)
 
 
 def unrelated(group: Group) -> list[Case]:
@@ -81,7 +82,7 @@ def unrelated(group: Group) -> list[Case]:
     others, own = (group.stock_lists(group.room, places=places) for _ in range(2))
     [last] = ask(group.rng, others, 1)
     questions = ask(group.rng, own, group.questions)
-    return group.look_ups(Side(earlier, others), last, Side(opening, own), questions, Expectation.NONE)
+    return group.look_ups(Side(earlier, others), last, Side(opening, own), questions)
 
 
 def repeat(group: Group) -> list[Case]:
@@ -90,7 +91,7 @@ def repeat(group: Group) -> list[Case]:
     side = Side(group.rng.choice(group.form.instructions), shown)
     questions = ask(group.rng, shown, group.questions)
     asked = [replace(each, text=side.prompt(group.form, each)) for each in questions]
-    return group.cases([each.text for each in asked], asked, Expectation.EXACT_PREFIX)
+    return group.cases([each.text for each in asked], asked)
 
 
 def near_duplicates(group: Group) -> list[Case]:
@@ -125,22 +126,18 @@ def link(group: Group) -> list[Case]:
     answers all of it cold. Moved KV loses three of ten answers, two of them to the donor's, also with two layers
     computed whole. A check there computes two tokens of a prompt and loses none."""
     names, places, counts = _lists_without_place(group)
-    own, donor = dict(zip(names, places, strict=True)), dict(zip(names, _rotated(places), strict=True))
-    before, after = (
-        [documents.named_list(name, side[name], each) for name, each in zip(names, counts, strict=True)]
-        for side in (donor, own)
-    )
-    return _asked_of_both(group, before, after, [documents.register(donor), documents.register(own)])
+    owners = (_rotated(places), places)
+    before, after = (list(map(documents.named_list, names, each, counts)) for each in owners)
+    registers = [documents.register(dict(zip(names, each, strict=True))) for each in owners]
+    return _asked_of_both(group, before, after, registers)
 
 
 def edited_field(group: Group) -> list[Case]:
     """The same register, and an edited name in every list: the rows after it have drawn conclusions from the old name.
     The second yardstick answers it cold as it does `link`."""
     names, places, counts = _lists_without_place(group)
-    before, after = (
-        [documents.named_list(*each) for each in zip(fields, owners, counts, strict=True)]
-        for fields, owners in ((_rotated(names), _rotated(places)), (names, places))
-    )
+    sides = (_rotated(names), _rotated(places)), (names, places)
+    before, after = (list(map(documents.named_list, *each, counts)) for each in sides)
     return _asked_of_both(group, before, after, [documents.register(dict(zip(names, places, strict=True)))] * 2)
 
 
@@ -154,10 +151,8 @@ def _lists_without_place(group: Group) -> tuple[list[str], list[str], list[dict[
     used, fitting = 0, 0
     for name, place, own in zip(names, places, counts, strict=True):
         # Each list has its line in the register.
-        used += sum(
-            group.length(part.text)
-            for part in (documents.named_list(name, place, own), documents.register({name: place}))
-        )
+        parts = documents.named_list(name, place, own), documents.register({name: place})
+        used += sum(group.length(part.text) for part in parts)
         fitting += used <= group.room
     count = max(2, fitting)
     return names[:count], places[:count], counts[:count]
@@ -167,9 +162,7 @@ def _rotated(values: Sequence[Value]) -> list[Value]:
     return [*values[1:], *values[:1]]
 
 
-def _asked_of_both(
-    group: Group, before: list[Document], after: list[Document], fronts: Sequence[Document] = ()
-) -> list[Case]:
+def _asked_of_both(group: Group, before: Documents, after: Documents, fronts: Documents = ()) -> list[Case]:
     """Return questions on `after`; the donor holds `before`. `fronts` precede the documents in donor and prompt."""
     earlier, opening = group.openings()
     sides = Side(earlier, [*fronts[:1], *before]), Side(opening, [*fronts[1:], *after])
@@ -267,18 +260,13 @@ _SHOWN_TOKENS, _LINE_TOKENS, _OPENING_TOKENS = 45, 18, 16
 _EPOCH = datetime(2026, 1, 5, 8)
 
 
-def _cases(
-    group: Group, before: Side, after: Side, about: Sequence[Document] = (), last_about: Sequence[Document] = ()
-) -> list[Case]:
+def _cases(group: Group, before: Side, after: Side, about: Documents = (), last_about: Documents = ()) -> list[Case]:
     """Return questions on `about`, by default on all documents of `after`; the donor shows `before`."""
     questions = ask(group.rng, about or after.documents, group.questions)
     [last] = ask(group.rng, last_about or about or after.documents, 1)
     given = {each.text: each.answer for document in before.documents for each in document.questions}
-    wrong = (given.get(each.text) for each in questions)
-    asked = [
-        replace(each, donor_answer=None if other == each.answer else other)
-        for each, other in zip(questions, wrong, strict=True)
-    ]
+    wrong = ((each, given.get(each.text)) for each in questions)
+    asked = [replace(each, donor_answer=None if other == each.answer else other) for each, other in wrong]
     return group.look_ups(before, last, after, asked)
 
 

@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Case
+from validation.cases import Case, Expectation
 from validation.engines import Engines
 from validation.families import built_in, datasets
 from validation.families.group import Group, least_tokens
@@ -23,6 +23,10 @@ class Kind(str, Enum):
     TRAP = "trap"
     NONE = "none"
     EXACT = "exact"
+
+    @property
+    def expects(self) -> Expectation:
+        return {Kind.NONE: Expectation.NONE, Kind.EXACT: Expectation.EXACT_PREFIX}.get(self, Expectation.REUSE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ def write_family(name: str, form: PromptForm, count: Callable[[str], int], asked
     for index in range(asked.first, asked.first + asked.groups):
         group = f"{name}-{asked.tokens}-{index}"
         rng, data = random.Random(f"{asked.seed}/{group}/{form.name}"), asked.eval_data or Path()
-        cases += wanted.write(Group(name, group, form, count, rng, asked.questions, asked.tokens, data))
+        limits = asked.questions, asked.tokens, data, wanted.kind.expects
+        cases += wanted.write(Group(name, group, form, count, rng, *limits))
     return cases
 
 
@@ -127,10 +132,9 @@ def write_cases(model: Engines, asked: FamilyRequest) -> list[Case]:
     """Return all cases, family by family. Raises ConfigurationError for what cannot be written."""
     # Every group measures the same openings.
     form, count = form_for(model.tokenizer, asked.form), cache(partial(_count_tokens, model))
-    if asked.tokens > model.facts.max_positions:
-        raise ConfigurationError(
-            f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
-        )
+    context = model.facts.max_positions
+    if asked.tokens > context:
+        raise ConfigurationError(f"--tokens is {asked.tokens}, but the model's context holds {context}; ask for less.")
     cases: list[Case] = []
     for name in asked.family_names(has_marks=form.has_marks):
         # Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
@@ -154,12 +158,7 @@ TIMED = (
 )
 
 # What takes their places in forms without our marks.
-_UNMARKED = {
-    "reordered": "order",
-    "system_prompt": "instruction",
-    "cut_turns": "dropped_turn",
-    "header_trap": "headings",
-}
+_PLAIN = {"reordered": "order", "system_prompt": "instruction", "cut_turns": "dropped_turn", "header_trap": "headings"}
 
 
 def write_timed(model: Engines, seed: int, context: int, full: bool) -> list[Case]:
@@ -170,7 +169,7 @@ def write_timed(model: Engines, seed: int, context: int, full: bool) -> list[Cas
             f"The built-in prompts have {min(row[-1] for row in TIMED)} tokens, but the model's context "
             f"leaves {context} for a prompt; bring shorter cases with --prompts."
         )
-    other_names = {} if form_for(model.tokenizer).has_marks else _UNMARKED
+    other_names = {} if form_for(model.tokenizer).has_marks else _PLAIN
     cases: list[Case] = []
     for names, all_groups, few_groups, questions, tokens in fitting:
         if groups := all_groups if full else few_groups:

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Case, Expectation, content_of, parsed
+from validation.cases import Case, content_of, parsed
 from validation.documents import Document, Question
 from validation.families.group import Group
 
@@ -94,11 +94,10 @@ def squad_texts(folder: Path) -> tuple[Text, ...]:
 @functools.cache
 def qmsum_texts(folder: Path) -> tuple[Text, ...]:
     """Return QMSum (`qmsum/*.json`), a text a meeting; every query may be asked on every part of it."""
-    paths = sorted((folder / "qmsum").glob("*.json"))
+    meetings = folder / "qmsum"
+    paths = sorted(meetings.glob("*.json"))
     if not paths:
-        raise ConfigurationError(
-            f"{folder / 'qmsum'} holds no meeting; put QMSum's test meetings there, one JSON each."
-        )
+        raise ConfigurationError(f"{meetings} holds no meeting; put QMSum's test meetings there, one JSON each.")
     texts = []
     for path in paths:
         meeting = parsed(_Meeting, content_of(path), _WRONG.format(path))
@@ -163,7 +162,7 @@ def passages(read: Callable[[Path], tuple[Text, ...]], group: Group, *, known: b
             asked = [replace(each, text=form.render(opening, pages, each.text)) for each in chosen]
             mixed = rng.sample(pages, len(pages))
             before = mixed if mixed != pages else [*mixed[1:], mixed[0]]
-            return group.cases([form.render_pages(earlier, before)], asked, Expectation.REUSE, known)
+            return group.cases([form.render_pages(earlier, before)], asked, known)
     raise ConfigurationError(
         f"No text of {group.family} answers {group.questions} questions in {group.tokens} tokens; "
         "ask fewer questions a group or for longer prompts."

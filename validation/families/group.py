@@ -19,7 +19,7 @@ _SMALLEST_ROOM = 160
 @dataclass(frozen=True, slots=True)
 class Group:
     """What one group of a family is written from; equal groups write equal cases. `count` gives the number of a text's
-    tokens. Prompts and donors have at most `tokens` tokens."""
+    tokens. Prompts and donors have at most `tokens` tokens. `expects`: what a correct system does with its cases."""
 
     family: str
     name: str
@@ -29,6 +29,7 @@ class Group:
     questions: int
     tokens: int
     eval_data: Path
+    expects: Expectation
 
     @property
     def room(self) -> int:
@@ -91,21 +92,12 @@ class Group:
         lists = (counted_list(place, self.counts(self.items())) for place in places or self.places())
         return self.fitting(lists, room, extra)
 
-    def look_ups(
-        self,
-        before: "Side",
-        last: Question,
-        after: "Side",
-        questions: Sequence[Question],
-        expects: Expectation = Expectation.REUSE,
-    ) -> list[Case]:
+    def look_ups(self, before: "Side", last: Question, after: "Side", questions: Sequence[Question]) -> list[Case]:
         """Return cases that ask `questions` on `after`; their one donor asks `last` on `before`."""
         asked = [replace(each, text=after.prompt(self.form, each)) for each in questions]
-        return self.cases([before.prompt(self.form, last)], asked, expects)
+        return self.cases([before.prompt(self.form, last)], asked)
 
-    def cases(
-        self, donors: Sequence[str], asked: Sequence[Question], expects: Expectation, known: bool = True
-    ) -> list[Case]:
+    def cases(self, donors: Sequence[str], asked: Sequence[Question], known: bool = True) -> list[Case]:
         """Return the cases of this group, of prompts with their answers; the first of them is the timed one."""
         return [
             Case(
@@ -116,7 +108,7 @@ class Group:
                 prompt=each.text,
                 reference=each.answer,
                 known_answer=known,
-                expects=expects,
+                expects=self.expects,
                 group=self.name,
                 donor_answer=each.donor_answer,
             )

@@ -12,10 +12,9 @@ from typing import Any
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, write_bytes
 from validation import arguments
-from validation.output import progress, write_json
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, POLICIES, ReuseRule, simulate
 from validation.replay.trace import MOONCAKE, NONE, Trace, trace_file
-from validation.results import Measured, say, table_of
+from validation.results import Measured, say, table_of, write_json
 
 FILE_NAMES = ("replay_results.json", "replay_summary.md")
 SCHEMA = 4
@@ -105,7 +104,7 @@ def _replayed(
     capacities = list(dict.fromkeys(options.capacity_tokens or defaults))
     policies = list(dict.fromkeys((BASELINE, *options.policies, OPTIMUM)))
     lines, unlimited = list[dict[str, Any]](), dict[str, float]()
-    with progress("Replaying", len(rules) * (len(capacities) * len(policies) + 1)) as on_step:
+    with arguments.progress("Replaying", len(rules) * (len(capacities) * len(policies) + 1)) as on_step:
         for rule, blocks in rules.items():
             for capacity in capacities:
                 of_lru = 0

@@ -89,7 +89,7 @@ def serving(monkeypatch, variables, **options):
         served = Served(**options)
         try:
             yield served
-            served.local.run_idle()  # SGLang looks for slots that nothing owns, and raises
+            served.local.ask()  # SGLang looks for slots that nothing owns, and raises
             if variables is not None and hasattr(served.cache, "_runtime") and not served.are_faults_read:
                 assert not served.runtime.faults
                 assert served.runtime.refusal is None

@@ -109,4 +109,4 @@ def test_no_fault_ends_the_engine_or_harms_a_neighbour(served, cold, monkeypatch
         assert has_failed() or name in NOT_ALWAYS
     served.settle()
     assert_cold(served, cold, MOVED)
-    served.local.run_idle()  # SGLang looks for slots that nothing owns
+    served.local.ask()  # SGLang looks for slots that nothing owns

@@ -58,7 +58,7 @@ def test_a_retraction_that_sglang_cannot_end_harms_that_request_alone(serve, col
         assert (moved.finished_reason.to_json()["type"] != "abort") == is_back
         assert (list(moved.output_ids) == cold(MOVED).tokens) == is_back
         assert served.faults["plan_not_executed"] == 1
-        served.local.run_idle()  # SGLang looks for slots that nothing owns
+        served.local.ask()  # SGLang looks for slots that nothing owns
         (again,) = assert_cold(served, cold, MOVED)
         assert (again.cached > 1) == is_back  # nothing of an aborted request is in the prefix cache
 

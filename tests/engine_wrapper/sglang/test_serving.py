@@ -65,7 +65,7 @@ def test_aborted_requests_leave_nothing(served, cold, steps):
     served.local.on_step = abort
     served.ask(MOVED, max_tokens=64)
     served.local.on_step = lambda: None
-    served.local.run_idle()
+    served.local.ask()
     assert not served.cache.requests
     assert_cold(served, cold, MOVED)
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from validation.families.catalog import FamilyRequest, write_family
 from validation.models import shipped_model
-from validation.prompts import SHIPPED, YARDSTICK, PromptForm
+from validation.prompts import PLAIN, SHIPPED, YARDSTICK, PromptForm
 
 SHARED = Path(__file__).parents[4] / "shared"
 
@@ -32,6 +32,12 @@ def writer(request):
     if not folder.is_dir():
         pytest.skip("../shared not present")
     return Writer(request.param, Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+
+@pytest.fixture(scope="session")
+def english():
+    """A writer of plain English, whose tokens are those of the shipped model."""
+    return Writer(PLAIN, Tokenizer.from_file(str(shipped_model() / "tokenizer.json")))
 
 
 @pytest.fixture(scope="session")

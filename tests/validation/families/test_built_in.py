@@ -1,4 +1,5 @@
-"""Token by token: what a trap shares with its donor holds the asked row, and lacks what gives the row its meaning."""
+"""Token by token: what a trap shares with its donor holds the asked row, and lacks what gives the row its meaning.
+What changes in a plain-English prompt differs from the donor; what answers its questions is still there."""
 
 import re
 
@@ -6,10 +7,13 @@ import pytest
 
 from semblend_trt.discovery.span_index import SpanIndex
 from validation import prompts
+from validation.cases import equal_start
+from validation.families.catalog import FAMILIES, Kind, family
 
 # Shortest span that the quality runs reuse; a yardstick list of nine rows is hardly longer.
 MIN_SPAN = 48
 EXCHANGED = ["header_trap", "planted", "mid_sentence_trap", "alias_trap", "pronoun_trap", "unit_trap", "date_trap"]
+ENGLISH = [each.name for each in FAMILIES if each.marks is False]
 
 
 def runs_of(writer, case):
@@ -17,6 +21,11 @@ def runs_of(writer, case):
     for number, donor in enumerate(case.donors):
         index.add("namespace", str(number), writer.tokenizer.encode(donor).ids)
     return index.find("namespace", writer.tokenizer.encode(case.prompt).ids).runs
+
+
+def shared_tokens(writer, case):
+    runs = runs_of(writer, case)
+    return len({place for run in runs for place in range(run.target_start, run.target_start + run.length)})
 
 
 def place_of(writer, case, run):
@@ -65,9 +74,23 @@ def test_unrelated_prompts_share_no_run(writer):
 @pytest.mark.parametrize("name", ["reordered", "system_prompt", "cut_turns", "prose"])
 def test_harmless_prompts_share_nearly_all_of_their_documents(writer, name):
     for case in writer.write(name, tokens=1_500):
-        runs = runs_of(writer, case)
-        covered = {place for run in runs for place in range(run.target_start, run.target_start + run.length)}
-        assert len(covered) > 0.7 * writer.count(case.prompt)
+        assert shared_tokens(writer, case) > 0.7 * writer.count(case.prompt)
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_most_of_an_english_prompt_was_seen_before_and_not_at_its_beginning_alone(english, name):
+    for case in english.write(name, groups=3, tokens=1_200, seed=5):
+        donor, prompt = (english.tokenizer.encode(each).ids for each in (case.donors[0], case.prompt))
+        assert shared_tokens(english, case) > 0.6 * len(prompt) > equal_start(donor, prompt)
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_an_english_prompt_holds_the_right_answer_and_a_traps_donor_a_wrong_one(english, name):
+    cases = english.write(name, groups=3, tokens=1_200, seed=5)
+    assert all(case.known_answer and case.reference in case.prompt for case in cases)
+    wrong = [case for case in cases if case.donor_answer is not None]
+    assert (len(wrong) > len(cases) / 2) == (family(name).kind is Kind.TRAP)
+    assert all(case.donor_answer != case.reference and case.donor_answer in case.donors[0] for case in wrong)
 
 
 @pytest.mark.parametrize(("name", "premise"), [("link", r"belongs to"), ("edited_field", r"List \w+\.")])

@@ -24,13 +24,9 @@ def asked(folder, groups=1, questions=2):
 @pytest.fixture
 def folder(tmp_path):
     """Small files in the published forms."""
-    asked = [
-        {"id": f"{n}", "question": f"When did clock {n} ring?", "answers": [{"text": f"{n} past noon"}]}
-        for n in range(30)
-    ]
-    paragraphs = [
-        {"context": f"Clock {n} rang at {n} past noon. {WORDS}.", "qas": [each]} for n, each in enumerate(asked)
-    ]
+    asked = [{"question": f"When did clock {n} ring?", "answers": [{"text": f"{n} past noon"}]} for n in range(30)]
+    shown = [f"Clock {n} rang at {n} past noon. {WORDS}." for n in range(30)]
+    paragraphs = [{"context": text, "qas": [each]} for text, each in zip(shown, asked, strict=True)]
     squad = {"version": "1.1", "data": [{"title": "Clocks", "paragraphs": paragraphs}]}
     (tmp_path / "squad-dev-v1.1.json").write_text(json.dumps(squad), "utf-8")
     meeting = {
@@ -49,10 +45,8 @@ def folder(tmp_path):
     }
     (tmp_path / "squality-dev.jsonl").write_text(json.dumps(story) + "\n", "utf-8")
     for name, text, summary in (("dialogsum", "dialogue", "summary1"), ("xsum", "document", "summary")):
-        texts = [
-            {text: "\n".join([f"Clock {n}", *[WORDS] * 9, *["late " * 90] * 2]), summary: f"It is {n}."}
-            for n in range(50)
-        ]
+        lines = "\n".join([*[WORDS] * 9, *["late " * 90] * 2])
+        texts = [{text: f"Clock {n}\n{lines}", summary: f"It is {n}."} for n in range(50)]
         (tmp_path / f"{name}.test.jsonl").write_text("\n".join(map(json.dumps, texts)), "utf-8")
     return tmp_path
 
