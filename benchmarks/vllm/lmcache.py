@@ -1,7 +1,7 @@
-"""A yardstick beside our connector: LMCache with CacheBlend in vLLM, on a shifted document and on trap prompts.
+"""A yardstick beside our connector: LMCache's blend server in vLLM, on a shifted document and on changed openings.
 
 `python -m benchmarks.vllm.lmcache --json DIR` times prompts cold and blended, and with `--answers FOLDER` it compares
-a model's answers. What LMCache did not serve has no figure.
+a model's next tokens. What LMCache did not serve has no figure.
 """
 
 import gc
@@ -9,284 +9,227 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from importlib import import_module
+import traceback
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import torch
 
-from benchmarks.bench_model import DONOR_INSTRUCTION, INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, label, write_config
-from benchmarks.program import parser_of
+from benchmarks.bench_model import BIG, Prompts, label, write_config
+from benchmarks.program import FOLDER, parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
-from semblend_trt.errors import ConfigurationError
-from validation.cases import TokenisedCase, Tokeniser
+from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
-from validation.metrics import exact_match
-from validation.results import Results
+from validation.metrics import kl_divergence
+from validation.results import Results, read_rows
 from validation.vllm_engine import VllmEngines
 
-# The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
-RATIO, CHECK_LAYER = 0.15, 1
-# A control, whose answers do not depend on the text before a segment, and the trap.
-FAMILIES = ("reordered", "header_trap")
-# Rows of numbers never hold it.
-_MARKS = " # # # #"
-# Beside vLLM's cache lie LMCache's buffers on the card: three times one layer of the prompt.
-_CARD_SHARE = 0.6
-# The KV of three of the longest prompts, and of small ones beside them.
-_HOST_GIB = 6
-# LMCache counts its own tables of angles by this; Qwen2.5-7B-Instruct has this number of positions.
-_POSITIONS = 32_768
-# Tokens of the prompts that are timed, room for new tokens and the marks, and runs before and of a median.
+# The opening of both families changes, and all that follows keeps its order.
+FAMILIES = ("instruction", "volatile")
+# LMCache's default, and what leaves prompts of 1,024 tokens more than two chunks.
+_CHUNK, _SMALL_CHUNK = 256, 64
+# Tokens of the prompts that are timed, room for new ones, and runs before and of a median.
 _SIZE, _ROOM, _WARM_UPS, _REPEATS = 24_576, 1_024, 2, 7
-_ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS = 8, 6, 4, 1_024
+_ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS = 4, 6, 4, 1_024
+# Beside vLLM lie the server's context and buffers.
+_CARD_SHARE = 0.6
+# Ours on the same machine: the row of a file, or what its baseline says after a word.
+OURS = {
+    "ttft": ("vllm_shifted_ttft_24k_over_cold_v2_runner_033", None),
+    "instruction": ("smollm2_selection_kl_over_cacheblend_instruction", "unchecked "),
+    "volatile": ("smollm2_kl_volatile_unchecked", None),
+}
 
 
-class Segments:
-    """What LMCache has kept of the prompts served so far. `separator`: the token ids between two segments."""
+class BlendEngine:
+    """vLLM, eager and with a prompt in one step, and LMCache's server beside it."""
 
-    def __init__(self, separator: Sequence[int]) -> None:
-        self.separator = list(separator)
-        self._kept: set[tuple[int, ...]] = set()
-
-    def join(self, *segments: Sequence[int]) -> list[int]:
-        """Return a prompt of these segments."""
-        first, *others = segments
-        return [*first, *(token for each in others for token in (*self.separator, *each))]
-
-    def of(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the prompt's segments in order."""
-        length, begin, found = len(self.separator), 0, list[tuple[int, ...]]()
-        for index in range(len(prompt) - length + 1):
-            if index >= begin and list(prompt[index : index + length]) == self.separator:
-                found.append(tuple(prompt[begin:index]))
-                begin = index + length
-        return [*found, tuple(prompt[begin:])]
-
-    def keep(self, prompt: Sequence[int]) -> None:
-        """Record that the prompt was computed, and that LMCache kept it."""
-        self._kept.update(self.of(prompt))
-
-    def missing(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the segments before the last that are not kept."""
-        return [each for each in dict.fromkeys(self.of(prompt)[:-1]) if each not in self._kept]
-
-
-class LmcacheEngine:
-    """vLLM with LMCache's connector as CacheBlend needs it: eager, no prefix cache of vLLM's, a prompt in one step."""
-
-    def __init__(self, folder: Path, separator: str, longest: int, **options: Any) -> None:
-        """Tokens of `separator` after the first separate segments. `longest`: tokens a prompt. Raises as vLLM does."""
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or LMCache would not find the model
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        os.environ |= {"LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        _register_models()
+    def __init__(self, folder: Path, chunk: int, longest: int, **options: Any) -> None:
+        """Start both; `longest`: tokens a prompt. Raises as vLLM and LMCache do."""
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ["LMCACHE_TRACK_USAGE"] = "false"
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.segments = Segments(AutoTokenizer.from_pretrained(str(folder)).encode(separator)[1:])
-        settings = {
-            "enable_blending": True,
-            "use_layerwise": True,
-            "save_unfull_chunk": True,
-            "blend_special_str": separator,
-            "blend_check_layers": [CHECK_LAYER],
-            "blend_recompute_ratios": [RATIO],
-            "max_local_cpu_size": _HOST_GIB,
-        }
+        from benchmarks.vllm.lmcache_client import BlendConnector, Client, start_server
+
+        self._server = start_server(chunk, Path(os.environ.get("LMCACHE_LOG", os.devnull)))
+        self.client = BlendConnector.client = Client()
+        self.connector = {"kv_connector": "BlendConnector", "kv_connector_module_path": BlendConnector.__module__}
         self._llm = LLM(
             model=str(folder),
-            dtype="bfloat16",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            enable_prefix_caching=False,  # or blended KV would be taken for exact
             async_scheduling=False,
             max_model_len=longest,
-            max_num_batched_tokens=longest,  # LMCache keeps a segment of one step only
+            max_num_batched_tokens=longest,
             max_num_seqs=8,
-            gpu_memory_utilization=_CARD_SHARE,
             disable_log_stats=True,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="LMCacheConnectorV1",
-                kv_role="kv_both",
-                kv_connector_extra_config={f"lmcache.{name}": value for name, value in settings.items()},
-            ),
-            **options,
+            kv_transfer_config=KVTransferConfig(**self.connector, kv_role="kv_both"),
+            **{"dtype": "bfloat16", "gpu_memory_utilization": _CARD_SHARE} | options,
         )
+        engine = self._llm.llm_engine
+        self._block = engine.vllm_config.cache_config.block_size
+        model = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+        self.client.register_rope(model)
+        self._compute, self._seen, self._forced = model.compute_logits, list[torch.Tensor](), list[int]()
+        model.compute_logits = self._logits
 
-    def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
-        """Return vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""
+    def ask(self, prompt: list[int], forced: Sequence[int] = (0,), loads: Sequence[Any] = ()) -> list[torch.Tensor]:
+        """Return the logits [vocabulary] of each new token; the answer is `forced`, and of an empty one greedy."""
         from vllm import SamplingParams
 
+        self.client.prompt, self.client.loads, self._seen, self._forced = prompt, list(loads), [], list(forced)
         params = SamplingParams(
-            max_tokens=new_tokens,
-            temperature=0.0,
-            ignore_eos=not stop,
-            stop_token_ids=list(stop) or None,
-            detokenize=False,
-            extra_args=None if keeps else {"kv_transfer_params": {"lmcache.skip_save": True}},
+            max_tokens=len(forced) or _ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False
         )
         [output] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        if keeps and not output.num_cached_tokens:  # what little follows a hit is not always kept
-            self.segments.keep(prompt)
-        return output
+        self.answer = list(output.outputs[0].token_ids)
+        return self._seen
 
-    def prepare(self, prompt: list[int]) -> None:
-        """Serve, in a prompt of its own, what LMCache would stop at in this one."""
-        if missing := self.segments.missing(prompt):
-            self.ask(self.segments.join(*missing))
+    def keep(self, prompt: list[int]) -> None:
+        """Serve a donor, which LMCache keeps."""
+        self.client.keeps = True
+        self.ask(prompt)
+        self.forget()
+
+    def blended(self, prompt: list[int], forced: Sequence[int] = (0,)) -> list[torch.Tensor]:
+        """Return `ask`'s logits after what LMCache holds of the prompt is loaded: vLLM computes the beginning in a
+        request of its own, in whole blocks, and the rest in a second one."""
+        self.client.prompt, self.client.taken = prompt, 0
+        loads = self.client.lookup()
+        if loads:
+            self.ask(prompt[: -(-loads[0].cur_st // self._block) * self._block])
+        found = self.ask(prompt, forced, loads)
+        self.client.end()
+        return found
+
+    def split(self, prompt: list[int], forced: Sequence[int], at: int) -> list[torch.Tensor]:
+        """Return `ask`'s logits after vLLM has computed the first `at` tokens in another request."""
+        self.ask(prompt[:at])
+        return self.ask(prompt, forced)
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, which takes blended KV for exact."""
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._server.terminate()
+        self._server.wait()
+
+    def _logits(self, *arguments: Any, **options: Any) -> Any:
+        """Return the model's own, or those that leave the sampler the forced token."""
+        logits = self._compute(*arguments, **options)
+        self._seen.append(logits[-1].float())
+        if self._forced:
+            logits = torch.full_like(logits, float("-inf"))
+            logits[:, self._forced.pop(0)] = 0.0
+        return logits
 
 
 def measure_ttft(rows: Results) -> None:
     """Add times of long prompts over random weights: cold, and with a document that was elsewhere before."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = write_config(folder, max_position_embeddings=_POSITIONS)
-        write_tokenizer(folder)
-        engine = LmcacheEngine(folder, _MARKS, _SIZE + _ROOM, load_format="dummy")
-        prompts, segments = Prompts(int(config.vocab_size)), engine.segments
-        document = prompts.fresh(_SIZE - NEW_TOKENS - 2 * len(segments.separator))
-
-        def shifted() -> list[int]:
-            prompt = segments.join(prompts.fresh(INSTRUCTION), document, prompts.fresh(QUESTION))
-            engine.prepare(prompt)
-            return prompt
-
-        cold, _ = _times(engine, lambda: prompts.fresh(_SIZE), keeps=False)
-        donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
-        engine.ask(donor)
-        blended, cached = _times(engine, shifted)
-        check_served(sum(cached), len(document) * len(cached))
-        add_times(rows, cold, blended, cached)
+        config = write_config(Path(name), BIG)
+        engine = BlendEngine(Path(name), _CHUNK, _SIZE + _ROOM, load_format="dummy")
+        prompts = Prompts(int(config.vocab_size))
+        document = prompts.document(_SIZE)
+        engine.keep(prompts.donor(document))
+        cold_ms, blended_ms, taken = list[float](), list[float](), list[int]()
+        for _ in range(_WARM_UPS + _REPEATS):
+            cold_ms.append(_milliseconds(engine, engine.ask, prompts.fresh(_SIZE)))
+            blended_ms.append(_milliseconds(engine, engine.blended, prompts.shifted(document)))
+            taken.append(engine.client.taken)
+        engine.close()
+    add_times(rows, cold_ms[_WARM_UPS:], blended_ms[_WARM_UPS:], taken[_WARM_UPS:])
 
 
 def measure_answers(rows: Results, folder: Path) -> None:
-    """Add exact match of a model's answers to families of prompts, cold and blended. Segments are lines, so that
-    rows can be taken from under another header. Donors are served as they are, and the lines that they lack in a prompt
-    of their own."""
+    """Add how far a model's next tokens are from cold on prompts whose opening differs from their donor's."""
     model = VllmEngines(str(folder))
     tokeniser = Tokeniser(model, _ANSWER_TOKENS)
-    cases = {name: write_cases(model, FamilyRequest((name,), _GROUPS, _QUESTIONS, _TOKENS)) for name in FAMILIES}
-    engine = LmcacheEngine(folder, line_separator(folder), model.facts.max_positions)
-    # Nothing is kept yet, so that nothing can be taken.
-    cold = {
-        name: [_answer(engine, tokeniser, tokeniser.tokenise(case), keeps=False)[0] for case in asked]
-        for name, asked in cases.items()
-    }
-    for name, asked in cases.items():
-        texts, cached, prompt_tokens, kept = list[str](), 0, 0, 0
-        for case in asked:
+    engine = BlendEngine(folder, _SMALL_CHUNK, model.facts.max_positions)
+    for name in FAMILIES:
+        divergences, floors, taken, asked = list[float](), list[float](), 0, 0
+        for case in write_cases(model, FamilyRequest((name,), _GROUPS, _QUESTIONS, _TOKENS)):
             tokens = tokeniser.tokenise(case)
             if case.is_timed:  # the first of those that share their donors
                 for donor in tokens.donors:
-                    engine.ask(donor)
-            engine.prepare(tokens.prompt)
-            text, taken = _answer(engine, tokeniser, tokens)
-            texts.append(text)
-            cached += taken
-            prompt_tokens += len(tokens.prompt)
-            kept += len(tokens.prompt) - len(engine.segments.of(tokens.prompt)[-1])
-        check_served(cached, kept)
-        references, theirs = [case.reference for case in asked], [case.donor_answer for case in asked]
-        baseline = (
-            f"cold {_matches(cold[name], references):.3f}; {len(asked)} prompts, {_matches(texts, theirs):.3f} "
-            f"answered as the donor says; {cached:,} of {prompt_tokens:,} tokens from LMCache, a segment a line; "
-            f"{_engine()}"
-        )
-        row = f"vllm_lmcache_em_{name}_{folder.name}"
-        rows.add(row, _matches(texts, references), "exact match", baseline, better="higher")
+                    engine.keep(donor)
+            cold = torch.stack(engine.ask(tokens.prompt, ()))
+            answer = engine.answer
+            engine.forget()
+            blended = torch.stack(engine.blended(tokens.prompt, answer))
+            engine.forget()
+            halves = torch.stack(engine.split(tokens.prompt, answer, len(tokens.prompt) // 32 * 16))
+            engine.forget()
+            divergences.append(kl_divergence(cold, blended))
+            floors.append(kl_divergence(cold, halves))
+            taken, asked = taken + engine.client.taken, asked + len(tokens.prompt)
+        add_divergence(rows, name, folder.name, divergences, floors, taken, asked)
+    engine.close()
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer that knows the marks between segments, for prompts that are made of numbers."""
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "#": 1}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(str(folder))
-
-
-def line_separator(folder: Path) -> str:
-    """Return a text whose tokens, but for the first, which LMCache leaves out, are a line's end. Raises
-    ConfigurationError for a tokenizer that has no token of its own for a line's end."""
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    end = tokenizer.encode("\n", add_special_tokens=False)
-    found = next((text for text in ("\n", "a\n") if end and tokenizer.encode(text)[1:] == end), None)
-    if found is None:
-        raise ConfigurationError(f"The tokenizer of {folder} has no token of its own for the end of a line.")
-    return found
-
-
-def _register_models() -> None:
-    """Register the model that vLLM loads with LMCache: CacheBlend asks for it (LMCache#4131)."""
-    name = import_module("lmcache.integration.vllm.utils").ENGINE_NAME
-    tracker = import_module("lmcache.v1.compute.models.utils").VLLMModelTracker
-    worker = import_module("vllm.v1.worker.gpu_worker").Worker
-    load = worker.load_model
-
-    def load_and_register(self: Any, *arguments: Any, **options: Any) -> None:
-        load(self, *arguments, **options)
-        tracker.register_model(name, self.model_runner.get_model())
-
-    worker.load_model = load_and_register
-
-
-def _times(
-    engine: LmcacheEngine, prompt: Callable[[], list[int]], *, keeps: bool = True
-) -> tuple[list[float], list[int]]:
-    """Milliseconds of `generate` with one new token, and prompt tokens that were not computed by vLLM."""
+def _milliseconds(engine: BlendEngine, ask: Any, prompt: list[int]) -> float:
+    engine.forget()
     gc.collect()
-    times, cached = list[float](), list[int]()
-    for _ in range(_WARM_UPS + _REPEATS):
-        asked = prompt()
-        begin = time.perf_counter()
-        output = engine.ask(asked, keeps=keeps)
-        times.append((time.perf_counter() - begin) * 1e3)
-        cached.append(int(output.num_cached_tokens or 0))
-    return times[_WARM_UPS:], cached[_WARM_UPS:]
+    begin = time.perf_counter()
+    ask(prompt)
+    return (time.perf_counter() - begin) * 1e3
 
 
-def _answer(
-    engine: LmcacheEngine, tokeniser: Tokeniser, tokens: TokenisedCase, *, keeps: bool = True
-) -> tuple[str, int]:
-    output = engine.ask(tokens.prompt, _ANSWER_TOKENS, keeps=keeps, stop=tokeniser.stop_token_ids)
-    return tokeniser.text(list(output.outputs[0].token_ids)), int(output.num_cached_tokens or 0)
+def check_served(taken: int, held: float) -> None:
+    """Raise SystemExit where a figure would not show LMCache: `held` tokens could have been taken."""
+    if taken < SERVED_SHARE * held:
+        raise SystemExit(f"no figure: LMCache served {taken:,} of {held:,.0f} tokens that it held")
 
 
-def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
-    """The share of texts that are their reference."""
-    pairs = zip(texts, references, strict=True)
-    return statistics.fmean(reference is not None and exact_match(text, reference) for text, reference in pairs)
-
-
-def check_served(cached: int, kept: int) -> None:
-    """Raise SystemExit where a figure would not show LMCache: `kept` of the tokens could have been taken."""
-    if cached < SERVED_SHARE * kept:
-        raise SystemExit(f"no figure: LMCache served {cached:,} of {kept:,} tokens that it had kept")
-
-
-def add_times(rows: Results, cold_ms: list[float], blended_ms: list[float], cached: list[int]) -> None:
-    """Add the rows of the long prompts; `cached` of their tokens came from LMCache."""
+def add_times(rows: Results, cold_ms: list[float], blended_ms: list[float], taken: list[int]) -> None:
+    """Add the rows of the long prompts, of whose tokens `taken` came from LMCache."""
+    check_served(min(taken), _SIZE - 2 * _CHUNK)
     size, cold, blended = label(_SIZE), statistics.median(cold_ms), statistics.median(blended_ms)
-    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{_engine()}; nothing kept or taken")
-    counts = f"{min(cached):,} of {_SIZE:,} tokens from LMCache in host memory"
-    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_engine()}")
-    rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
+    rows.add(f"vllm_lmcache_blend_cold_ttft_{size}_ms", cold, "ms", f"{_engine(_CHUNK)}; nothing kept or taken")
+    counts = f"{min(taken):,} of {_SIZE:,} tokens from LMCache in host memory"
+    rows.add(f"vllm_lmcache_blend_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_engine(_CHUNK)}")
+    against = f"{blended:,.1f} over {cold:,.1f} ms; {ours('ttft')}"
+    rows.add(f"vllm_lmcache_blend_ttft_{size}_over_cold", blended / cold, "x", against)
 
 
-def _engine() -> str:
+def add_divergence(
+    rows: Results, family: str, model: str, divergences: list[float], floors: list[float], taken: int, asked: int
+) -> None:
+    """Add the mean KL of a family's prompts, of whose `asked` tokens `taken` came from LMCache."""
+    check_served(taken, asked / 2)
+    baseline = (
+        f"cold; {len(divergences)} prompts, {_ANSWER_TOKENS} tokens of the cold answer; two requests without LMCache "
+        f"{statistics.fmean(floors):.2g}; {ours(family)}; {taken:,} of {asked:,} tokens from LMCache; "
+        f"{_engine(_SMALL_CHUNK)}"
+    )
+    rows.add(f"vllm_lmcache_blend_kl_{family}_{model}", statistics.fmean(divergences), "nats", baseline)
+
+
+def ours(what: str) -> str:
+    """Return our recorded figure on an H200 in words."""
+    name, word = OURS[what]
+    [row] = (row for each in read_rows(FOLDER / "h200").values() for row in each if row.name == name)
+    figure = f"{row.value:.3g}" if word is None else row.baseline.partition(word)[2].partition(",")[0]
+    return f"ours {figure} ({name})"
+
+
+def _engine(chunk: int) -> str:
     return (
-        f"LMCache {version('lmcache')}, CacheBlend {RATIO:.0%} chosen at layer {CHECK_LAYER}, vLLM {version('vllm')} "
-        "eager, without its prefix cache"
+        f"LMCache {version('lmcache')}'s blend engine, chunks of {chunk}, a client of ours, two requests a shifted "
+        f"prompt; vLLM {version('vllm')} eager"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print and write."""
     parser = parser_of(__doc__)
-    parser.add_argument("--answers", type=Path, metavar="FOLDER", help="compare this model's answers, not times")
+    parser.add_argument("--answers", type=Path, metavar="FOLDER", help="compare this model's next tokens, not times")
     options = parser.parse_args(arguments)
     if options.answers is not None and not (options.answers / "config.json").is_file():
         parser.error(f"{options.answers} holds no config.json; name a model's folder")
@@ -296,12 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows.measured.versions["lmcache"] = version("lmcache")
     if options.answers is None:
         measure_ttft(rows)
-        rows.write(options.json, "vllm_lmcache")
+        rows.write(options.json, "vllm_lmcache_blend")
     else:
         measure_answers(rows, options.answers)
-        rows.write(options.json, f"vllm_lmcache_{options.answers.name}")
+        rows.write(options.json, f"vllm_lmcache_blend_{options.answers.name}")
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # threads of LMCache may wait for ever
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # threads of LMCache may wait for ever
+    os._exit(0)
