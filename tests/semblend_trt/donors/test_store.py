@@ -13,9 +13,8 @@ from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostKv, HostMemory, HostTier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from semblend_trt.transfer import staging
 from semblend_trt.transfer.save import DonorSaver

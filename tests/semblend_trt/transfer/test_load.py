@@ -12,8 +12,7 @@ from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.store import DonorStore, HostKv, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostKv, HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module

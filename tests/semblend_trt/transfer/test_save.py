@@ -8,9 +8,8 @@ import torch
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostTier
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter
