@@ -12,11 +12,11 @@ from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.store import DeviceTier, DonorStore, HostKv, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
-from semblend_trt.transfer.load import LayerReadiness, PlanLoader, moves_of, target_of
+from semblend_trt.transfer.load import LayerReadiness, PlanLoader
 from semblend_trt.transfer.staging import HostReader, Staging
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.semblend_trt.held_donors import held_kv, save, used_blocks
@@ -62,21 +62,14 @@ def position_in(pool, position):
     return pool_view(pool, GEOMETRY)[BLOCKS[position // 4], :, :, :, position % 4]
 
 
-def place(plan, donors, pool):
-    """`donors`: [layers, 2, kv_heads, tokens, head_dim] by id."""
-    held = {donor_id: HostKv((ContiguousKv(tensor),)) for donor_id, tensor in donors.items()}
-    kv_move(moves_of(plan, held), target_of(plan, pool, GEOMETRY), ROTATION)
-
-
 def loader(store, pool, reader=None, readiness=None):
     return PlanLoader(store, pool, GEOMETRY, ROTATION, readiness or LayerReadiness(), reader)
 
 
-def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
-    donors = {"a": kv(12, 1), "b": kv(9, 2)}
-    spans = [PlanSpan("a", 6, 3, 5), PlanSpan("b", 1, 9, 8), PlanSpan("a", 0, 18, 3)]
-    pool = empty_pool()
-    place(plan(*spans, computed=2), donors, pool)
+def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched(store):
+    donors, pool = {"near": kv(13, 1), "far": kv(15, 2)}, empty_pool()
+    spans = [PlanSpan("near", 6, 3, 5), PlanSpan("far", 1, 9, 8), PlanSpan("near", 0, 18, 3)]
+    assert loader(store, pool).load([plan(*spans, computed=2)]) == []
     placed = {position for span in spans for position in range(span.target_start, span.target_end)}
     for position in range(24):
         assert bool(position_in(pool, position).isnan().all()) == (position not in placed)
