@@ -372,8 +372,8 @@ def namespace_for(
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
-            "rotary_dim": facts.rotation.rotary_dim,
-            "interleaved": facts.rotation.interleaved,
+            "rotary_dim": facts.rotation.kinds[0].rotary_dim,
+            "interleaved": facts.rotation.kinds[0].interleaved,
             **layers,
         },
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
