@@ -10,7 +10,7 @@ import heapq
 import secrets
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -403,13 +403,12 @@ def cover(
     Once `is_over`, what was taken is the cover."""
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
-    offered, waiting = Counter[str](), defaultdict[int, list[Run]](list)
+    offered = Counter[str]()
     for piece in pieces:
         offered[piece.donor_id] += piece.length
-        waiting[preference.weight(piece)].append(piece)
     ranks = {each: (preference.generations.get(each, 0), not preference.is_near(each)) for each in offered}
-    weights = [-weight for weight in waiting]
-    heapq.heapify(weights)
+    waiting = [(-preference.weight(piece), piece) for piece in pieces]
+    heapq.heapify(waiting)
     taken, chosen, ends = set(used_donors), list[Run](), list[int]()
 
     def tie(piece: Run) -> tuple[Any, ...]:
@@ -418,8 +417,11 @@ def cover(
         is_shifted = (piece.donor_start - piece.target_start) % preference.block_size != 0
         return (*ranks[donor_id], donor_id not in taken, is_shifted, -offered[donor_id], donor_id, *piece[2:0:-1])
 
-    while weights:
-        for piece in sorted(waiting.pop(-heapq.heappop(weights)), key=tie):
+    while waiting:
+        weight, alike = waiting[0][0], list[Run]()
+        while waiting and waiting[0][0] == weight:
+            alike.append(heapq.heappop(waiting)[1])
+        for piece in sorted(alike, key=tie):
             if is_over():
                 return chosen
             at, free = _free_parts(piece, chosen, ends)
@@ -430,10 +432,7 @@ def cover(
                 continue
             for part in free:
                 if part.length >= min_span:
-                    weight = preference.weight(part)
-                    if weight not in waiting:
-                        heapq.heappush(weights, -weight)
-                    waiting[weight].append(part)
+                    heapq.heappush(waiting, (-preference.weight(part), part))
     return chosen
 
 
