@@ -10,7 +10,7 @@ import torch
 
 from kernels.device import triton_serves
 from kernels.layout import LayeredPool, PoolLayer, SequenceRows
-from kernels.sparse_prefill import check_float32, check_queries, gathered
+from kernels.sparse_prefill import Queries, check_float32, check_queries, gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,8 @@ def attention_mass(
     added to `into` if that is given, as over the layers of a model. The sum over all is rows times heads, without
     sinks. Sums are taken in a fixed order, so equal inputs give equal bits. Raises ValueError, naming the tensor and
     its bound."""
-    check_queries(q, kv, sequences, scale, window, lse=lse)
+    asked = Queries(q, kv, sequences, scale, window, lse=lse)
+    check_queries(asked)
     shape = kv.geometry.kv_heads, seen_tokens(sequences)
     if into is None:
         into = torch.zeros(shape, dtype=torch.float32, device=q.device)
@@ -56,21 +57,13 @@ def attention_mass(
     if sequences and triton_serves(keys, ()):
         from kernels.attention_mass import triton_mass
 
-        return triton_mass.attention_mass(q, kv, sequences, scale, lse, window, into)
-    return attention_mass_by_torch(q, kv, sequences, scale, lse, window, into)
+        return triton_mass.attention_mass(asked, lse, into)
+    return attention_mass_by_torch(asked, lse, into)
 
 
-def attention_mass_by_torch(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    lse: torch.Tensor,
-    window: int | None,
-    into: torch.Tensor,
-) -> torch.Tensor:
+def attention_mass_by_torch(asked: Queries, lse: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Serve `attention_mass`, of checked arguments: K is gathered once a sequence, and rows are read in chunks."""
-    begin = 0
+    (q, kv, sequences, scale, window, *_), begin = asked, 0
     for sequence in sequences:
         end = begin + sequence.last_position + 1
         keys = gathered(kv, sequence, 0, torch.float32, 0)  # [kv_heads, tokens, head_dim]

@@ -6,7 +6,7 @@ TRITON_INTERPRET=1, Triton's interpreter serves pools on the host, to test the k
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -27,13 +27,25 @@ from kernels.rope import saturated
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
+__all__ = ["Queries", "SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 
 CHUNK_ROWS = 256
 # Scores of a chunk with sinks or a log-sum-exp, which torch's own attention would not keep.
 SINK_SCORES = 1 << 26
 # On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
 LEAST_ROWS_PER_PADDING = 4
+
+
+class Queries(NamedTuple):
+    """What attention is asked for: the arguments of `sparse_prefill`."""
+
+    q: torch.Tensor
+    kv: PoolLayer
+    sequences: Sequence[SequenceRows]
+    scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
@@ -73,24 +85,18 @@ def sparse_prefill(
     Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound."""
     if kv.geometry.kv_factor != 2:
         raise ValueError(f"KvGeometry.kv_factor is {kv.geometry.kv_factor}; rows attend to K and V, 2")
-    check_queries(q, kv, sequences, scale, window, sinks, lse)
+    asked = Queries(q, kv, sequences, scale, window, sinks, lse)
+    check_queries(asked)
     if sequences and _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
-        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks, lse=lse)
-    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks, lse)
+        return triton_attention.sparse_prefill(asked)
+    return sparse_prefill_by_torch(asked)
 
 
-def check_queries(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Raise ValueError, naming the tensor and its bound, unless the arguments of `sparse_prefill` fit one another."""
+def check_queries(asked: Queries) -> None:
+    """Raise ValueError, naming the tensor and its bound, unless what is asked for fits together."""
+    q, kv, sequences, scale, window, sinks, lse = asked
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
         raise ValueError(
@@ -142,16 +148,9 @@ def write_rows_by_torch(
             held[blocks, :, slots] = indexable(saturated(values[rows], pool.dtype))
 
 
-def sparse_prefill_by_torch(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
+def sparse_prefill_by_torch(asked: Queries) -> torch.Tensor:
     """Serve `sparse_prefill`, of checked arguments: K and V are gathered once a sequence; queries attend in chunks."""
+    q, kv, sequences, scale, window, sinks, lse = asked
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
@@ -167,8 +166,8 @@ def sparse_prefill_by_torch(
             padded = pad(q[rows], (0, 0, 0, 0, missing, 0))
             output[rows] = _attended(padded, keys, values, scale, is_causal=sequence.count > 1)[missing:]
         else:
-            places, filled = sequence.host_positions - first, None if lse is None else lse[rows]
-            output[rows] = _attend_masked(q[rows], keys, values, places, scale, own, sinks, filled)
+            part = asked._replace(q=q[rows], window=own, lse=None if lse is None else lse[rows])
+            output[rows] = _attend_masked(part, keys, values, sequence.host_positions - first)
     return output
 
 
@@ -192,17 +191,9 @@ def _attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
     return attended[0].transpose(0, 1)
 
 
-def _attend_masked(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return what `q`, [rows, heads, head_dim], gets, in its shape. `positions`, on the host, are places in `keys`."""
+def _attend_masked(asked: Queries, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return what one sequence's rows get, in their shape. `positions`, on the host, are places in `keys`."""
+    q, _, _, _, window, sinks, lse = asked
     attended, start, rows = [], 0, CHUNK_ROWS
     if sinks is not None or lse is not None:
         rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
@@ -210,27 +201,21 @@ def _attend_masked(
     apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
     for own in (each for part in torch.tensor_split(positions, apart) for each in torch.split(part, rows)):
         first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
-        near, places = (keys[:, first:end], values[:, first:end]), own.to(q.device)
+        places = own.to(q.device)
         tokens = torch.arange(first, end, device=q.device)
         mask = tokens <= places[:, None]
         if window is not None:
             mask &= tokens > places[:, None] - window
         chunk = slice(start, start + len(own))
-        attended.append(_attend_chunk(q[chunk], *near, mask, scale, sinks, None if lse is None else lse[chunk]))
+        part = asked._replace(q=q[chunk], lse=None if lse is None else lse[chunk])
+        attended.append(_attend_chunk(part, keys[:, first:end], values[:, first:end], mask))
         start += len(own)
     return torch.cat(attended)
 
 
-def _attend_chunk(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return what `q`, [rows, heads, head_dim], gets, in its shape. `mask`: bool [rows, tokens]."""
+def _attend_chunk(asked: Queries, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return what a chunk of rows gets, in its shape. `mask`: bool [rows, tokens]."""
+    q, _, _, scale, _, sinks, lse = asked
     if sinks is None and lse is None:
         return _attended(q, keys, values, scale, attn_mask=mask)
     # [kv_heads, group, rows, head_dim]; torch's own attention knows no sinks

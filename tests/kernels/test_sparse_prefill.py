@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels import naive
 from kernels.attention_mass import attention_mass
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import sparse_prefill, write_rows
+from kernels.sparse_prefill import Queries, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig, attention_work, cut_rows, longest_part
 from tests.kernels import builders
 from tests.kernels.builders import FP8, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded
@@ -53,7 +53,8 @@ def tiled(device, batch, config=None, piece=None, window=None, sinks=None, lse=N
 
     q, pool, sequences = batch.on(device)
     kv, sinks = PoolLayer(pool, 1, batch.geometry), None if sinks is None else sinks.to(device)
-    return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece, lse).cpu()
+    asked = Queries(q, kv, sequences, SCALE, window, sinks, lse)
+    return triton_attention.sparse_prefill(asked, config, piece).cpu()
 
 
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (33, FP8)])
@@ -313,6 +314,6 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing():
             q, pool, sequences = batch.on("cuda")
             kv = PoolLayer(pool, layer % 2, batch.geometry)
             write_rows(q[:, :2], q[:, 2:], kv, sequences)
-            triton_attention.sparse_prefill(q, kv, sequences, 0.125, None, None, TileConfig(64, 64, 4, 2), piece)
+            triton_attention.sparse_prefill(Queries(q, kv, sequences, 0.125), TileConfig(64, 64, 4, 2), piece)
         counts.append([len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels])
     assert counts == counts[:1] * 5
