@@ -68,8 +68,7 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
 
 
 @pytest.mark.promise(
-    "engines",
-    "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read",
+    "engines", "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read"
 )
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

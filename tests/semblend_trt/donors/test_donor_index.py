@@ -446,8 +446,7 @@ def test_texts_wait_for_their_files_and_only_once_the_folder_is_read():
 
 
 @pytest.mark.promise(
-    "donors",
-    "A donor on disk alone is read back for the next request, never promised to the one that asks",
+    "donors", "A donor on disk alone is read back for the next request, never promised to the one that asks"
 )
 def test_a_donor_on_disk_is_fetched_once_and_reused_when_it_is_there():
     tiers = Tiers()
