@@ -146,13 +146,9 @@ class Planner:
         chunk: int | None = None,
         begins_alike: Callable[[str, npt.NDArray[np.int32]], int] = lambda _namespace_key, tokens: len(tokens),
     ) -> None:
-        self._index, self._begins_alike = index, begins_alike
-        self._chunk = chunk
-        self._is_near = is_near
+        self._index, self._settings, self._policy, self._num_layers = index, settings, policy, num_layers
+        self._is_near, self._chunk, self._begins_alike = is_near, chunk, begins_alike
         self._generations: Mapping[str, int] = {} if generations is None else generations
-        self._settings = settings
-        self._policy = policy
-        self._num_layers = num_layers
         self._terms = terms_of(policy, settings, num_layers)
 
     def plan(self, request: LookupRequest, deadline: Deadline | None = None, scan: Scan | None = None) -> Planned:
