@@ -288,7 +288,7 @@ class DiskTransfers:
             logger.warning("the disk does not answer; donors that were being written are lost")
 
     def _write(self, donor_id: str) -> None:
-        text = self._link.texts.pop(donor_id, None)
+        text = self._link.texts.get(donor_id)
         try:
             if text is None:
                 self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")

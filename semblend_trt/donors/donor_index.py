@@ -46,7 +46,7 @@ class DonorTexts(DonorObserver):
     """Keep donors' texts by namespace and generation, sorted by tokens, so that texts that begin alike are neighbours.
 
     A text is kept once: what adds little to another donor becomes no donor, and a donor goes once another, held one
-    continues it. Texts of running saves are included; `spans` has only those of held donors. `generations` has those
+    continues it. `by_id` has those of running saves too, `spans` only those of held donors, and `generations` those
     above 0. A search for near texts compares a few arrays, whatever is held."""
 
     def __init__(self, settings: Settings) -> None:
@@ -54,7 +54,7 @@ class DonorTexts(DonorObserver):
         self.generations: dict[str, int] = {}
         self._settings = settings
         self._orders: dict[tuple[str, int], list[DonorText]] = {}
-        self._texts: dict[str, DonorText] = {}
+        self.by_id: dict[str, DonorText] = {}
         self._highest = 0  # generation
         # Donors that others continue: they go once they can.
         self._continued: dict[str, str] = {}
@@ -62,7 +62,7 @@ class DonorTexts(DonorObserver):
     def put(self, text: DonorText) -> None:
         """Hold a donor's text, whose tokens never change, in place of its former one."""
         self._remove(text.donor_id)
-        self._texts[text.donor_id], self._highest = text, max(self._highest, text.generation)
+        self.by_id[text.donor_id], self._highest = text, max(self._highest, text.generation)
         if text.generation:
             self.generations[text.donor_id] = text.generation
         insort(self._orders.setdefault((text.namespace_key, text.generation), []), text)
@@ -111,17 +111,13 @@ class DonorTexts(DonorObserver):
         """Donors, each with the held one that continues it."""
         return {older: newer for older, newer in self._continued.items() if newer in self.spans}
 
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over donors that are held or being saved."""
-        return iter(self._texts)
-
     def _adds_little(self, length: int, common: int) -> bool:
         """Return whether a text of `length` tokens is not worth keeping where another one holds its first `common`."""
         least = min(self._settings.min_span_tokens, self._settings.min_donor_tokens, 1 + length // LITTLE_SHARE)
         return length - common < least
 
     def _remove(self, donor_id: str) -> None:
-        text = self._texts.pop(donor_id, None)
+        text = self.by_id.pop(donor_id, None)
         if text is None:
             return
         self.generations.pop(donor_id, None)
@@ -136,7 +132,6 @@ class _Saving:
     """A save; `is_sound` until the engine copies into one of its blocks, or the donor is to be dropped."""
 
     intent: SaveIntent
-    text: DonorText
     block_ids: frozenset[int]
     is_sound: bool = True
 
@@ -158,7 +153,7 @@ class DonorIndex:
         """Hold no donor yet. `observers` hear of held donors, `count` of every tier event; `disk` needs a disk tier."""
         self._settings, self._observers = settings, observers
         self._are_held = pool.holds_saved_blocks and not pool.exchanges_blocks
-        geometry = pool.geometry
+        self.texts, geometry = DonorTexts(settings), pool.geometry
         capacities = Capacities(
             host_bytes=settings.host_bytes,
             bytes_per_token=geometry.bytes_per_token(pool.dtype),
@@ -171,8 +166,8 @@ class DonorIndex:
 
             sizes = KvForm(geometry, pool.dtype).file_bytes
             capacities = replace(capacities, disk_bytes=settings.disk_bytes, file_bytes=sizes)
+            disk.texts = self.texts.by_id
         self.catalog = DonorCatalog(capacities, settings.eviction)
-        self.texts = DonorTexts(settings)
         self.offload = OffloadQueue(self.catalog, (*observers, self.texts), disk, count)
         self._saving: dict[str, _Saving] = {}
         self._doomed: set[str] = set()
@@ -211,8 +206,8 @@ class DonorIndex:
         self.texts.put(text)
         if self._are_held:
             self.texts.spans.add(namespace_key, donor_id, tokens)
-        self._saving[donor_id] = _Saving(intent, text, frozenset(block_ids))
-        self.offload.save(replace(intent, tier=moves.tier, is_written=donor_id in moves.written), text)
+        self._saving[donor_id] = _Saving(intent, frozenset(block_ids))
+        self.offload.save(replace(intent, tier=moves.tier, is_written=donor_id in moves.written))
         return True
 
     def is_kept(self, intent: SaveIntent, near: Iterable[Near]) -> bool:
@@ -238,8 +233,9 @@ class DonorIndex:
             if why is not None:
                 self.lost({donor_id})
             return
-        tokens, whole = entry.text.tokens[: saved.tokens], len(entry.text.tokens)
-        text, intent = replace(entry.text, tokens=tokens), replace(entry.intent, max_tokens=len(tokens))
+        text, whole = self.texts.by_id[donor_id], entry.intent.max_tokens
+        tokens = text.tokens[: saved.tokens]
+        text, intent = replace(text, tokens=tokens), replace(entry.intent, max_tokens=len(tokens))
         if why is None and not entry.is_sound:
             why = "its KV is not to be kept any more"
         near = list(self.texts.near(text.namespace_key, tokens))
@@ -263,7 +259,7 @@ class DonorIndex:
             else:
                 observer.held(donor_id, tokens, tier.value)
         self.texts.continue_with(intent, near)
-        self._drop_continued()
+        self._drop_what_can_go()
 
     def cancel(self, intent: SaveIntent) -> None:
         """Give back the room of a request that does not become a donor."""
@@ -271,20 +267,18 @@ class DonorIndex:
         self.catalog.cancel(intent.donor_id)
         self.offload.forget(intent.donor_id)
 
-    def lost(self, donor_ids: set[str]) -> list[str]:
-        """Drop donors whose KV was unreadable, so that no later prompt counts on them; return those dropped.
+    def lost(self, donor_ids: set[str]) -> None:
+        """Drop donors whose KV was unreadable, so that no later prompt counts on them.
 
         A donor that another request leases stays until that request's load reports it."""
-        dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
-        self.offload.drop(dropped)
-        return dropped
+        self.offload.drop([donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)])
 
     def lost_all(self) -> None:
         """Drop every donor, now or when its save, transfer or last lease ends. No lookup finds them."""
         for saving in self._saving.values():
             saving.is_sound = False
-        self._doomed |= set(self.texts)
-        self._drop_doomed()
+        self._doomed |= set(self.texts.by_id)
+        self._drop_what_can_go()
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
         """Take the tiers' events, and drop what can go."""
@@ -301,16 +295,11 @@ class DonorIndex:
             for observer in () if text.generation else self._observers:
                 observer.found(donor_id, key, tokens, Tier.DISK.value)
             self.texts.continue_with(intent, near)
-            self._drop_continued()
-        self._drop_doomed()
-        self._drop_continued()
+            self._drop_what_can_go()
+        self._drop_what_can_go()
 
-    def _drop_doomed(self) -> None:
-        if self._doomed:
-            self.lost(self._doomed)
-            self._doomed.intersection_update(self.texts)
-
-    def _drop_continued(self) -> None:
-        """Drop donors that others continue, once nothing reads them and the others have their files."""
+    def _drop_what_can_go(self) -> None:
+        """Drop doomed donors, and those that others continue once these have their files, where nothing reads them."""
         continued = self.texts.continued.items()
-        self.lost({older for older, newer in continued if not self.catalog.is_writing(newer)})
+        self.lost(self._doomed | {older for older, newer in continued if not self.catalog.is_writing(newer)})
+        self._doomed.intersection_update(self.texts.by_id)

@@ -104,7 +104,7 @@ class SavedDonor:
 class DiskLink:
     """Exists while the disk tier is open.
 
-    `texts`: donors that may still get a file, kept by the scheduler. `found`: events of files present at the start."""
+    `texts`: the scheduler's, of all donors by id. `found`: events of files present at the start."""
 
     texts: dict[str, DonorText] = field(default_factory=dict)
     found: deque[OffloadEvent] = field(default_factory=deque)
@@ -190,11 +190,9 @@ class OffloadQueue:
             self._moved(donor_id, Tier.HOST)
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
-    def save(self, intent: SaveIntent, text: DonorText) -> None:
+    def save(self, intent: SaveIntent) -> None:
         """Have an ended request's KV saved after the commands so far, which make room; a file may follow."""
         self._commands.saves.append(intent)
-        if self._link is not None:
-            self._link.texts[text.donor_id] = text
 
     def drop(self, donor_ids: Iterable[str]) -> None:
         """Have donors dropped that the catalog no longer holds."""
@@ -206,8 +204,6 @@ class OffloadQueue:
         """Report the donor as gone; it gets no file."""
         for observer in self._observers:
             observer.gone(donor_id)
-        if self._link is not None:
-            self._link.texts.pop(donor_id, None)
 
     def fetch(self, donor_ids: Iterable[str], most: int = MAX_FETCHES, *, may_drop: bool = True) -> None:
         """Read donors back from disk in this order, while room lasts and fewer than `most` are on their way."""

@@ -615,9 +615,9 @@ class DonorIndexMachine(RuleBasedStateMachine):
         texts = [*self.kept.values(), *(tokens for _, tokens in self.open)]
         assert stats.host_bytes == sum(map(len, texts)) * TOKEN_BYTES <= self.ROOM * TOKEN_BYTES
         assert (stats.leases, stats.saving) == (len(self.leases), len(self.open))
-        assert set(self.index.texts) == set(self.kept) | {donor_id for donor_id, _ in self.open}
+        assert set(self.index.texts.by_id) == set(self.kept) | {donor_id for donor_id, _ in self.open}
         assert set(self.index.texts.spans._donors) == set(self.kept)
-        assert set(self.index.texts.generations) | set(self.index.texts.continued) <= set(self.index.texts)
+        assert set(self.index.texts.generations) | set(self.index.texts.continued) <= set(self.index.texts.by_id)
 
     @invariant()
     def no_text_is_kept_twice(self):
@@ -652,7 +652,7 @@ def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
     for donor_id in data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []:
         order.gone(donor_id)
         del held[donor_id]
-    assert set(order) == set(held)
+    assert set(order.by_id) == set(held)
     near = list(order.near("a", np.array(asked, dtype=np.int32)))
     for common, each in near:
         assert common == shared(each.tokens, asked)
