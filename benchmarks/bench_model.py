@@ -75,11 +75,7 @@ def adapter_in(folder: Path, config: Any, number: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     hidden, head, path = config.hidden_size, config.hidden_size // config.num_attention_heads, folder / f"lora{number}"
-    widths = {
-        "q_proj": hidden,
-        "k_proj": head * config.num_key_value_heads,
-        "v_proj": head * config.num_key_value_heads,
-    }
+    widths = {"q_proj": hidden} | dict.fromkeys(("k_proj", "v_proj"), head * config.num_key_value_heads)
     generator, tensors = torch.Generator().manual_seed(number), dict[str, torch.Tensor]()
     for layer, (name, width) in product(range(config.num_hidden_layers), widths.items()):
         at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
@@ -87,9 +83,8 @@ def adapter_in(folder: Path, config: Any, number: int) -> Any:
         tensors[f"{at}B.weight"] = torch.randn(width, RANK, generator=generator) / RANK**0.5
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
-    write_json(
-        path / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*widths]}
-    )
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*widths]}
+    write_json(path / "adapter_config.json", about)
     return LoRARequest(path.name, number, str(path))
 
 

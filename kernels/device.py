@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 _FP8_CAPABILITY = (8, 9)
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool:
@@ -28,7 +29,7 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
 
     Triton must be installed. The tensors lie on one CUDA device, or for tests on the CPU with TRITON_INTERPRET=1.
     Sources may also lie in pinned host memory, which a card reads in place."""
-    if not (target.is_cuda or (target.is_cpu and os.environ.get("TRITON_INTERPRET") == "1")) or not has_triton():
+    if not (target.is_cuda or (target.is_cpu and os.environ.get("TRITON_INTERPRET") == "1")) or not _HAS_TRITON:
         return False
     if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
         return False
@@ -42,12 +43,6 @@ def launch(kernel: Any, grid: tuple[int, ...], near: torch.Tensor, *arguments: o
     """Launch a Triton kernel on the current stream of the device of `near`, or run it in the interpreter."""
     with torch.cuda.device_of(near):
         kernel[grid](*arguments, **constants)
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return find_spec("triton") is not None
 
 
 @cache

@@ -338,7 +338,6 @@ class SequenceRows:
     block_ids: torch.Tensor
     first_position: int = field(init=False, repr=False)
     last_position: int = field(init=False, repr=False)
-    highest_block: int = field(init=False, repr=False)
     host_positions: torch.Tensor = field(init=False, repr=False)
     host_block_ids: torch.Tensor = field(init=False, repr=False)
     memo: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
@@ -359,11 +358,11 @@ class SequenceRows:
         if not (rising[1:] > rising[:-1]).all():
             raise ValueError("positions must rise strictly")
         first, last = int(rising[0]), int(rising[-1])
-        lowest, highest = int(blocks.min()), int(blocks.max())
+        lowest = int(blocks.min())
         if first < 0 or lowest < 0:
             raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
         self.host_positions, self.host_block_ids = positions, block_ids
-        self.first_position, self.last_position, self.highest_block = first, last, highest
+        self.first_position, self.last_position = first, last
 
     @property
     def count(self) -> int:
@@ -462,10 +461,10 @@ def _covered_rows(sequences: Sequence[SequenceRows], num_blocks: int, geometry: 
         if sequence.first_row != rows:
             raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
         rows += sequence.count
-        if sequence.highest_block >= num_blocks:
+        highest = int(sequence.host_block_ids.numpy().max())
+        if highest >= num_blocks:
             raise ValueError(
-                f"sequences[{index}].block_ids reach {sequence.highest_block}, outside 0..{num_blocks - 1}, "
-                "the blocks of the pool"
+                f"sequences[{index}].block_ids reach {highest}, outside 0..{num_blocks - 1}, the blocks of the pool"
             )
         capacity = sequence.block_ids.shape[0] * geometry.block_size
         if sequence.last_position >= capacity:

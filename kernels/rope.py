@@ -79,16 +79,6 @@ class LayerRotations:
         if not all(0 <= kind < len(self.kinds) for kind in self.kind_of_layer):
             raise ValueError(f"kind_of_layer is {self.kind_of_layer}, not all in 0..{len(self.kinds) - 1}")
 
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that rotate."""
-        return self.kinds[0].rotary_dim
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether a plane is two neighbouring channels."""
-        return self.kinds[0].interleaved
-
     def of_layer(self, layer: int) -> RopeRotation:
         """Return the rotation of `layer`."""
         return self.kinds[self.kind_of_layer[layer]]

@@ -127,7 +127,7 @@ def span_table(
     tiles_at = SPANS_AT + RECORD_WORDS * len(moves)
     num_tiles = int(tiles.sum())
     factors_at = tiles_at + 2 * num_tiles
-    rows_at = factors_at + 2 * math.ceil(len(shifts) * len(turning) * rotation.rotary_dim / 4)
+    rows_at = factors_at + 2 * math.ceil(len(shifts) * len(turning) * rotation.kinds[0].rotary_dim / 4)
     addresses_at = rows_at + rows.size
     end = addresses_at + sum(layers * kinds + len(memory.block_ids) for memory in memories)
 

@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.kernels import ceilings as card
 from benchmarks.kernels.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms
-from kernels.attention_mass import triton_mass
+from kernels.attention_mass import attention_mass_by_torch, triton_mass
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import SequenceRows, by_torch
+from kernels.sparse_prefill import Queries, SequenceRows, gathered, sparse_prefill_by_torch
 from kernels.sparse_prefill.triton_attention import sparse_prefill, write_rows
 from validation.results import Results
 
@@ -57,13 +57,13 @@ class Case:
 
     def run(self) -> torch.Tensor:
         """Make one launch."""
-        return sparse_prefill(self.q, self.kv, (self.sequence,), SCALE, None, None)
+        return sparse_prefill(Queries(self.q, self.kv, (self.sequence,), SCALE))
 
     def check(self, output: torch.Tensor) -> float:
         """Return the relative error of some rows against float64 attention; end the program if it is large."""
         rows = torch.linspace(0, self.sequence.count - 1, min(self.sequence.count, 16)).long()
         some = SequenceRows(0, self.sequence.host_positions[rows], self.sequence.host_block_ids)
-        expected = by_torch.sparse_prefill(self.q[rows].double(), self.kv, (some,), SCALE)
+        expected = sparse_prefill_by_torch(Queries(self.q[rows].double(), self.kv, (some,), SCALE))
         return check_close("sparse_prefill", output[rows], expected, MAX_ERROR)
 
     def timed(self, repeats: int = 20) -> tuple[float, float]:
@@ -73,7 +73,7 @@ class Case:
 
     def dense_kv(self) -> torch.Tensor:
         """Return [2, kv_heads, tokens, head_dim] of the sequence, gathered."""
-        return torch.stack([by_torch.gathered(self.kv, self.sequence, 0, self.q.dtype, kind) for kind in (0, 1)])
+        return torch.stack([gathered(self.kv, self.sequence, 0, self.q.dtype, kind) for kind in (0, 1)])
 
     def sdpa_ms(self) -> float:
         """Return milliseconds of torch's causal attention on the same queries, K and V, gathered beforehand."""
@@ -178,14 +178,13 @@ def layer_ms(case: Case) -> float:
 def measure_mass(results: Results) -> None:
     """Add all rows."""
     case = Case(torch.arange(SPARSE_TOKENS - MASS_ROWS, SPARSE_TOKENS))
-    kv, own = case.kv, (case.sequence,)
     lse, plain = torch.empty(2, MASS_ROWS, HEADS, device="cuda")
+    asked = Queries(case.q, case.kv, (case.sequence,), SCALE, lse=lse)
     into = torch.zeros(QWEN_7B.kv_heads, SPARSE_TOKENS, device="cuda")
-    attend = partial(sparse_prefill, case.q, kv, own, SCALE, lse=lse)
-    mass = partial(triton_mass.attention_mass, case.q, kv, own, SCALE, lse, None)
-    in_torch = partial(by_torch.attention_mass, case.q, kv, own, SCALE, plain, None)
+    attend = partial(sparse_prefill, asked)
+    mass, in_torch = partial(triton_mass.attention_mass, asked, lse), partial(attention_mass_by_torch, asked, plain)
     case.check(attend())
-    by_torch.sparse_prefill(case.q, kv, own, SCALE, lse=plain)
+    sparse_prefill_by_torch(asked._replace(lse=plain))
     error = check_close("lse", lse, plain, MAX_ERROR)
     error = max(error, check_close("attention_mass", mass(into.clone()), in_torch(into.clone()), MAX_ERROR))
     of_mass, of_torch = (time_ms(partial(run, into)) for run in (mass, in_torch))

@@ -10,12 +10,15 @@ import torch
 
 from kernels.device import triton_serves
 from kernels.layout import LayeredPool, PoolLayer, SequenceRows
-from kernels.sparse_prefill import by_torch, check_float32, check_queries
+from kernels.sparse_prefill import Queries, check_float32, check_queries, gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["SequenceRows", "attention_mass", "seen_tokens"]
+
+# Rows whose attention is summed at once.
+MASS_ROWS = 64
 
 
 def seen_tokens(sequences: Sequence[SequenceRows]) -> int:
@@ -43,7 +46,8 @@ def attention_mass(
     added to `into` if that is given, as over the layers of a model. The sum over all is rows times heads, without
     sinks. Sums are taken in a fixed order, so equal inputs give equal bits. Raises ValueError, naming the tensor and
     its bound."""
-    check_queries(q, kv, sequences, scale, window, lse=lse)
+    asked = Queries(q, kv, sequences, scale, window, lse=lse)
+    check_queries(asked)
     shape = kv.geometry.kv_heads, seen_tokens(sequences)
     if into is None:
         into = torch.zeros(shape, dtype=torch.float32, device=q.device)
@@ -53,5 +57,25 @@ def attention_mass(
     if sequences and triton_serves(keys, ()):
         from kernels.attention_mass import triton_mass
 
-        return triton_mass.attention_mass(q, kv, sequences, scale, lse, window, into)
-    return by_torch.attention_mass(q, kv, sequences, scale, lse, window, into)
+        return triton_mass.attention_mass(asked, lse, into)
+    return attention_mass_by_torch(asked, lse, into)
+
+
+def attention_mass_by_torch(asked: Queries, lse: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Serve `attention_mass`, of checked arguments: K is gathered once a sequence, and rows are read in chunks."""
+    (q, kv, sequences, scale, window, *_), begin = asked, 0
+    for sequence in sequences:
+        end = begin + sequence.last_position + 1
+        keys = gathered(kv, sequence, 0, torch.float32, 0)  # [kv_heads, tokens, head_dim]
+        tokens = torch.arange(keys.shape[1], device=q.device)
+        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
+        chunks = (each[rows].split(MASS_ROWS) for each in (q.float(), lse))
+        for queries, sums, own in zip(*chunks, sequence.positions.to(q.device)[:, None].split(MASS_ROWS), strict=True):
+            seen = tokens <= own
+            if window is not None:
+                seen &= tokens > own - window
+            grouped = queries.unflatten(1, (keys.shape[0], -1))
+            scores = torch.einsum("rhgd,htd->rhgt", grouped, keys) * scale - sums.view(*grouped.shape[:3], 1)
+            into[:, begin:end] += scores.masked_fill(~seen[:, None, None], -torch.inf).exp().sum((0, 2))
+        begin = end
+    return into

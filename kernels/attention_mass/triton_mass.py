@@ -21,26 +21,18 @@ from kernels.sparse_prefill.tiles import TileConfig, batch_index
 from kernels.sparse_prefill.triton_attention import LOG2_E, LOG2_E_IN_KERNELS, math_of, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kernels.layout import PoolLayer, SequenceRows
+    from kernels.layout import SequenceRows
+    from kernels.sparse_prefill import Queries
 
 # Rows of one query head and tokens of a tile, for heads of up to 128 channels and for wider ones.
 TILE, WIDE = TileConfig(64, 128, 4, 2, 3, 168), TileConfig(64, 64, 4, 2)
 EXACT = TileConfig(16, 16, 4, 2)
 
 
-def attention_mass(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    lse: torch.Tensor,
-    window: int | None,
-    into: torch.Tensor,
-) -> torch.Tensor:
+def attention_mass(asked: Queries, lse: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Serve `kernels.attention_mass.attention_mass`; the arguments were checked."""
-    sequences, geometry = tuple(sequences), kv.geometry
+    q, kv, _, scale, window, *_ = asked
+    sequences, geometry = tuple(asked.sequences), kv.geometry
     memory, layer, (block, apart, _), constants = memory_of(kv)
     tile = EXACT if q.dtype == torch.float32 else TILE if geometry.head_dim <= 128 else WIDE
     q = q if q.stride(2) == 1 else q.contiguous()

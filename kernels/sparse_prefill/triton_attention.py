@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.layout import PoolLayer, SequenceRows
+    from kernels.sparse_prefill import Queries
 
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
@@ -34,21 +35,12 @@ INTERPRETED_PROCESSORS = 4
 ROWS_PER_TILE = 16
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    kv: PoolLayer,
-    sequences: Sequence[SequenceRows],
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    config: TileConfig | None = None,
-    piece: int | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
+def sparse_prefill(asked: Queries, config: TileConfig | None = None, piece: int | None = None) -> torch.Tensor:
     """Serve `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
 
     `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes."""
-    sequences, geometry = tuple(sequences), kv.geometry
+    q, kv, _, scale, window, sinks, lse = asked
+    sequences, geometry = tuple(asked.sequences), kv.geometry
     kv_heads, head_dim, group = geometry.kv_heads, geometry.head_dim, q.shape[1] // geometry.kv_heads
     if config is None:
         config = choose_config(longest_part(sequences, window) * group, head_dim, q.dtype)

@@ -58,9 +58,9 @@ class DonorPlanner:
             settings.policy,
             pool.geometry.num_layers,
             lambda donor_id: self._catalog.tier(donor_id) is Tier.DEVICE,
-            self._catalog.generations,
+            donors.texts.generations,
             pool.chunk,
-            lambda *prompt: max((each.common for each in donors.texts.near(*prompt) if not each.generation), default=0),
+            lambda *prompt: max((same for same, text in donors.texts.near(*prompt) if not text.generation), default=0),
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
@@ -123,7 +123,7 @@ class DonorPlanner:
         if limit < self._settings.min_donor_tokens:
             return None
         near = self._donors.texts.near(tracked.namespace_key, prompt)
-        return None if self._donors.is_kept(intent, near, limit) else intent
+        return None if self._donors.is_kept(intent, near) else intent
 
     def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
         """Lease all of the donors, or none. Return the leases, and the donors that cannot be leased."""
@@ -372,8 +372,8 @@ def namespace_for(
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
-            "rotary_dim": facts.rotation.rotary_dim,
-            "interleaved": facts.rotation.interleaved,
+            "rotary_dim": facts.rotation.kinds[0].rotary_dim,
+            "interleaved": facts.rotation.kinds[0].interleaved,
             **layers,
         },
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},

@@ -331,7 +331,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             generation = 0
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
-                generation = self.donor_index.catalog.generations.get(saved.donor_id, 0)
+                generation = self.donor_index.texts.generations.get(saved.donor_id, 0)
             self._audit.saved(saved, generation)
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()

@@ -20,7 +20,7 @@ from semblend_trt.connector.eligibility import cuts_kv, served_facts, spec_of
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec
 from semblend_trt.connector.requests import readable_metadata
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
-from semblend_trt.donors.store import DonorStore, HostTier, arena_blocks
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
@@ -147,8 +147,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Take the memory of this rank's tiers and staging. Raises ConfigurationError if it cannot be had."""
         settings, runtime, device, dtype = self._settings, self._runtime, pool.device, pool.dtype
         arena = snapshots = None
-        if settings.device_bytes or not self._holds_saved_blocks:
-            from semblend_trt.donors.device_tier import DeviceTier
         if settings.device_bytes:
             arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
         self.store = DonorStore(HostTier(settings.host_bytes, geometry, dtype, lock=pool.is_cuda), arena)

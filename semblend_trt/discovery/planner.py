@@ -10,7 +10,7 @@ import heapq
 import secrets
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -146,13 +146,9 @@ class Planner:
         chunk: int | None = None,
         begins_alike: Callable[[str, npt.NDArray[np.int32]], int] = lambda _namespace_key, tokens: len(tokens),
     ) -> None:
-        self._index, self._begins_alike = index, begins_alike
-        self._chunk = chunk
-        self._is_near = is_near
+        self._index, self._settings, self._policy, self._num_layers = index, settings, policy, num_layers
+        self._is_near, self._chunk, self._begins_alike = is_near, chunk, begins_alike
         self._generations: Mapping[str, int] = {} if generations is None else generations
-        self._settings = settings
-        self._policy = policy
-        self._num_layers = num_layers
         self._terms = terms_of(policy, settings, num_layers)
 
     def plan(self, request: LookupRequest, deadline: Deadline | None = None, scan: Scan | None = None) -> Planned:
@@ -403,13 +399,12 @@ def cover(
     Once `is_over`, what was taken is the cover."""
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
-    offered, waiting = Counter[str](), defaultdict[int, list[Run]](list)
+    offered = Counter[str]()
     for piece in pieces:
         offered[piece.donor_id] += piece.length
-        waiting[preference.weight(piece)].append(piece)
     ranks = {each: (preference.generations.get(each, 0), not preference.is_near(each)) for each in offered}
-    weights = [-weight for weight in waiting]
-    heapq.heapify(weights)
+    waiting = [(-preference.weight(piece), piece) for piece in pieces]
+    heapq.heapify(waiting)
     taken, chosen, ends = set(used_donors), list[Run](), list[int]()
 
     def tie(piece: Run) -> tuple[Any, ...]:
@@ -418,8 +413,11 @@ def cover(
         is_shifted = (piece.donor_start - piece.target_start) % preference.block_size != 0
         return (*ranks[donor_id], donor_id not in taken, is_shifted, -offered[donor_id], donor_id, *piece[2:0:-1])
 
-    while weights:
-        for piece in sorted(waiting.pop(-heapq.heappop(weights)), key=tie):
+    while waiting:
+        weight, alike = waiting[0][0], list[Run]()
+        while waiting and waiting[0][0] == weight:
+            alike.append(heapq.heappop(waiting)[1])
+        for piece in sorted(alike, key=tie):
             if is_over():
                 return chosen
             at, free = _free_parts(piece, chosen, ends)
@@ -430,10 +428,7 @@ def cover(
                 continue
             for part in free:
                 if part.length >= min_span:
-                    weight = preference.weight(part)
-                    if weight not in waiting:
-                        heapq.heappush(weights, -weight)
-                    waiting[weight].append(part)
+                    heapq.heappush(waiting, (-preference.weight(part), part))
     return chosen
 
 

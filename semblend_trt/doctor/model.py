@@ -107,7 +107,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
         f"channels, {facts.max_positions} positions"
     )
     yield _model.ok(
-        f"RoPE of type {facts.rope_parameters.get('rope_type', 'default')} on {facts.rotation.rotary_dim} of "
+        f"RoPE of type {facts.rope_parameters.get('rope_type', 'default')} on {facts.rotation.kinds[0].rotary_dim} of "
         f"{facts.head_dim} channels: its KV can be moved to other positions"
     )
     for what, sizes in (("a window", facts.windows), ("a chunk", facts.chunks)):

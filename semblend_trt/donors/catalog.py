@@ -25,8 +25,6 @@ from semblend_trt.errors import CapacityError, DonorUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from semblend_trt.discovery.fingerprint import TokenArray
-
 # For this long files take no more room than when the disk was full.
 FULL_SECONDS = 60.0
 # A promotion may drop at most 1 / _PROMOTION_SHARE of the host's tokens: its own room there is free only later.
@@ -106,15 +104,6 @@ def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
     return policy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DonorText:
-    """`tokens`: int32 [n]; `generation` is above 0 where the KV was built from approximate KV."""
-
-    namespace_key: str
-    tokens: TokenArray
-    generation: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Capacities:
     """Bounds of one rank's tiers; `bytes_per_token` is K and V of all layers.
@@ -160,8 +149,8 @@ class TierMoves:
 class CatalogStats:
     """Donors, leases and each tier's bytes at one moment, with those that running saves reserve.
 
-    `resting` donors are on disk, `approximate` ones built, or being built, from approximate KV. Those from `evicted` on
-    are totals since the start."""
+    `resting` donors are on disk, `approximate` ones built, or being built, from approximate KV: the index counts them.
+    Those from `evicted` on are totals since the start."""
 
     ready: int = 0
     saving: int = 0
@@ -227,11 +216,10 @@ class Lease:
 
 
 class DonorCatalog:
-    """Track donors, their tiers, room and leases. Thread safe. `generations` holds those above 0."""
+    """Track donors, their tiers, room and leases. Thread safe."""
 
     def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self.capacities = capacities
-        self.generations: dict[str, int] = {}
         self._entries: dict[str, _Entry] = {}
         self._used = dict.fromkeys(Tier, 0)
         self._counts = Counter[str]()
@@ -241,9 +229,7 @@ class DonorCatalog:
         self._full_at, self._full_since = 0, -FULL_SECONDS
         self._lock = threading.Lock()
 
-    def reserve(
-        self, donor_id: str, tokens: int, continues: str = "", generation: int = 0, *, is_held: bool = False
-    ) -> TierMoves:
+    def reserve(self, donor_id: str, tokens: int, continues: str = "", *, is_held: bool = False) -> TierMoves:
         """Make room for a donor of at most `tokens` tokens, if possible on the device.
 
         Where another donor would have to move, the one that it `continues` leaves memory first. Raises ValueError when
@@ -264,7 +250,7 @@ class DonorCatalog:
                 )
             moves = self._apply(moves, continues)
             entry = _Entry(tokens, uses=0 if old is None else old.uses, tier=moves.tier, is_held=is_held)
-            self._enter(donor_id, entry, generation)
+            self._enter(donor_id, entry)
             return self._with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
     def commit(self, donor_id: str, tokens: int) -> Tier:
@@ -306,7 +292,7 @@ class DonorCatalog:
         """Give a file, where there is room, to donors that come into host memory from now on."""
         self._writes_files = self.capacities.disk_bytes > 0
 
-    def adopt(self, donor_id: str, tokens: int, generation: int = 0) -> tuple[str, ...] | None:
+    def adopt(self, donor_id: str, tokens: int) -> tuple[str, ...] | None:
         """Take in a donor whose file was found; return the donors on disk alone that were dropped for it.
 
         None, without effect, when the id is taken or room is missing."""
@@ -316,7 +302,7 @@ class DonorCatalog:
             dropped = self._make_file_room(tokens, is_held=False)
             if dropped is not None:
                 entry = _Entry(tokens, tier=Tier.DISK, file="held")
-                self._enter(donor_id, entry, generation)
+                self._enter(donor_id, entry)
                 self._make_ready(donor_id, entry)
             return dropped
 
@@ -421,7 +407,6 @@ class DonorCatalog:
                 saving=sum(entry.state == "saving" for entry in entries),
                 leases=sum(entry.leases for entry in entries),
                 resting=sum(entry.is_resting for entry in entries),
-                approximate=len(self.generations),
                 host_bytes=used[Tier.HOST] * a_token,
                 device_bytes=used[Tier.DEVICE] * self.capacities.block_size * a_token,
                 disk_bytes=used[Tier.DISK],
@@ -440,17 +425,14 @@ class DonorCatalog:
 
     # -- callers of the methods below hold the lock ------------------------------------------------------------------
 
-    def _enter(self, donor_id: str, entry: _Entry, generation: int) -> None:
+    def _enter(self, donor_id: str, entry: _Entry) -> None:
         self._entries[donor_id] = entry
         self._count_room(entry, 1)
-        if generation:
-            self.generations[donor_id] = generation
 
     def _remove(self, donor_id: str, *, evicted: bool = False) -> None:
         entry = self._entries.pop(donor_id)
         self._count_room(entry, -1)
         self._eviction[entry.tier].removed(donor_id, evicted=evicted)
-        self.generations.pop(donor_id, None)
 
     def _make_ready(self, donor_id: str, entry: _Entry) -> None:
         """Let the donor be leased or fetched, as one just used."""

@@ -20,7 +20,6 @@ import hmac
 import json
 import logging
 import os
-import re
 import secrets
 import threading
 import time
@@ -33,8 +32,7 @@ import numpy as np
 import torch
 
 from semblend_trt.background import Background, OnceAMinute
-from semblend_trt.donors.catalog import DonorText
-from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import DiskLink, DonorText, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError, ReasonedError
 from semblend_trt.files import open_file, open_folder, refuse_others
 
@@ -52,7 +50,6 @@ logger.addFilter(OnceAMinute())
 
 FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"
-_DONOR_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 PAGE = 4096
 # Names and numbers of fixed length, and a hexadecimal digest of each layer.
 _HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
@@ -164,15 +161,13 @@ class DiskTier:
         # Tokens and seal of each donor's file: an exchanged file has another seal.
         self._known: dict[str, tuple[int, str]] = {}
 
-    def write(self, donor_id: str, text: DonorText, kv: HostKv) -> None:
+    def write(self, text: DonorText, kv: HostKv) -> None:
         """Write the donor's file, of the tokens that both have. After an OSError there is no file."""
-        if _DONOR_ID.fullmatch(donor_id) is None:
-            raise OSError(f"donor id {donor_id!r:.140} cannot be part of a file's name")
         self._check_place()
-        unfinished, name = donor_id + _UNFINISHED, donor_id + _SUFFIX
+        unfinished, name = text.donor_id + _UNFINISHED, text.donor_id + _SUFFIX
         try:
             with open_file(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._descriptor) as file:
-                seal = write_donor(file, donor_id, text, kv, self.form, self._key)
+                seal = write_donor(file, text, kv, self.form, self._key)
             os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
             os.fsync(self._descriptor)
         except BaseException:
@@ -180,7 +175,7 @@ class DiskTier:
                 with suppress(OSError):
                     self._remove(left)
             raise
-        self._known[donor_id] = len(text.tokens), seal
+        self._known[text.donor_id] = len(text.tokens), seal
 
     def tokens_of(self, donor_id: str) -> int:
         """Return the tokens of a written or scanned donor; DonorUnavailableError for any other."""
@@ -190,7 +185,6 @@ class DiskTier:
 
     def read(self, donor_id: str, held: HostKv) -> None:
         """Copy the donor's checked KV into `held` and mark the file as used. Raises DonorFileError and OSError."""
-        self.tokens_of(donor_id)
         self._check_place()
         with open_file(donor_id + _SUFFIX, folder=self._descriptor) as file:
             read_kv(file, self._known[donor_id][1], self.form, self._key, held)
@@ -200,11 +194,10 @@ class DiskTier:
     def forget(self, donor_id: str) -> None:
         """Remove the donor's file, if any. Raises OSError."""
         self._known.pop(donor_id, None)
-        if _DONOR_ID.fullmatch(donor_id) is not None:
-            self._remove(donor_id + _SUFFIX)
+        self._remove(donor_id + _SUFFIX)
 
-    def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
-        """Yield the donors in the folder, the longest unused first; errors of unfinished files come before them.
+    def scan(self) -> Iterator[DonorText | DonorFileError]:
+        """Yield the donors' texts in the folder, the longest unused first; errors of unfinished files come before them.
 
         A file that cannot be used is removed, and its error comes in its place. Raises OSError."""
         self._check_place()
@@ -222,8 +215,8 @@ class DiskTier:
         for name in sorted((name for name in there if name.endswith(_SUFFIX)), key=last_use):
             try:
                 with open_file(name, folder=self._descriptor) as file:
-                    donor_id, text, seal = read_text(file, self.form, self._key)
-                if name != donor_id + _SUFFIX:
+                    text, seal = read_text(file, self.form, self._key)
+                if name != text.donor_id + _SUFFIX:
                     raise DonorFileError("corrupt", "it is the file of another donor")
             except DonorFileError as error:
                 logger.warning("%s is removed (%s): %s", name, error.reason, error)
@@ -235,8 +228,8 @@ class DiskTier:
                 logger.warning("%s is left where it is (unreadable): %s", name, error)
                 yield DonorFileError("unreadable", f"{name} cannot be read: {error}")
                 continue
-            self._known[donor_id] = len(text.tokens), seal
-            yield donor_id, text
+            self._known[text.donor_id] = len(text.tokens), seal
+            yield text
 
     def close(self) -> None:
         """Release the folder to other engines."""
@@ -295,14 +288,14 @@ class DiskTransfers:
             logger.warning("the disk does not answer; donors that were being written are lost")
 
     def _write(self, donor_id: str) -> None:
-        text = self._link.texts.pop(donor_id, None)
+        text = self._link.texts.get(donor_id)
         try:
             if text is None:
                 self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
                 return
             with self._host.reading(donor_id) as kv:
                 text = replace(text, tokens=text.tokens[: kv.capacity])
-                self._disk.write(donor_id, text, kv)
+                self._disk.write(text, kv)
             self._report(OffloadEventKind.FILE_WRITTEN, donor_id)
         except Exception as error:
             logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
@@ -330,8 +323,8 @@ class DiskTransfers:
         found = self._link.found
         try:
             for each in self._disk.scan():
-                if isinstance(each, tuple):
-                    found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, each[0], None, each[1]))
+                if isinstance(each, DonorText):
+                    found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, each.donor_id, text=each))
                 else:
                     found.append(OffloadEvent(OffloadEventKind.FILE_REFUSED, "", f"{each.reason}: {each}"))
             found.append(OffloadEvent(OffloadEventKind.FILES_READ))
@@ -389,7 +382,7 @@ def make_key(path: Path) -> bytes:
     return read_key(path)
 
 
-def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
+def write_donor(descriptor: int, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
     """Fill an empty file and return its seal once all bytes are on disk. `text` and `kv` have equally many tokens.
 
     After an OSError the file is incomplete."""
@@ -401,26 +394,25 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
     token_bytes = _token_bytes(text.tokens)
     _write_all(descriptor, token_bytes, end)
     digests.append(hashlib.sha256(token_bytes).hexdigest())
-    named = _Header(donor_id, text.namespace_key, tokens, " ".join(digests), text.generation)
+    named = _Header(text.donor_id, text.namespace_key, tokens, " ".join(digests), text.generation)
     header, seal = named.sealed(form, key)
     if len(header) > form.header_bytes:
         raise OSError(
-            f"donor {donor_id:.140}: its header has {len(header)} bytes; {form.header_bytes} are set aside for it"
+            f"donor {text.donor_id:.140}: its header has {len(header)} bytes; {form.header_bytes} are set aside for it"
         )
     _write_all(descriptor, memoryview(header), 0)
     os.fsync(descriptor)
     return seal
 
 
-def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText, str]:
-    """Return the checked donor id, text and seal. Raises DonorFileError, and OSError where reading fails."""
+def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[DonorText, str]:
+    """Return the checked text and seal. Raises DonorFileError, and OSError where reading fails."""
     header, seal = _header_of(descriptor, form, key)
     end = form.header_bytes + header.tokens * form.token_bytes
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
     if hashlib.sha256(_token_bytes(token_ids)).hexdigest() != header.digests.split()[-1]:
         raise DonorFileError("corrupt", "the file does not hold the tokens that were written")
-    text = DonorText(header.namespace_key, token_ids, header.generation)
-    return header.donor_id, text, seal
+    return DonorText(header.donor_id, header.namespace_key, token_ids, header.generation), seal
 
 
 def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) -> None:

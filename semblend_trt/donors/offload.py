@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from semblend_trt.discovery.fingerprint import equal_tokens
 from semblend_trt.donors.catalog import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from semblend_trt.discovery.fingerprint import TokenArray
-    from semblend_trt.donors.catalog import DonorCatalog, DonorText, TierMoves
+    from semblend_trt.donors.catalog import DonorCatalog, TierMoves
     from semblend_trt.namespace import CacheNamespace
 
 # Each fetch and each promotion holds room in two tiers until it has ended.
@@ -22,6 +23,27 @@ MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 MAX_PREFETCHES = 2
 # A lookup waits while it indexes donors found on disk: at most this number.
 _FOUND_AT_ONCE = 4
+_FEWEST_COMPARED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DonorText:
+    """A donor's `tokens`, int32 [n], by which texts are sorted. `generation`: above 0 if built from approximate KV."""
+
+    donor_id: str
+    namespace_key: str
+    tokens: TokenArray
+    generation: int = 0
+
+    def common(self, tokens: TokenArray) -> int:
+        """Return how many first tokens are those of `tokens`, int32 [m]."""
+        return equal_tokens(self.tokens, tokens, _FEWEST_COMPARED)
+
+    def __lt__(self, other: DonorText) -> bool:
+        common = self.common(other.tokens)
+        if common == min(len(self.tokens), len(other.tokens)):
+            return len(self.tokens) < len(other.tokens)
+        return bool(self.tokens[common] < other.tokens[common])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +104,7 @@ class SavedDonor:
 class DiskLink:
     """Exists while the disk tier is open.
 
-    `texts`: donors that may still get a file, kept by the scheduler. `found`: events of files present at the start."""
+    `texts`: the scheduler's, of all donors by id. `found`: events of files present at the start."""
 
     texts: dict[str, DonorText] = field(default_factory=dict)
     found: deque[OffloadEvent] = field(default_factory=deque)
@@ -168,11 +190,9 @@ class OffloadQueue:
             self._moved(donor_id, Tier.HOST)
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
-    def save(self, intent: SaveIntent, text: DonorText) -> None:
+    def save(self, intent: SaveIntent) -> None:
         """Have an ended request's KV saved after the commands so far, which make room; a file may follow."""
         self._commands.saves.append(intent)
-        if self._link is not None:
-            self._link.texts[intent.donor_id] = text
 
     def drop(self, donor_ids: Iterable[str]) -> None:
         """Have donors dropped that the catalog no longer holds."""
@@ -184,8 +204,6 @@ class OffloadQueue:
         """Report the donor as gone; it gets no file."""
         for observer in self._observers:
             observer.gone(donor_id)
-        if self._link is not None:
-            self._link.texts.pop(donor_id, None)
 
     def fetch(self, donor_ids: Iterable[str], most: int = MAX_FETCHES, *, may_drop: bool = True) -> None:
         """Read donors back from disk in this order, while room lasts and fewer than `most` are on their way."""
@@ -209,26 +227,26 @@ class OffloadQueue:
                 self._commands.promotions.append(donor_id)
                 self._promoting.add(donor_id)
 
-    def take_events(self, events: deque[OffloadEvent]) -> Iterator[tuple[str, DonorText]]:
+    def take_events(self, events: deque[OffloadEvent]) -> Iterator[DonorText]:
         """Take all events, and a few donors that were found on disk.
 
-        Yields each donor that the catalog has adopted before it takes anything else."""
+        Yields the text of each donor that the catalog has adopted before it takes anything else."""
         while events:
             yield from self._take(events.popleft())
         for _ in range(_FOUND_AT_ONCE):
             if self._link is not None and self._link.found:
                 yield from self._take(self._link.found.popleft())
 
-    def _take(self, event: OffloadEvent) -> Iterator[tuple[str, DonorText]]:
+    def _take(self, event: OffloadEvent) -> Iterator[DonorText]:
         self._count(event.kind)
         kind, donor_id = event.kind, event.donor_id
         if kind is OffloadEventKind.FILE_FOUND and event.text is not None:
-            dropped = self._catalog.adopt(donor_id, len(event.text.tokens), event.text.generation)
+            dropped = self._catalog.adopt(donor_id, len(event.text.tokens))
             if dropped is None:
                 self._commands.drops.append(donor_id)
             else:
                 self.drop(dropped)
-                yield donor_id, event.text
+                yield event.text
         elif kind is OffloadEventKind.FILES_READ:
             # Before this event, the disk may hold files that the catalog has not counted.
             self._catalog.begin_writing()

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from kernels.device import current_stream, record, wait
-from kernels.layout import ContiguousKv, by_token
+from kernels.layout import ContiguousKv, PagedKv, by_token
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.device import Event, Stream
-    from kernels.layout import KvGeometry, PagedKv
+    from kernels.layout import KvGeometry
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
@@ -283,14 +283,60 @@ class HostTier(MemoryTier[HostKv]):
         return HeldDonor(held, tokens, partial(self._memory.give_back, ranges))
 
 
+class DeviceTier(MemoryTier[PagedKv]):
+    """Donor KV in an arena of `blocks` blocks, a pool of the engine's shape on `device`; nothing waits on the host."""
+
+    def __init__(
+        self,
+        blocks: int,
+        geometry: KvGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        setting: str = "SEMBLEND_DEVICE_BYTES",
+    ) -> None:
+        """Allocate the arena, sized by `setting`. Raises ConfigurationError when it has no block or does not fit."""
+        if blocks < 1:
+            raise ConfigurationError(
+                f"device memory for donors of {blocks} blocks; raise {setting} to at least "
+                f"{geometry.bytes_per_token(dtype) * geometry.block_size}, one block of this model, or set it to 0"
+            )
+        super().__init__("the device tier", device)
+        shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+        try:
+            self._arena = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{blocks} blocks of {geometry} for donors do not fit on {device}; lower {setting} or the engine's own "
+                "share of the memory"
+            ) from error
+        self._geometry = geometry
+        self._free = list(range(blocks - 1, -1, -1))
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that the free blocks hold."""
+        with self._lock:
+            return len(self._free) * self._geometry.block_size
+
+    def _take(self, donor_id: str, tokens: int) -> HeldDonor[PagedKv]:
+        needed = self._geometry.blocks_for(tokens)
+        if len(self._free) < needed:
+            raise CapacityError(
+                f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
+                "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
+            )
+        blocks = [self._free.pop() for _ in range(needed)]
+        kv = PagedKv(self._arena, torch.tensor(blocks, dtype=torch.int64), self._geometry)
+        return HeldDonor(kv, tokens, partial(self._free.extend, blocks))
+
+
 class DonorStore:
     """The host tier and the device tier, if any. Thread safe.
 
     A donor that moves stays readable: it is in its new tier before it leaves the old one."""
 
-    def __init__(self, host: HostTier, device: MemoryTier[PagedKv] | None) -> None:
-        self.host = host
-        self.device = device
+    def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
+        self.host, self.device = host, device
 
     @contextmanager
     def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
@@ -340,7 +386,7 @@ class DonorStore:
         on_device = self.device is not None and self.device.drop(donor_id)
         return self.host.drop(donor_id) or on_device
 
-    def device_tier(self) -> MemoryTier[PagedKv]:
+    def device_tier(self) -> DeviceTier:
         """Return the device tier; CapacityError where this rank has none."""
         if self.device is None:
             raise CapacityError("this rank has no device tier; set SEMBLEND_DEVICE_BYTES alike on every rank")

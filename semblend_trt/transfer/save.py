@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kernels.rope import Rotation
-    from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.disk_tier import DiskTransfers
     from semblend_trt.donors.offload import SaveIntent
-    from semblend_trt.donors.store import DonorStore
+    from semblend_trt.donors.store import DeviceTier, DonorStore
     from semblend_trt.transfer.staging import HostWriter
 
 logger = logging.getLogger(__name__)

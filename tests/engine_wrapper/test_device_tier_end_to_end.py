@@ -54,7 +54,7 @@ def keep(llm, *numbers):
 def held(llm):
     store, donors = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
-    for donor_id in donors.texts:
+    for donor_id in donors.texts.by_id:
         is_on_device = donors.catalog.tier(donor_id) is Tier.DEVICE
         assert donor_id in (store.device if is_on_device else store.host)
         on_device, on_host = on_device + is_on_device, on_host + (not is_on_device)
@@ -102,7 +102,7 @@ def test_a_full_card_moves_the_oldest_down_and_what_is_used_there_up(engine):
     for each in (llm, reference):
         keep(each, 0, 1, 2)
     donors = llm.connector_scheduler.donor_index
-    oldest = next(iter(donors.texts))
+    oldest = next(iter(donors.texts.by_id))
     assert (held(llm), donors.catalog.tier(oldest)) == ((2, 1), Tier.HOST)
     assert_reused(llm, reference, 0, 2)  # a plan of documents from both tiers
     for _ in range(2):

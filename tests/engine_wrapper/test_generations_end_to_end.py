@@ -49,7 +49,7 @@ def serve(llm, prompt, **options):
 
 
 def generations_of(llm):
-    return sorted(llm.connector_scheduler.donor_index.catalog.generations.values())
+    return sorted(llm.connector_scheduler.donor_index.texts.generations.values())
 
 
 @pytest.mark.promise("reuse", "With generations, documents first seen after moved KV are reused, and answered as cold")

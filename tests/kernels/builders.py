@@ -57,8 +57,7 @@ def geometry_of(kv_heads=2, head_dim=8, block_size=BLOCK, kv_factor=2, layers=2)
 
 
 def donor_of(geometry, tokens, seed, dtype=torch.float32):
-    sizes = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, tokens, geometry.head_dim)
-    return ContiguousKv(seeded(*sizes, seed=seed, dtype=dtype))
+    return ContiguousKv(seeded(*geometry.shape(tokens), seed=seed, dtype=dtype))
 
 
 def target_of(geometry, dtype=torch.float32, blocks=(6, 1, 8, 3, 5)):

@@ -63,8 +63,7 @@ GRID = [
 
 
 @pytest.mark.promise(
-    "engines",
-    "Each layer's keys move by its own rotation, in one call; a layer without RoPE is copied bit for bit",
+    "engines", "Each layer's keys move by its own rotation, in one call; a layer without RoPE is copied bit for bit"
 )
 @pytest.mark.known_defect(26)
 @pytest.mark.known_defect(27)

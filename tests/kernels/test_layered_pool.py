@@ -115,7 +115,7 @@ def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeyp
     written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), builders.TABLE.tolist()).to(triton_device)]
     rows, served_by_torch = builders.fresh_rows(near, 1), []
     by_torch = ["kv_move.kv_move_by_torch", "deviation.squares_by_torch"]
-    by_torch += ["sparse_prefill.by_torch.write_rows", "sparse_prefill.by_torch.sparse_prefill"]
+    by_torch += ["sparse_prefill.write_rows_by_torch", "sparse_prefill.sparse_prefill_by_torch"]
     for name in by_torch:
         monkeypatch.setattr(f"kernels.{name}", lambda *_, name=name: served_by_torch.append(name))
     kv_move([Move(near, 0, 8, 6)], held, ROTATION)

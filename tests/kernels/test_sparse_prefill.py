@@ -1,6 +1,8 @@
-"""sparse_prefill and write_rows, in torch and in Triton, against their plain forms; what no query may read is NaN."""
+"""sparse_prefill, write_rows and attention_mass, in torch and in Triton, against their plain forms; what no query may
+read is NaN. In the plan of a launch every packed row is in one tile, and every token that it sees in one item."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from hypothesis import strategies as st
 from kernels import naive
 from kernels.attention_mass import attention_mass
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import sparse_prefill, write_rows
-from kernels.sparse_prefill.tiles import TileConfig
+from kernels.sparse_prefill import Queries, sparse_prefill, write_rows
+from kernels.sparse_prefill.tiles import TileConfig, attention_work, cut_rows, longest_part
 from tests.kernels import builders
 from tests.kernels.builders import FP8, TOLERANCE, WIDTHS, Batch, assert_same, geometry_of, rows_at, seeded
 
@@ -51,7 +53,8 @@ def tiled(device, batch, config=None, piece=None, window=None, sinks=None, lse=N
 
     q, pool, sequences = batch.on(device)
     kv, sinks = PoolLayer(pool, 1, batch.geometry), None if sinks is None else sinks.to(device)
-    return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece, lse).cpu()
+    asked = Queries(q, kv, sequences, SCALE, window, sinks, lse)
+    return triton_attention.sparse_prefill(asked, config, piece).cpu()
 
 
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (33, FP8)])
@@ -65,8 +68,7 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
 
 
 @pytest.mark.promise(
-    "engines",
-    "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read",
+    "engines", "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read"
 )
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -95,8 +97,9 @@ def test_sinks_far_from_all_scores(device, sink):
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("scores", [1, 4 * 31 * 7])
-def test_chunks_with_sinks_join(device, scores, monkeypatch):
-    monkeypatch.setattr("kernels.sparse_prefill.by_torch.SINK_SCORES", scores)
+def test_chunks_of_rows_join(device, scores, monkeypatch):
+    monkeypatch.setattr("kernels.sparse_prefill.SINK_SCORES", scores)
+    monkeypatch.setattr("kernels.attention_mass.MASS_ROWS", 7)
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
@@ -213,6 +216,91 @@ def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device)
         assert_same(sparse_prefill(queries, PoolLayer(pool, 0, batch.geometry), sequences, SCALE), attended)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("tile", [(16, 16), (32, 64)])
+def test_tiles_of_tokens_that_all_some_or_none_of_the_rows_see(triton_device, monkeypatch, tile, window):
+    monkeypatch.setattr("kernels.attention_mass.triton_mass.EXACT", TileConfig(*tile, 4, 2))
+    assert_matches_naive(triton_device, Batch([list(range(60, 80)), [2], [30, 99]], window=window), window)
+
+
+def test_attention_of_layers_adds_up(device):
+    batch = Batch([[3, 9], [5]])
+    q, pool, sequences = batch.on(device)
+    lse = torch.ones(3, 4, device=device)
+    first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE, lse) for at in (0, 1))
+    both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse, into=first.clone())
+    torch.testing.assert_close(both, first + second)
+    none = attention_mass(q[:0], PoolLayer(pool, 0, batch.geometry), [], SCALE, lse[:0])
+    assert none.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 16)}, r"q has shape \[2, 3, 16\]"),
+        ({"lse": torch.zeros(2, 3)}, r"lse is .* \[2, 3\]"),
+        ({"lse": torch.zeros(2, 4, dtype=torch.float64)}, "lse is torch.float64"),
+        ({"lse": torch.zeros(4, 2).T}, "lse is .*; contiguous"),
+        ({"into": torch.zeros(2, 9)}, r"into is .* \[2, 9\]"),
+    ],
+)
+def test_what_attention_cannot_be_summed_of_is_refused(change, message):
+    batch = Batch([[3, 9]])
+    given = {"q": batch.q, "scale": SCALE, "lse": torch.zeros(2, 4)} | change
+    with pytest.raises(ValueError, match=message):
+        attention_mass(kv=PoolLayer(batch.pool, 0, batch.geometry), sequences=batch.sequences, **given)
+
+
+def batch_of(*positions):
+    first_rows = [sum(map(len, positions[:at])) for at in range(len(positions))]
+    return tuple(rows_at(first, own, range(own[-1] // 4 + 1)) for first, own in zip(first_rows, positions, strict=True))
+
+
+@settings(max_examples=60)
+@given(
+    positions=st.lists(st.sets(st.integers(0, 600), min_size=1, max_size=40).map(sorted), min_size=1, max_size=4),
+    group=st.integers(1, 8),
+    piece=st.sampled_from([None, 16, 64, 512]),
+    window=st.one_of(st.none(), st.integers(1, 400)),
+    processors=st.sampled_from([1, 4, 132]),
+)
+def test_every_row_and_every_token_that_it_sees_is_covered_once(positions, group, piece, window, processors):
+    sequences = batch_of(*positions)
+    work = attention_work(sequences, group, 2, SMALL, processors, piece, window)
+    covered, slots = Counter(), {}
+    for first_row, begin, end, first_block, kv_begin, kv_end, slot in work.items.tolist():
+        (index,) = (index for index, own in enumerate(sequences) if own.first_row == first_row)
+        assert first_block == sum(own.block_ids.shape[0] for own in sequences[:index])
+        assert (0 < end - begin <= 16, kv_begin % 16) == (True, 0)
+        covered.update((index, row, token) for row in range(begin, end) for token in range(kv_begin, kv_end))
+        if slot >= 0:
+            slots[slot] = (first_row, begin, end)
+    assert set(covered.values()) == {1}
+    for index, own in enumerate(positions):
+        for row in range(len(own) * group):
+            last = own[row // group]
+            first = 0 if window is None else max(0, last - window + 1)
+            assert all((index, row, token) in covered for token in range(first, last + 1))
+    joined = {slot: tile for *tile, first, count in work.tiles.tolist() for slot in range(first, first + count)}
+    assert {slot: tuple(tile) for slot, tile in joined.items()} == slots
+    assert sorted(slots) == list(range(work.slots))
+
+
+@pytest.mark.promise("engines", "With windows and sinks attention is...")
+def test_rows_whose_windows_leave_out_tokens_share_no_tile():
+    sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])
+    table, begins, ends = cut_rows(sequences, 2, 64, 8)
+    assert table[:, 1:3].tolist() == [[0, 12], [12, 16], [0, 2]]
+    assert (begins.tolist(), ends.tolist()) == ([0, 83, 0], [16, 95, 8])
+    assert (longest_part(sequences, 8), longest_part(sequences, None)) == (6, 8)
+
+
+@pytest.mark.parametrize("piece", [0, -16, 24])
+def test_pieces_are_whole_tiles(piece):
+    with pytest.raises(ValueError, match="it must be a multiple of block_n, 16"):
+        attention_work(batch_of([5]), 1, 1, SMALL, 4, piece)
+
+
 @needs_cuda
 def test_other_lengths_rows_layers_and_blocks_compile_nothing():
     from kernels.sparse_prefill import triton_attention
@@ -225,6 +313,6 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing():
             q, pool, sequences = batch.on("cuda")
             kv = PoolLayer(pool, layer % 2, batch.geometry)
             write_rows(q[:, :2], q[:, 2:], kv, sequences)
-            triton_attention.sparse_prefill(q, kv, sequences, 0.125, None, None, TileConfig(64, 64, 4, 2), piece)
+            triton_attention.sparse_prefill(Queries(q, kv, sequences, 0.125), TileConfig(64, 64, 4, 2), piece)
         counts.append([len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels])
     assert counts == counts[:1] * 5

@@ -7,8 +7,9 @@ import torch
 
 from kernels.layout import ContiguousKv, KvGeometry
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText
+from semblend_trt.donors.catalog import Capacities, DonorCatalog
 from semblend_trt.donors.disk_tier import KvForm
+from semblend_trt.donors.offload import DonorText
 from semblend_trt.donors.store import HostKv
 
 BYTES_PER_TOKEN = 10
@@ -76,8 +77,8 @@ def host_kv(*sizes, form=FORM, fill=None):
     return HostKv(tuple(parts))
 
 
-def text_of(tokens):
-    return DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32))
+def text_of(tokens, donor_id="donor", generation=0):
+    return DonorText(donor_id, "key", np.arange(7, 7 + tokens, dtype=np.int32), generation)
 
 
 def at_once(call):

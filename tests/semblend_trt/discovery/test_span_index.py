@@ -13,14 +13,7 @@ from semblend_trt.discovery.span_index import AnchorTable, Run, ScanBounds, Span
 from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
-UNBOUNDED = ScanBounds(
-    max_repeats=1 << 20,
-    max_bucket=1 << 20,
-    max_pairs=1 << 40,
-    max_extensions=1 << 40,
-    max_alternatives=1 << 40,
-    max_compared=1 << 40,
-)
+UNBOUNDED = ScanBounds(*[1 << 40] * 6)
 BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
 

@@ -16,10 +16,20 @@ import pytest
 import torch
 
 from semblend_trt.donors.disk_tier import FOLDER, KEY_BYTES, DiskTier, DonorFileError, key_path, make_key, read_key
+from semblend_trt.donors.offload import DonorText
 from semblend_trt.errors import DonorUnavailableError
 from tests.semblend_trt.held_donors import FORM, at_once, host_kv, text_of, whole
 
 TOKENS = 5
+
+
+@pytest.fixture(autouse=True)
+def what_a_link_leads_to_is_left_as_it_was(tmp_path):
+    yield
+    target = tmp_path / "target"
+    if target.is_file():
+        assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"of another owner", 0o644)
+    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.fixture
@@ -30,7 +40,7 @@ def tier(tmp_path):
 
 
 def write(tier, donor_id, fill=None):
-    tier.write(donor_id, text_of(TOKENS), host_kv(TOKENS, fill=fill))
+    tier.write(text_of(TOKENS, donor_id), host_kv(TOKENS, fill=fill))
 
 
 def fail(*arguments, **keywords):
@@ -67,7 +77,7 @@ def test_a_file_that_is_not_written_or_not_synced_is_no_file(tier, monkeypatch, 
 
 def test_what_a_folder_holds_that_has_become_read_only_is_read(tier, monkeypatch):
     kv, held = host_kv(TOKENS), host_kv(TOKENS, fill=float("nan"))
-    tier.write("donor", text_of(TOKENS), kv)
+    tier.write(text_of(TOKENS), kv)
     monkeypatch.setattr(os, "utime", fail)
     tier.read("donor", held)
     assert torch.equal(whole(held), whole(kv))
@@ -185,22 +195,14 @@ def a_device(path):
 THINGS = pytest.mark.parametrize("thing", [os.mkfifo, os.mkdir, a_link, a_dangling_link, a_socket, a_device])
 
 
-def assert_target_is_as_it_was(tmp_path):
-    target = tmp_path / "target"
-    if target.exists():
-        assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"of another owner", 0o644)
-    assert not (tmp_path / "nowhere").exists()
-
-
 @THINGS
 def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(tmp_path, tier, thing):
     write(tier, "donor")
     thing(tmp_path / FOLDER / "planted.donor.safetensors")
-    planted, found = sorted(at_once(lambda: list(tier.scan())), key=lambda each: isinstance(each, tuple))
-    assert (planted.reason, found[0]) == ("unreadable", "donor")
+    planted, found = sorted(at_once(lambda: list(tier.scan())), key=lambda each: isinstance(each, DonorText))
+    assert (planted.reason, found.donor_id) == ("unreadable", "donor")
     assert "planted" in str(planted)
     assert names(tier) == ["donor.donor.safetensors", "planted.donor.safetensors"]
-    assert_target_is_as_it_was(tmp_path)
 
 
 @THINGS
@@ -211,11 +213,9 @@ def test_what_came_in_place_of_a_donors_file_is_not_read(tmp_path, tier, thing):
     thing(path)
     with pytest.raises(OSError):  # noqa: PT011 - each kind has its own words
         at_once(lambda: tier.read("donor", host_kv(TOKENS)))
-    assert_target_is_as_it_was(tmp_path)
     if thing is not os.mkdir:
         tier.forget("donor")
         assert names(tier) == []
-    assert_target_is_as_it_was(tmp_path)
 
 
 @THINGS
@@ -228,7 +228,6 @@ def test_a_donor_is_never_written_through_what_is_no_file(tmp_path, tier, thing,
         assert thing is os.mkdir or names(tier) == []
     else:
         at_once(lambda: tier.read("donor", host_kv(TOKENS)))
-    assert_target_is_as_it_was(tmp_path)
 
 
 @THINGS
@@ -240,13 +239,12 @@ def test_what_is_no_file_is_no_lock_and_no_key(tmp_path, thing, what):
     thing(path)
     with pytest.raises(OSError):  # noqa: PT011
         at_once(lambda: DiskTier(tmp_path, FORM, tmp_path / "keys" / "key"))
-    assert_target_is_as_it_was(tmp_path)
 
 
 def test_files_that_changed_names_are_refused(tmp_path, tier):
     """Both are ours and whole; each would be the other's text and KV."""
     for name, fill in (("one", 1.0), ("two", 2.0)):
-        tier.write(name, text_of(TOKENS), host_kv(TOKENS, fill=fill))
+        write(tier, name, fill)
     one, two = (tmp_path / FOLDER / f"{name}.donor.safetensors" for name in ("one", "two"))
     one.rename(tmp_path / "between")
     two.rename(one)

@@ -29,7 +29,7 @@ class Kept:
         """Puts a donor into host memory, and its text where the transfers look for it."""
         kv = whole(host_kv(tokens))
         save(self.host, donor_id, kv)
-        self.link.texts[donor_id] = text_of(tokens)
+        self.link.texts[donor_id] = text_of(tokens, donor_id)
         return kv
 
     def write(self, donor_id):

@@ -21,10 +21,10 @@ TOKENS = 21
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def write(path, kv, donor_id="donor", form=FORM, key=KEY):
+def write(path, kv, form=FORM, key=KEY, **of_text):
     """Writes the file of a donor with this KV; returns its seal."""
     with path.open("xb", buffering=0) as file:
-        return write_donor(file.fileno(), donor_id, text_of(kv.capacity), kv, form, key)
+        return write_donor(file.fileno(), text_of(kv.capacity, **of_text), kv, form, key)
 
 
 def text_in(path, form=FORM):
@@ -56,9 +56,8 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
     form = dataclasses.replace(FORM, dtype=dtype)
     path, kv, text = tmp_path / "donor", host_kv(TOKENS, form=form), text_of(TOKENS)
     seal = write(path, kv, form=form)
-    donor_id, read, found = text_in(path, form)
-    assert found == seal
-    assert (donor_id, read.namespace_key) == ("donor", text.namespace_key)
+    read, found = text_in(path, form)
+    assert (found, read.donor_id, read.namespace_key) == (seal, "donor", text.namespace_key)
     assert np.array_equal(read.tokens, text.tokens)
     held = host_kv(TOKENS, form=form, fill=math.nan)
     kv_in(path, seal, held, form)
@@ -67,11 +66,9 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
 
 @pytest.mark.promise("reuse", "A donor keeps its generation on...")
 def test_the_generation_comes_back_and_files_without_one_are_of_generation_0(tmp_path, written):
-    path, kv = tmp_path / "approximate", host_kv(TOKENS)
-    with path.open("xb", buffering=0) as file:
-        write_donor(file.fileno(), "donor", dataclasses.replace(text_of(TOKENS), generation=2), kv, FORM, KEY)
-    assert text_in(path)[1].generation == 2
-    assert text_in(written[0])[1].generation == 0
+    path = tmp_path / "approximate"
+    write(path, host_kv(TOKENS), generation=2)
+    assert [text_in(each)[0].generation for each in (path, written[0])] == [2, 0]
     assert b"generation" not in written[0].read_bytes()[:PAGE]  # as files were before there were generations
 
 
@@ -100,7 +97,7 @@ def test_others_can_read_it_with_safetensors(written):
 
 def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path):
     with pytest.raises(OSError, match="are set aside for it"):
-        write(tmp_path / "donor", host_kv(4), "d" * 5000)
+        write(tmp_path / "donor", host_kv(4), donor_id="d" * 5000)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors import offload
-from semblend_trt.donors.catalog import FULL_SECONDS, CatalogStats, DonorText, Tier
+from semblend_trt.donors.catalog import FULL_SECONDS, CatalogStats, Tier
 from semblend_trt.donors.disk_tier import KvForm
 from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts
-from semblend_trt.donors.offload import OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
+from semblend_trt.donors.offload import DonorText, OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
@@ -55,7 +55,7 @@ class Donors(DonorIndex):
         self.plan, self.intend = planner.plan, planner.intend
 
     def generation(self, donor_id):
-        return self.catalog.generations.get(donor_id, 0)
+        return self.texts.generations.get(donor_id, 0)
 
 
 def index_of(host_tokens=1000, observer=None, link=None, count=lambda kind: None, **overrides):
@@ -343,10 +343,10 @@ class Tiers:
             keep(self.index, donor_id, self.text(donor_id))
         return moves(self.index)
 
-    def find(self, *donor_ids, length=TEXT, **texts):
+    def find(self, *donor_ids, length=TEXT, generations=None, **texts):
         """Donors whose files lay on the disk; of a text that is named by their id, unless it is given."""
         for donor_id, tokens in ({each: self.text(each, length) for each in donor_ids} | texts).items():
-            held = tokens if isinstance(tokens, DonorText) else DonorText("namespace", tokens)
+            held = DonorText(donor_id, "namespace", tokens, (generations or {}).get(donor_id, 0))
             self.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
         self.index.take_events(deque())
 
@@ -364,7 +364,8 @@ class Tiers:
 @pytest.mark.parametrize("order", [(0, 2), (2, 0), (1, 2), (2, 1)])
 def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
     tiers = Tiers()
-    tiers.find(**{f"of-{generation}": DonorText("namespace", text(1), generation) for generation in order})
+    generations = {f"of-{generation}": generation for generation in order}
+    tiers.find(generations=generations, **dict.fromkeys(generations, text(1)))
     low, high = (f"of-{generation}" for generation in sorted(order))
     assert tiers.tiers(low, high) == [Tier.DISK, None]
     assert moves(tiers.index).drops == [high]
@@ -445,8 +446,7 @@ def test_texts_wait_for_their_files_and_only_once_the_folder_is_read():
 
 
 @pytest.mark.promise(
-    "donors",
-    "A donor on disk alone is read back for the next request, never promised to the one that asks",
+    "donors", "A donor on disk alone is read back for the next request, never promised to the one that asks"
 )
 def test_a_donor_on_disk_is_fetched_once_and_reused_when_it_is_there():
     tiers = Tiers()
@@ -615,9 +615,9 @@ class DonorIndexMachine(RuleBasedStateMachine):
         texts = [*self.kept.values(), *(tokens for _, tokens in self.open)]
         assert stats.host_bytes == sum(map(len, texts)) * TOKEN_BYTES <= self.ROOM * TOKEN_BYTES
         assert (stats.leases, stats.saving) == (len(self.leases), len(self.open))
-        assert set(self.index.texts) == set(self.kept) | {donor_id for donor_id, _ in self.open}
+        assert set(self.index.texts.by_id) == set(self.kept) | {donor_id for donor_id, _ in self.open}
         assert set(self.index.texts.spans._donors) == set(self.kept)
-        assert set(self.index.catalog.generations) | set(self.index.texts.continued) <= set(self.index.texts)
+        assert set(self.index.texts.generations) | set(self.index.texts.continued) <= set(self.index.texts.by_id)
 
     @invariant()
     def no_text_is_kept_twice(self):
@@ -647,18 +647,18 @@ def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
     order, held = DonorTexts(load_settings()), {}
     for number, (tokens, generation, namespace) in enumerate(texts):
         donor_id = f"{number % 12}"  # a text may be put in place of what it was
-        order.put(namespace, generation, donor_id, np.array(tokens, dtype=np.int32))
+        order.put(DonorText(donor_id, namespace, np.array(tokens, dtype=np.int32), generation))
         held[donor_id] = (tokens, generation, namespace)
     for donor_id in data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []:
         order.gone(donor_id)
         del held[donor_id]
-    assert set(order) == set(held)
+    assert set(order.by_id) == set(held)
     near = list(order.near("a", np.array(asked, dtype=np.int32)))
-    for donor_id, generation, common, length in near:
-        tokens, *rest = held[donor_id]
-        assert (rest, common, length) == ([generation, "a"], shared(tokens, asked), len(tokens))
+    for common, each in near:
+        assert common == shared(each.tokens, asked)
+        assert (each.tokens.tolist(), each.generation, "a") == held[each.donor_id]
     for wanted in (0, 1):
         of_all = [shared(tokens, asked) for tokens, *rest in held.values() if rest == [wanted, "a"]]
         assert max(of_all, default=None) == max(
-            (each.common for each in near if each.generation == wanted), default=None
+            (common for common, each in near if each.generation == wanted), default=None
         )

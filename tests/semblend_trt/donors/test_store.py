@@ -1,4 +1,6 @@
-"""Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own."""
+"""Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own.
+
+Of several ranks, a donor is saved where all of them hold it, and lost where one of them has lost it."""
 
 import threading
 from types import SimpleNamespace
@@ -13,10 +15,10 @@ from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostKv, HostMemory, HostTier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.ranks import EngineRanks
 from semblend_trt.transfer import staging
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter, Staging
@@ -27,7 +29,7 @@ ROTATION = RopeRotation((1.0, 0.1), 4)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 CPU = torch.device("cpu")
 ARENA_BLOCKS, HOST_TOKENS = 6, 30
-SAVE_BLOCKS = 8
+SAVE_BLOCKS, TOKENS = 8, 7
 
 
 def pattern(number, tokens, dtype=torch.float32):
@@ -44,24 +46,37 @@ def contents(kv, tokens):
     return out
 
 
+def arena(blocks, *setting):
+    return DeviceTier(blocks, GEOMETRY, torch.float32, CPU, *setting)
+
+
 class Rank:
     """One rank's tiers with their saver, over an engine pool of four requests."""
 
-    def __init__(self, at_once=0):
+    def __init__(self, device=True, **parts):
         self.pool = torch.full((4 * SAVE_BLOCKS, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
-        self.store = DonorStore(tier_of(HOST_TOKENS), DeviceTier(ARENA_BLOCKS, GEOMETRY, torch.float32, CPU))
+        self.store = DonorStore(tier_of(HOST_TOKENS), arena(ARENA_BLOCKS) if device else None)
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
-        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
+        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, **parts)
 
     def save(self, slot, donor_id, tier, kv):
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
         kv_move([Move(ContiguousKv(kv), 0, 0, kv.shape[3])], self.saver.source(blocks), ROTATION)
         self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
-    def keep(self, donor_id, tier, number, tokens):
+    def saved(self, donor_id="donor", tier=Tier.HOST, number=1, tokens=TOKENS):
+        """What a save has ended with, on this rank alone unless another one is asked."""
         self.save(0, donor_id, tier, pattern(number, tokens))
         self.saver.drain()
-        ((_, saved),) = self.saver.finished()
+        return self.finished()
+
+    def finished(self):
+        ((slot, saved),) = self.saver.finished()
+        assert slot == 0
+        return saved
+
+    def keep(self, donor_id, tier, number, tokens):
+        saved = self.saved(donor_id, tier, number, tokens)
         assert (saved.error, saved.tokens) == (None, tokens)
 
     def read(self, donor_id, tokens):
@@ -192,6 +207,105 @@ def test_what_has_no_room_or_is_not_written_to_its_end_is_not_held(rank, name, f
         writing.__exit__(None, None, None)
     assert tier.drop("a")
     assert_all_is_free(rank)
+
+
+class OtherRank:
+    """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def gather(self, own):
+        assert len(own) == len(self.tokens)
+        return [own, self.tokens]
+
+
+@pytest.fixture
+def other():
+    return OtherRank()
+
+
+@pytest.fixture
+def one_of_two(other):
+    built = Rank(ranks=EngineRanks(0, 2, other.gather))
+    yield built
+    built.saver.close()
+
+
+def test_a_save_has_ended_when_the_slowest_rank_is_done(one_of_two, other):
+    one_of_two.save(0, "donor", Tier.HOST, pattern(1, TOKENS))
+    one_of_two.saver.drain()
+    other.tokens = [-1]
+    assert one_of_two.saver.finished() == []
+    other.tokens = [TOKENS]
+    assert one_of_two.finished().tokens == TOKENS
+    other.tokens = []
+    assert one_of_two.saver.finished() == []
+
+
+@pytest.mark.parametrize(("theirs", "error"), [(4, None), (0, "another rank does not hold it")])
+def test_a_donor_is_as_long_as_its_shortest_part(one_of_two, other, theirs, error):
+    other.tokens = [theirs]
+    saved = one_of_two.saved()
+    assert (saved.tokens, saved.error) == (theirs, error)
+    assert ("donor" in held_in(one_of_two.store)) == bool(theirs)
+
+
+def test_an_own_failure_is_told_with_its_reason(one_of_two, other):
+    one_of_two.store.host._memory.take(HOST_TOKENS)
+    other.tokens = [TOKENS]
+    assert str(one_of_two.saved().error).startswith("CapacityError: donor donor needs")
+
+
+def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(one_of_two, other):
+    saver, other.tokens = one_of_two.saver, [TOKENS]
+    one_of_two.saved(tier=Tier.DEVICE)
+    saver.offload("donor")
+    saver.offload("unknown")
+    saver.drain()
+    other.tokens = [-1, 1]
+    assert saver.lost() == []
+    other.tokens = [0, 1]
+    (lost,) = saver.lost()
+    assert (lost.donor_id, lost.tokens, lost.error) == ("donor", 0, "another rank does not hold it")
+    assert "donor" not in held_in(one_of_two.store)
+    other.tokens = []
+    assert saver.lost() == []
+
+
+@pytest.fixture
+def snapshotting():
+    """A rank of an engine that does not hold what is saved, with room for two blocks, and without a device tier."""
+    built = Rank(device=False, snapshots=arena(2, "SEMBLEND_SNAPSHOT_BYTES"))
+    yield built
+    built.saver.close()
+
+
+@pytest.mark.promise("donors", "Blocks that the engine gives to...")
+def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting):
+    assert snapshotting.saved("long", tokens=11).tokens == 8
+    assert torch.equal(snapshotting.read("long", 8), pattern(1, 11)[:, :, :, :8])
+
+
+def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting):
+    go_on = threading.Event()
+    snapshotting.saver._thread.submit(go_on.wait)
+    for slot, donor_id in enumerate(("first", "second")):
+        snapshotting.save(slot, donor_id, Tier.HOST, pattern(slot, TOKENS))
+    go_on.set()
+    snapshotting.saver.drain()
+    told = {saved.donor_id: (saved.tokens, saved.error) for _, saved in snapshotting.saver.finished()}
+    assert told["first"] == (TOKENS, None)
+    assert told["second"][0] == 0
+    assert "SEMBLEND_SNAPSHOT_BYTES" in str(told["second"][1])
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+def test_a_snapshot_is_given_back_however_the_save_ends(snapshotting, tier):
+    for _ in range(3):  # there is no device tier: those saves fail
+        assert (snapshotting.saved(tier=tier).error is None) == (tier is Tier.HOST)
+        snapshotting.store.drop("donor")
+        assert snapshotting.saver._snapshots.free_tokens == 8
 
 
 def tier_of(tokens, dtype=torch.float32):

@@ -1,45 +1,53 @@
-"""Spans land at their positions, rotated, from either tier; nothing else is written, and a bad plan harms no other."""
+"""Spans land at their positions, rotated, from either tier; nothing else is written, and a bad plan harms no other.
+
+For every size of slots, staged copies place and fetch what one plain move would."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine_wrapper.sparse_forward import latent_rows
 from kernels.kv_move import Move, kv_move
-from kernels.layout import ContiguousKv, KvGeometry, pool_view
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.store import DonorStore, HostKv, HostTier
-from semblend_trt.errors import DonorUnavailableError, PlanError
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostKv, HostTier
+from semblend_trt.errors import ConfigurationError, DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
-from semblend_trt.transfer.load import LayerReadiness, PlanLoader, moves_of, target_of
-from semblend_trt.transfer.staging import HostReader, Staging
+from semblend_trt.transfer.load import LayerReadiness, PlanLoader
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 from tests.conftest import FAMILIES, save_tiny_model
-from tests.semblend_trt.held_donors import held_kv, save, used_blocks
+from tests.semblend_trt.held_donors import held_kv, save, used_blocks, whole
 from tests.semblend_trt.plans import plan_of
 
-GEOMETRY = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
+GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
 CPU = torch.device("cpu")
 BLOCKS = (7, 2, 9, 0, 4, 6)
+ROW_BYTES = 2 * 2 * 8 * 4  # one token of one layer, float32
 READERS = {
     "in one call": lambda: None,
-    "staged": lambda: HostReader(CPU, ROTATION, Staging(2 * 7 * 128, 2, GEOMETRY, torch.float32, CPU)),
+    "staged": lambda: HostReader(CPU, ROTATION, staging(7)),
 }
 
 
+def staging(tokens, slots=2, device=CPU):
+    return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, device)
+
+
 def kv(tokens, seed):
-    return torch.randn(3, 2, 2, tokens, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(5, 2, 2, tokens, 8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
 def store():
-    """Donor "near" lies in the arena, "far" and "wide" in host memory."""
+    """Donor "near" lies in the arena, "far" in host memory."""
     built = DonorStore(HostTier(1 << 20, GEOMETRY, torch.float32), DeviceTier(6, GEOMETRY, torch.float32, CPU))
     with built.device.writing("near", 13) as target:
         kv_move([Move(ContiguousKv(kv(13, 1)), 0, 0, 13)], target, ROTATION)
@@ -55,7 +63,7 @@ MIXED = plan(PlanSpan("near", 2, 0, 9), PlanSpan("far", 1, 9, 12), PlanSpan("nea
 
 
 def empty_pool():
-    return torch.full((20, 3, 2, GEOMETRY.row_elements), math.nan)
+    return torch.full((20, 5, 2, GEOMETRY.row_elements), math.nan)
 
 
 def position_in(pool, position):
@@ -63,21 +71,14 @@ def position_in(pool, position):
     return pool_view(pool, GEOMETRY)[BLOCKS[position // 4], :, :, :, position % 4]
 
 
-def place(plan, donors, pool):
-    """`donors`: [layers, 2, kv_heads, tokens, head_dim] by id."""
-    held = {donor_id: HostKv((ContiguousKv(tensor),)) for donor_id, tensor in donors.items()}
-    kv_move(moves_of(plan, held), target_of(plan, pool, GEOMETRY), ROTATION)
-
-
 def loader(store, pool, reader=None, readiness=None):
     return PlanLoader(store, pool, GEOMETRY, ROTATION, readiness or LayerReadiness(), reader)
 
 
-def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
-    donors = {"a": kv(12, 1), "b": kv(9, 2)}
-    spans = [PlanSpan("a", 6, 3, 5), PlanSpan("b", 1, 9, 8), PlanSpan("a", 0, 18, 3)]
-    pool = empty_pool()
-    place(plan(*spans, computed=2), donors, pool)
+def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched(store):
+    donors, pool = {"near": kv(13, 1), "far": kv(15, 2)}, empty_pool()
+    spans = [PlanSpan("near", 6, 3, 5), PlanSpan("far", 1, 9, 8), PlanSpan("near", 0, 18, 3)]
+    assert loader(store, pool).load([plan(*spans, computed=2)]) == []
     placed = {position for span in spans for position in range(span.target_start, span.target_end)}
     for position in range(24):
         assert bool(position_in(pool, position).isnan().all()) == (position not in placed)
@@ -93,19 +94,18 @@ def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_donor_in_parts_is_placed_like_one_in_one_part(store, reader):
-    token_bytes = 3 * 2 * 2 * 8 * 4
-    host = HostTier(20 * token_bytes, GEOMETRY, torch.float32)
+    host = HostTier(20 * 5 * ROW_BYTES, GEOMETRY, torch.float32)
     for donor_id in "abcd":
         save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")
     save(host, "far", kv(15, 2))
     assert [part.capacity for part in held_kv(host, "far").parts] == [10, 5]
-    whole, scattered = empty_pool(), empty_pool()
+    alone, scattered = empty_pool(), empty_pool()
     far = plan(PlanSpan("far", 1, 9, 12), PlanSpan("far", 8, 21, 2))
-    for pool, tier in ((whole, store.host), (scattered, host)):
+    for pool, tier in ((alone, store.host), (scattered, host)):
         assert loader(DonorStore(tier, None), pool, READERS[reader]()).load([far]) == []
-    torch.testing.assert_close(scattered, whole, atol=0, rtol=0, equal_nan=True)
-    assert not whole.isnan().all()
+    torch.testing.assert_close(scattered, alone, atol=0, rtol=0, equal_nan=True)
+    assert not alone.isnan().all()
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -176,7 +176,7 @@ def awaited(store, monkeypatch):
     monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
     pool, placed, readiness = empty_pool(), [], LayerReadiness()
     readiness.is_awaited = True
-    reader = HostReader(CPU, ROTATION, Staging(2 * 12 * 128, 2, GEOMETRY, torch.float32, CPU))
+    reader = HostReader(CPU, ROTATION, staging(12))
     placing = reader.placing
 
     def recorded(*arguments):
@@ -193,9 +193,9 @@ def test_layers_are_placed_while_the_forward_runs(store, awaited):
     expected = empty_pool()
     loader(store, expected).load([MIXED])
     assert placed == [(0, 1)]
-    for layer in range(3):
+    for layer in range(5):
         readiness.wait(layer, None)
-        assert placed[-1] == (min(layer + 1, 2), min(layer + 2, 3))
+        assert placed[-1] == (min(layer + 1, 4), min(layer + 2, 5))
         torch.testing.assert_close(pool[:, layer], expected[:, layer], atol=0, rtol=0, equal_nan=True)
     assert not readiness.is_arriving
 
@@ -208,7 +208,7 @@ def test_a_donor_on_the_host_is_let_go_behind_its_last_layer(store, awaited, end
     assert store.host.used_bytes == used
     end(readiness, None)
     assert store.host.used_bytes == 0
-    assert len(placed) == (3 if end is LayerReadiness.join else 1)
+    assert len(placed) == (5 if end is LayerReadiness.join else 1)
 
 
 def test_leftovers_of_the_load_before_are_joined_first(store):
@@ -216,6 +216,65 @@ def test_leftovers_of_the_load_before_are_joined_first(store):
     readiness.expect((end, None) for end in (2, 3))
     loader(store, empty_pool(), None, readiness).load([])
     assert not readiness.is_arriving
+
+
+DEVICES = [CPU] + [torch.device("cuda")] * torch.cuda.is_available()
+MOVES = ((0, 3, 9, 11), (1, 0, 21, 5), (0, 13, 40, 1), (1, 9, 27, 4))  # donor, its start, the target's, length
+
+
+def host_donor(tokens, seed, device=CPU):
+    """A donor in host memory that `device` may read."""
+    memory = torch.randn(5, tokens, 2, 2, 8, generator=torch.Generator().manual_seed(seed))
+    return ContiguousKv((memory if device.type == "cpu" else memory.pin_memory()).permute(0, 2, 3, 1, 4))
+
+
+def empty_target(device=CPU):
+    return PagedKv(empty_pool().to(device), torch.tensor([7, 2, 9, 0, 4, 6, 13, 1, 19, 3, 11]), GEOMETRY)
+
+
+@settings(max_examples=40)
+@given(room=st.integers(1, 60), layers=st.integers(1, 5), slots=st.integers(1, 3), data=st.data())
+def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
+    donors = [host_donor(14, 1), host_donor(13, 2)]
+    chosen = data.draw(st.lists(st.sampled_from(MOVES), min_size=1, unique=True))
+    moves = [Move(donors[donor], *place) for donor, *place in chosen]
+    expected, target = empty_target(), empty_target()
+    kv_move(moves, expected, ROTATION)
+    reader = HostReader(CPU, ROTATION, staging(room * layers, slots))
+    layers = reader.layers_at_once(layers, room)
+    place = reader.placing(moves, target, layers)
+    for first in range(0, 5, layers):
+        place(first, min(first + layers, 5))
+    torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+@settings(max_examples=30)
+@given(capacity=st.one_of(st.none(), st.integers(1, 130)), tokens=st.integers(1, 23), first=st.integers(1, 23))
+def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, first):
+    source = PagedKv(torch.randn(8, 5, 2, GEOMETRY.row_elements), torch.tensor([5, 0, 3, 7, 1, 2]), GEOMETRY)
+    sizes = [first, tokens - first] if first < tokens else [tokens]
+    parts = [torch.full((5, size, 2, 2, 8), math.nan).permute(0, 2, 3, 1, 4) for size in sizes]
+    held = HostKv(tuple(map(ContiguousKv, parts)))
+    expected = torch.full((5, 2, 2, tokens, 8), math.nan)
+    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)).copy(source, tokens, held)
+    kv_move([Move(source, 0, 0, tokens)], ContiguousKv(expected), ROTATION)
+    assert torch.equal(whole(held), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@settings(max_examples=30)
+@given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_promoted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
+    held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
+    expected, target = empty_target(device), empty_target(device)
+    kv_move([Move(ContiguousKv(whole(held).to(device)), 0, 0, held.capacity)], expected, ROTATION)
+    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device)).copy_up(held, target)
+    torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+def test_staging_without_room_for_a_token_is_refused():
+    with pytest.raises(ConfigurationError, match="raise SEMBLEND_STAGING_BYTES"):
+        Staging(3 * ROW_BYTES - 1, 3, GEOMETRY, torch.float32, CPU)
 
 
 @pytest.mark.promise("engines", "Plans over latent attention come out...")

@@ -9,9 +9,8 @@ from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore, HostTier
+from semblend_trt.donors.store import DeviceTier, DonorStore, HostTier
 from semblend_trt.plan import PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
