@@ -333,10 +333,9 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(path, capl
 
 @pytest.mark.promise("engines", "A check lies above a layer...")
 @pytest.mark.parametrize(("lowest", "refusal"), [(1, None), (2, None), (3, "profile_check_layer")])
-def test_a_check_below_all_layers_with_full_attention_is_refused(tmp_path, lowest, refusal, caplog):
-    made = tmp_path / "reuse-profile.json"
-    profile(figures=evidence("verified layer 2 threshold 0.2")).write(made)
-    found = match(ProfileMatcher(load_settings(policy="verified", profile_path=made), lowest), namespace())
+def test_a_check_below_all_layers_with_full_attention_is_refused(path, lowest, refusal, caplog):
+    profile(figures=evidence("verified layer 2 threshold 0.2")).write(path)
+    found = match(ProfileMatcher(load_settings(policy="verified", profile_path=path), lowest), namespace())
     assert (found.profile is None, found.refusal if found.profile is None else None) == (refusal is not None, refusal)
     assert ("check layer 2 has no layer with full attention below it; 3 is the lowest" in caplog.text) == bool(refusal)
 
@@ -409,8 +408,7 @@ DENSE_NAME = "verified layer 2 threshold 0.99"
     ],
     ids=lambda each: str(each)[:30],
 )
-def test_what_is_not_exact_needs_evidence_for_these_very_terms(tmp_path, fields, candidate):
-    path = tmp_path / "profile.json"
+def test_what_is_not_exact_needs_evidence_for_these_very_terms(path, fields, candidate):
     unchecked(evidence(candidate), **fields).write(path)
     assert refusal(path) is None
     other = "verified layer 2 threshold 0.2" if candidate != "verified layer 2 threshold 0.2" else "position_fix"
@@ -435,9 +433,9 @@ TOO_FEW = [{"groups": 298}, {"groups": True}, {"groups": 1e9}, {"lower": -0.0101
         (evidence(margin=-0.01), "lacks a rule"),
     ],
 )
-def test_evidence_names_every_family_with_groups_enough_for_its_margin(tmp_path, figures, lacking):
-    unchecked(figures).write(tmp_path / "profile.json")
-    assert lacking in str(refusal(tmp_path / "profile.json"))
+def test_evidence_names_every_family_with_groups_enough_for_its_margin(path, figures, lacking):
+    unchecked(figures).write(path)
+    assert lacking in str(refusal(path))
 
 
 @pytest.mark.promise("policies", "`verified` reuses more than exact text...")
@@ -446,16 +444,14 @@ def test_evidence_names_every_family_with_groups_enough_for_its_margin(tmp_path,
     [{"generations": 1}, {"check": CHECK.model_dump() | {"threshold": 0.9}}, {"engines": ["e"]}, {"figures": [1]}],
     ids=str,
 )
-def test_an_edited_field_is_noticed(tmp_path, edited):
-    path = tmp_path / "profile.json"
+def test_an_edited_field_is_noticed(path, edited):
     profile(figures=evidence("verified layer 2 threshold 0.2")).write(path)
     assert refusal(path) is None
     path.write_text(json.dumps({**json.loads(path.read_text()), **edited}))
     assert str(refusal(path)).startswith("profile_evidence")
 
 
-def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp_path):
-    path = tmp_path / "profile.json"
+def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(path):
     rule, *_, tried = evidence(DENSE_NAME)
     unchecked([rule, tried], policy="verified", check=DENSE).write(path)
     assert refusal(path) is None
@@ -587,8 +583,7 @@ def confirmed(**changes):
         ([], 0.005, False),
     ],
 )
-def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_refused):
-    path = tmp_path / "profile.json"
+def test_a_bound_needs_its_confirmation(path, caplog, figures, max_kl, is_refused):
     bounded([ProfileBound(**BOUNDS[0])], figures=figures).write(path)
     told = str(refusal(path, max_kl=max_kl))
     assert told.startswith("profile_evidence: The profile's evidence lacks a confirmation of its bound") == is_refused
@@ -600,8 +595,7 @@ def test_a_bound_needs_its_confirmation(tmp_path, caplog, figures, max_kl, is_re
 
 @pytest.mark.promise("policies", "A profile without bounds goes on working with a warning, and keeps no number")
 @pytest.mark.parametrize(("policy", "warnings"), [("position_fix", 1), ("exact", 0)])
-def test_a_profile_without_bounds_is_warned_about_once(tmp_path, caplog, policy, warnings):
-    path = tmp_path / "profile.json"
+def test_a_profile_without_bounds_is_warned_about_once(path, caplog, policy, warnings):
     unchecked(policy=policy).write(path)
     asked = matcher(path)
     assert match(asked, namespace()).profile is not None
