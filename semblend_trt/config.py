@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
@@ -113,36 +112,24 @@ _NAME = Field(min_length=1, max_length=256)
 _Name = Annotated[str | None, _NAME]
 
 
-class SettingsGroup(BaseSettings):
-    """Settings of one theme. Arguments win over the environment."""
+class SettingsGroup(BaseModel):
+    """Settings of one theme. Arguments win over the environment, where an empty variable counts as unset."""
 
     # A wrong value may be a secret, and an error's text is in every traceback.
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        frozen=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
+    model_config = {
+        "extra": "forbid",
+        "frozen": True,
+        "protected_namespaces": (),
+        "allow_inf_nan": False,
+        "hide_input_in_errors": True,
+        "use_attribute_docstrings": True,
+    }
 
+    @model_validator(mode="before")
     @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, _Environment(settings_cls)
-
-
-class _Environment(PydanticBaseSettingsSource):
-    """Reads the variables of the fields; an empty one counts as unset."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
-        found = variable_in_use(field_name)
-        return (None if found is None else os.environ[found].strip()), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        values = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
-        return {name: value for name, value in values.items() if value is not None}
+    def _with_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
+        found = {name: variable for name in cls.model_fields if (variable := variable_in_use(name)) is not None}
+        return {name: os.environ[variable].strip() for name, variable in found.items()} | given
 
 
 class ReuseSettings(SettingsGroup):
@@ -410,12 +397,8 @@ def allowed_by(field: FieldInfo) -> str:
         return "0 or 1"
     if field.annotation == MaxKl:
         return "a number above 0, rounding or unbounded"
-    bounds = {
-        name: getattr(item, name)
-        for item in field.metadata
-        for name in ("ge", "le", "max_length")
-        if hasattr(item, name)
-    }
+    names = ("ge", "le", "max_length")
+    bounds = {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
     if "ge" in bounds:
         return f"{bounds['ge']}..{bounds['le']}"
     return f"a text of 1..{bounds['max_length']} characters" if "max_length" in bounds else "a path"

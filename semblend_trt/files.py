@@ -122,13 +122,11 @@ def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
     """Raise OSError where another user owns the file, or its mode has one of `rights`."""
     about, user = os.fstat(descriptor), os.geteuid()
     if about.st_uid != user:
-        raise PermissionError(
-            f"{path} belongs to user {about.st_uid}, and this process is user {user}: take one of its own"
-        )
+        message = f"{path} belongs to user {about.st_uid}, and this process is user {user}: take one of its own"
+        raise PermissionError(message)
     if about.st_mode & rights:
-        raise PermissionError(
-            f"{path} has mode {stat.S_IMODE(about.st_mode):03o}, open to others; make it anew for its owner alone"
-        )
+        message = f"{path} has mode {stat.S_IMODE(about.st_mode):03o}, open to others; make it anew for its owner alone"
+        raise PermissionError(message)
 
 
 def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:

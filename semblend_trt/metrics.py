@@ -252,7 +252,6 @@ _series_in: dict[CollectorRegistry | None, Series | None] = {}
 
 def metrics_for(registry: CollectorRegistry | None = None) -> Metrics:
     """Return an engine's metrics, by default in Prometheus' default registry. Never raise.
-
     They count nothing without prometheus_client, or when the names are taken."""
     with _lock:
         if registry not in _series_in:

@@ -27,6 +27,7 @@ MAX_DEPTH = 8
 MAX_REMEMBERED = 64
 # A name counts unless its revision is a digest of the content.
 REVISION_OF = {"model": "model_revision", "tokenizer": "tokenizer_revision"}
+_HOW_UNKNOWN = "where it cannot be determined use unknown_value()"
 PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
 PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
 
@@ -53,14 +54,12 @@ def is_content(value: object) -> bool:
 
 def salt_digest(salt: str) -> str:
     """Return the irreversible form in which a cache salt is kept; every character counts.
-
     An empty salt is a salt: it never meets requests without one. Raises NamespaceError."""
     return SALT_PREFIX + _digest(_checked_salt(salt))
 
 
 def tenant_key(salt: str | None) -> str:
     """Return tenant key v1 for the wire (SemBlend 0.3.25): the untrimmed salt's digest, `none` without a salt.
-
     Never part of `CacheNamespace.key`. Raises NamespaceError."""
     if salt is None or not _checked_salt(salt):
         return TENANT_PREFIX + "none"
@@ -109,9 +108,8 @@ class CacheNamespace:
             raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
         tenant = self.extra.get("tenant_key", TENANT_PREFIX)
         if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
-            raise NamespaceError(
-                f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
-            )
+            message = f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()"
+            raise NamespaceError(message)
         values = {name: getattr(self, name) for name in _FIELDS}
         values["tensor_parallel"] = {size: self.tensor_parallel[size] for size in PARALLEL_SIZES}
         for name, revision in REVISION_OF.items():
@@ -167,10 +165,7 @@ class CacheNamespace:
 
 
 _FIELDS = tuple(item.name for item in fields(CacheNamespace) if item.init)
-_TEXT_FIELDS = (
-    *("model", "model_revision", "tokenizer", "tokenizer_revision"),
-    *("kv_layout", "kv_dtype", "cache_dtype", "backend_cache_layout"),
-)
+_TEXT_FIELDS = tuple(item.name for item in fields(CacheNamespace) if item.init and item.type == "str")
 
 
 def _digest(text: str) -> str:
@@ -192,9 +187,7 @@ def _checked_salt(salt: str) -> str:
 
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise NamespaceError(
-            f"namespace field {name} is {value!r:.80}, not a text; where it cannot be determined use unknown_value()"
-        )
+        raise NamespaceError(f"namespace field {name} is {value!r:.80}, not a text; {_HOW_UNKNOWN}")
     if len(value) > MAX_TEXT:
         raise NamespaceError(f"namespace field {name} has {len(value)} characters, more than {MAX_TEXT}")
 
@@ -203,10 +196,7 @@ def _check_count(name: str, value: object) -> None:
     if is_unknown(value):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise NamespaceError(
-            f"namespace field {name} is {value!r:.80}, not an integer >= 1; "
-            "where it cannot be determined use unknown_value()"
-        )
+        raise NamespaceError(f"namespace field {name} is {value!r:.80}, not an integer >= 1; {_HOW_UNKNOWN}")
 
 
 def _checked_parallel(parallel: Mapping[str, int | str]) -> dict[str, int | str]:

@@ -16,11 +16,6 @@ MAX_REPORTS = 4096
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
 # What becomes of prompt tokens: fields of a report, less "_tokens".
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
-_RECEIPT = (
-    *("outcome", "reason", "policy", "profile", "namespace", "max_kl", "risk", "generation", "exact_prefix_tokens"),
-    *("offered_tokens", "sampled_tokens", "sampled_deviation", "checked_tokens", "reused_tokens"),
-    *("recomputed_tokens", "largest_kept"),
-)
 
 
 class Outcome(str, Enum):
@@ -44,33 +39,34 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """What became of one request's prompt tokens; `outcome` is the value of an Outcome.
+    """What became of one request's prompt tokens; `outcome` is the value of an Outcome. A receipt has all but the last
+    two fields, in their order.
 
     Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
     `sampled_tokens` before them, which estimate a mean of `sampled_deviation`. `largest_kept` is the largest deviation
     among those reused. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
     among them. `generation` is the highest of the donors used. `profile` is the SHA-256 of the reuse profile, in hex,
     and `namespace` the key of the request's namespace; `max_kl` (nats) and `risk` are of the profile's bound, None
-    without one. While a check's result is not known, what it decides
-    has no value (None), and only what needs no check counts as reused."""
+    without one. While a check's result is not known, what it decides has no value (None), and only what needs no check
+    counts as reused."""
 
     outcome: str
     reason: str | None
-    reused_tokens: int = 0
-    computed_holes: int = 0
-    offered_tokens: int = 0
-    checked_tokens: int | None = 0
-    recomputed_tokens: int | None = 0
-    largest_kept: float | None = 0.0
-    exact_prefix_tokens: int = 0
-    sampled_tokens: int | None = 0
-    sampled_deviation: float | None = 0.0
-    generation: int = 0
     policy: str | None = None
     profile: str | None = None
     namespace: str | None = None
     max_kl: float | None = None
     risk: float | None = None
+    generation: int = 0
+    exact_prefix_tokens: int = 0
+    offered_tokens: int = 0
+    sampled_tokens: int | None = 0
+    sampled_deviation: float | None = 0.0
+    checked_tokens: int | None = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int | None = 0
+    largest_kept: float | None = 0.0
+    computed_holes: int = 0
     nearest: tuple[Neighbour, ...] = ()
 
     @property
@@ -81,7 +77,7 @@ class ReuseReport:
     @property
     def receipt(self) -> dict[str, Any]:
         """Return what an answer's usage says under RECEIPT, in JSON's values; docs/receipts.md describes it."""
-        found = {name: getattr(self, name) for name in _RECEIPT}
+        found = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
         # JSON has no infinities.
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in found.items()}
 

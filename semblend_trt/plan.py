@@ -274,7 +274,6 @@ class SemanticKvPlan:
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
         """Return the plan without spans, as when a donor became unreadable: all promised tokens are computed.
-
         Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them."""
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 

@@ -343,13 +343,11 @@ class ReadingThreads:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._local = tokenizer, threading.local()
         count = min(LONG_THREADS, os.cpu_count() or 1)
-        self._threads = {
-            name: ThreadPoolExecutor(threads, f"{name}-prompts") for name, threads in (("short", 1), ("long", count))
-        }
+        self._short, self._long = ThreadPoolExecutor(1, "short-prompts"), ThreadPoolExecutor(count, "long-prompts")
 
     async def read(self, size: int, reading: Callable[[PromptReader], _T]) -> _T:
         """Return the result of `reading` for a body of `size` bytes, with the thread's reader."""
-        threads = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
+        threads = self._short if size <= SHORT_BODY_BYTES else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, self._read, reading)
 
     def _read(self, reading: Callable[[PromptReader], _T]) -> _T:
@@ -358,5 +356,5 @@ class ReadingThreads:
         return reading(self._local.reader)
 
     def close(self) -> None:
-        for threads in self._threads.values():
+        for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -251,7 +251,7 @@ class ReuseProfile(_Part):
     ) -> ReuseProfile:
         """Make the profile of an engine's own namespace, dated today (UTC), with these `fields`. Raises
         ConfigurationError for a value out of range, or an unknown field of the namespace: it would match nothing."""
-        own, sizes = _bound_fields(namespace), ("num_layers", "kv_heads", "head_dim")
+        own = _bound_fields(namespace)
         unknown = [_BOUND[name] for name, value in own.items() if _is_unknown(name, value)]
         unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
         if unknown:
@@ -264,7 +264,7 @@ class ReuseProfile(_Part):
                 version=__version__,
                 namespace=own,
                 engines=[namespace.backend_cache_layout],
-                geometry=ProfileGeometry(**{size: getattr(geometry, size) for size in sizes}),
+                geometry=ProfileGeometry.model_validate(geometry, from_attributes=True),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                 **fields,

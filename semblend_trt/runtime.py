@@ -91,8 +91,6 @@ class ActivePlans:
 
 # The scheduler takes events at every look-up and at every request's end, so few ever wait.
 MAX_EVENTS = 16384
-
-
 # Words of 4 bytes that are summed together, each times a factor of its own.
 _CHUNK = 1 << 20
 _values: Callable[[Any], Iterable[torch.Tensor | None]] = dict.values
@@ -296,7 +294,6 @@ _runtimes: dict[int, Runtime] = {}
 
 def runtime_for(llm_args: Any) -> Runtime:
     """Return the runtime of the engine that `llm_args` describes, the same one for the same object.
-
     Raises TypeError if `llm_args` cannot be weakly referenced, because its runtime would then outlive the engine."""
     key = id(llm_args)
     with _lock:

@@ -29,7 +29,7 @@ from kernels.rope import RopeRotation
 from semblend_trt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Attention = Literal["full", "window", "chunks", "latent"]
 
@@ -53,13 +53,8 @@ _NOT_KNOWN = {
 # Model types with chunks: of text alone, and of a model that takes images too.
 LLAMA4 = ("llama4_text", "llama4")
 # RoPE types whose frequencies cannot be known, and the reasons.
-_REFUSED = {
-    "dynamic": "rope_dynamic",
-    "ntk": "rope_dynamic",
-    "longrope": "rope_longrope",
-    "su": "rope_longrope",
-    "mrope": "rope_multimodal",
-}
+_REFUSED = {"dynamic": "rope_dynamic", "ntk": "rope_dynamic", "longrope": "rope_longrope", "su": "rope_longrope"}
+_REFUSED |= {"mrope": "rope_multimodal"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,6 @@ class LayerGroup:
 
 def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: bool = False) -> tuple[LayerGroup, ...]:
     """Return the groups of the model of `config`, in the order of their first layers, by each layer's rotation.
-
     Raises UnsupportedModelError for an unknown attention, and unless each layer has a type."""
     whole: Attention = "latent" if is_latent else "full"
     # Each type's attention, and its window or chunk; None if that hides nothing.
@@ -106,62 +100,50 @@ def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | 
     return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
 
 
-def check_latent(raw: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
+def latent_refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield why a configuration, as written, is not of DeepSeek-V3's form: reasons with their sentences."""
     kind = raw.get("model_type")
     given = {**(raw.get("rope_parameters") or raw.get("rope_scaling") or {}), **raw}
     if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if given.get(name) is None]):
-        raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
+        yield "geometry", f"model type {kind!r} is given without {', '.join(missing)}"
     sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
     if any(type(size) is not int or size < 1 for size in sizes.values()) or sizes["qk_rope_head_dim"] % 2:
         listed = ", ".join(f"{name} {size!r}" for name, size in sizes.items())
-        raise UnsupportedModelError(
-            "geometry", f"{listed} make no latent rows that can be moved; all must be above 0, and the last even"
-        )
+        yield "geometry", f"{listed} make no latent rows that can be moved; all must be above 0, and the last even"
     for name, (reason, what) in _NOT_KNOWN.items():
-        found = given.get(name)
-        if found not in (None, True):
-            raise UnsupportedModelError(reason, f"{name} of model type {kind!r} is {found!r}: {what}")
-    if raw.get("rope_interleave", True) is not True:
-        raise UnsupportedModelError(
-            "rope_unknown", f"rope_interleave is {raw['rope_interleave']!r}; engines turn neighbouring channels, true"
-        )
+        if (found := given.get(name)) not in (None, True):
+            yield reason, f"{name} of model type {kind!r} is {found!r}: {what}"
+    if (turns := raw.get("rope_interleave", True)) is not True:
+        yield "rope_unknown", f"rope_interleave is {turns!r}; engines turn neighbouring channels, true"
 
 
 def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> RopeRotation:
     """Return the rotation of a whole row, from that of its rotating channels, which follow `latent` others.
-
     Raises UnsupportedModelError for a RoPE type that engines compute otherwise."""
     if rope_type not in ("default", "yarn"):
-        raise UnsupportedModelError(
-            "rope_unknown",
-            f"RoPE type {rope_type!r} of latent attention is computed as yarn by vLLM; supported are default, yarn",
-        )
+        why = f"RoPE type {rope_type!r} of latent attention is computed as yarn by vLLM; supported are default, yarn"
+        raise UnsupportedModelError("rope_unknown", why)
     return replace(rotation, interleaved=True, first_channel=latent)
 
 
-def check_chunked(model_type: str, config: Any) -> None:
-    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's. There layers with chunks have
-    RoPE (1 in `no_rope_layers`), and layers with full attention have none."""
-    types = list(getattr(config, "layer_types", None) or ())
+def chunk_refusals(model_type: str, config: Any) -> Iterator[tuple[str, str]]:
+    """Yield why layers with chunks are of another form than Llama 4's. There layers with chunks have RoPE (1 in
+    `no_rope_layers`), and layers with full attention have none."""
+    types, reason = list(getattr(config, "layer_types", None) or ()), "attention_layout"
     if model_type != LLAMA4[0]:
         if "chunked_attention" in types:
-            raise UnsupportedModelError("attention_layout", f"model type {model_type!r} is not known to have chunks")
+            yield reason, f"model type {model_type!r} is not known to have chunks"
         return
     chunk, rotates = config.attention_chunk_size, list(config.no_rope_layers)
-    refusal = None
     if type(chunk) is not int or chunk < 1:
-        refusal = f"attention_chunk_size is {chunk!r}; a whole number of tokens above 0 is needed"
-    elif types != [("full_attention", "chunked_attention")[each] for each in rotates]:
-        refusal = (
-            f"layer types {types} do not fit no_rope_layers {rotates}; engines put chunks into the layers with RoPE"
-        )
-    elif 0 not in rotates and chunk < config.max_position_embeddings:
-        refusal = f"all layers have chunks of {chunk}; no check could see far"
-    elif config.attention_bias:
-        refusal = f"attention_bias is {config.attention_bias}; vLLM computes {model_type} without"
-    if refusal is not None:
-        raise UnsupportedModelError("attention_layout", refusal)
+        yield reason, f"attention_chunk_size is {chunk!r}; a whole number of tokens above 0 is needed"
+    if types != [("full_attention", "chunked_attention")[each] for each in rotates]:
+        where = "engines put chunks into the layers with RoPE"
+        yield reason, f"layer types {types} do not fit no_rope_layers {rotates}; {where}"
+    if 0 not in rotates and chunk < config.max_position_embeddings:
+        yield reason, f"all layers have chunks of {chunk}; no check could see far"
+    if config.attention_bias:
+        yield reason, f"attention_bias is {config.attention_bias}; vLLM computes {model_type} without"
 
 
 def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -202,14 +184,11 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
 def rope_rotation(parameters: dict[str, Any], head_dim: int) -> RopeRotation:
     """Return the rotation by `parameters`, as `rope_parameters` gives them.
-
     Raises UnsupportedModelError if frequencies depend on the length, or values are unusable."""
     kind = parameters["rope_type"]
     if kind not in _FREQUENCIES:
-        raise UnsupportedModelError(
-            _REFUSED.get(kind, "rope_unknown"),
-            f"RoPE type {kind!r} cannot be moved; supported are {', '.join(_FREQUENCIES)}",
-        )
+        why = f"RoPE type {kind!r} cannot be moved; supported are {', '.join(_FREQUENCIES)}"
+        raise UnsupportedModelError(_REFUSED.get(kind, "rope_unknown"), why)
     rotary_dim = int(head_dim * partial_rotary_factor(parameters))
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise UnsupportedModelError("rope_unknown", f"RoPE of {rotary_dim} channels does not fit heads of {head_dim}")
@@ -259,9 +238,8 @@ def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low > high:
-        raise UnsupportedModelError(
-            "rope_unknown", f"low_freq_factor {low:g} of RoPE is above high_freq_factor {high:g}"
-        )
+        why = f"low_freq_factor {low:g} of RoPE is above high_freq_factor {high:g}"
+        raise UnsupportedModelError("rope_unknown", why)
     waves = 2 * math.pi / frequencies
     stretched = torch.where(waves > original / low, frequencies / factor, frequencies)
     # If both factors are equal, as in Llama 4, no wave is between.
@@ -278,10 +256,8 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
         raise UnsupportedModelError("rope_unknown", f"truncate of RoPE is {truncate!r}; it must be true or false")
     theta, factor = _number(parameters, "rope_theta"), _number(parameters, "factor")
     if parameters.get("extrapolation_factor", 1) != 1:
-        raise UnsupportedModelError(
-            "rope_unknown",
-            f"extrapolation_factor of yarn is {parameters['extrapolation_factor']!r}; only vLLM reads it",
-        )
+        why = f"extrapolation_factor of yarn is {parameters['extrapolation_factor']!r}; only vLLM reads it"
+        raise UnsupportedModelError("rope_unknown", why)
     if theta <= 1:
         raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
     original = _number(parameters, "original_max_position_embeddings")

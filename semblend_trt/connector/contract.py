@@ -151,7 +151,6 @@ def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
 
 def from_llm_args(llm_args: Any) -> EngineSpec:
     """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names.
-
     Raises ConfigurationError for a size of parallelism that is no number."""
 
     def given(name: str, default: Any = None) -> Any:

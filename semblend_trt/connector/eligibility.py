@@ -1,7 +1,6 @@
 """Which engines and models may be served with reuse, by EngineSpec.
 
-TensorRT-LLM lets combinations reach a connector that give wrong data. Examples are block ids outside of the pool,
-several beams, and equal placeholders for different images. They are refused here, by name."""
+TensorRT-LLM lets combinations reach a connector that give wrong data, as block ids outside of the pool."""
 
 from __future__ import annotations
 
@@ -109,24 +108,17 @@ def trtllm_refusal(facts: ModelFacts, version: str, policy: ReusePolicy) -> Unsu
 
     Facts: before pull request 6768 a layer with a window wrote around, in the window's tokens. Attention takes the size
     of chunks as an argument (`attention_backend/trtllm.py`), and no plan was tried there."""
+    kind = facts.model_type
     if any(facts.windows) and version == V11:
-        return UnsupportedModelError(
-            "sliding_window",
-            f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM {version} writes new KV over "
-            "what lies outside of it; use TensorRT-LLM 1.2 or later, or vLLM",
-        )
-    if facts.model_type in LLAMA4:
-        return UnsupportedModelError(
-            "attention_layout",
-            f"{facts.model_type} has layers with chunks, over which no plan was tried in TensorRT-LLM; serve it with "
-            "vLLM",
-        )
+        why = f"{kind} has layers with a sliding window, and TensorRT-LLM {version} writes new KV over what lies"
+        return UnsupportedModelError("sliding_window", f"{why} outside of it; use TensorRT-LLM 1.2 or later, or vLLM")
+    if kind in LLAMA4:
+        why = f"{kind} has layers with chunks, over which no plan was tried in TensorRT-LLM; serve it with vLLM"
+        return UnsupportedModelError("attention_layout", why)
     if rotates_otherwise(facts) and policy not in (ReusePolicy.EXACT, ReusePolicy.VERIFIED):
-        return UnsupportedModelError(
-            "rope_unknown",
-            "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates, and no key can be moved "
-            f"there as policy {policy.value} asks; use policy verified or exact, or vLLM",
-        )
+        why = "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates, and no key can be moved"
+        way_out = f"there as policy {policy.value} asks; use policy verified or exact, or vLLM"
+        return UnsupportedModelError("rope_unknown", f"{why} {way_out}")
     return None
 
 
@@ -137,11 +129,8 @@ def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts
     if (refusal := engine_refusal(engine)) is not None:
         from semblend_trt.reasons import Scope, advice  # not for an engine that is served
 
-        logger.warning(
-            "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s",
-            refusal,
-            advice(refusal, Scope.ENGINE),
-        )
+        text = "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s"
+        logger.warning(text, refusal, advice(refusal, Scope.ENGINE))
         return None, refusal
     try:
         facts = served_facts(engine, settings.policy)

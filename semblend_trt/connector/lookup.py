@@ -203,11 +203,8 @@ class ProfileMatcher:
         elif match.profile is not None:
             logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)
         elif match.differences:
-            logger.error(
-                "only identical text from position 0 is reused, reuse profile %s does not hold: %s",
-                self._path,
-                " ".join(match.differences),
-            )
+            text = "only identical text from position 0 is reused, reuse profile %s does not hold: %s"
+            logger.error(text, self._path, " ".join(match.differences))
         else:
             logger.warning(
                 "only identical text from position 0 is reused: no reuse profile is set; make one with "
@@ -252,12 +249,11 @@ class Lookup:
         prompt = request.token_array(int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
-        is_broken = match.digest is not None and any(
-            each.is_broken(match.digest, namespace.key) for each in self._observers
-        )
-        if is_broken or match.digest in request.broken_profiles:
+        digest = match.digest
+        is_broken = digest is not None and any(each.is_broken(digest, namespace.key) for each in self._observers)
+        if is_broken or digest in request.broken_profiles:
             match = replace(match, profile=None, refusal="bound_broken", bound=None)
-        tracked.profile, tracked.bound = match.digest, match.bound
+        tracked.profile, tracked.bound = digest, match.bound
         planned, tracked.leases = self.planner.plan(
             LookupRequest(
                 request_id=request_id,
@@ -350,15 +346,14 @@ def namespace_for(
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
-    layers = {}  # what they attend to and rotate by, where they do not all attend to everything and rotate alike
+    rotation = facts.rotation.kinds[0]
+    rope = {**facts.rope_parameters, "rotary_dim": rotation.rotary_dim, "interleaved": rotation.interleaved}
+    # What layers attend to and rotate by, where they do not all attend to everything and rotate alike.
     if len(facts.groups) > 1 or facts.groups[0].window is not None:
         described = json.dumps([asdict(group) for group in facts.groups], sort_keys=True)
-        layers = {"layer_groups": hashlib.sha256(described.encode()).hexdigest()}
-    sizes = {
-        "tp_size": engine.tensor_parallel_size,
-        "pp_size": engine.pipeline_parallel_size,
-        "cp_size": engine.context_parallel_size,
-    }
+        rope["layer_groups"] = hashlib.sha256(described.encode()).hexdigest()
+    tp, pp, cp = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.context_parallel_size
+    sizes = {"tp_size": tp, "pp_size": pp, "cp_size": cp}
     return CacheNamespace(
         model=_name(engine.model),
         model_revision=model_revision or unknown_value(),
@@ -370,12 +365,7 @@ def namespace_for(
         cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
         quantization=quantization,
         adapter=settings.adapter_id,
-        rope_config={
-            **facts.rope_parameters,
-            "rotary_dim": facts.rotation.kinds[0].rotary_dim,
-            "interleaved": facts.rotation.kinds[0].interleaved,
-            **layers,
-        },
+        rope_config=rope,
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
         backend_cache_layout=_known(caches.layout),
         extra={name: value for name, value in extra.items() if value is not None},

@@ -19,8 +19,8 @@ from semblend_trt.connector.attention_layout import (
     PUBLISHED_CODE,
     READ_AS,
     LayerGroup,
-    check_chunked,
-    check_latent,
+    chunk_refusals,
+    latent_refusals,
     latent_rotation,
     layer_groups,
     partial_rotary_factor,
@@ -34,8 +34,7 @@ from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snaps
 from semblend_trt.model_tokenizer import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Model types of known attention. All cache K after the rotation; latent ones and Llama 4 rotate neighbouring pairs.
 _ARCHITECTURES = {
@@ -68,7 +67,6 @@ _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 _WINDOWED = ("gemma3_text", "gpt_oss")
 # Fields by which some engine or model attends otherwise, and the value of all that is known here.
 _USUAL = {"use_bidirectional_attention": False, "attn_logit_softcapping": None, "is_causal": True}
-
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
 _HARMLESS_FIELDS = (
@@ -161,14 +159,14 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
     else:
         kv_heads, head_dim = config.num_key_value_heads, _head_dim(config)
         rotations = _rotations(model_type, config, ropes, head_dim)
-    check_chunked(model_type, config)
+    _refuse(chunk_refusals(model_type, config))
     directory = snapshot(model, revision)
     try:
         files = None if directory is None else digest_in(directory, PARAMETER_FILES)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     groups = layer_groups(config, rotations, is_latent=is_latent)
-    _refuse_windows(model_type, sizes_of(groups, "window"), config, next(iter(ropes.values())))
+    _refuse(_window_refusals(model_type, sizes_of(groups, "window"), config, next(iter(ropes.values()))))
     return ModelFacts(
         model_type=whole["model_type"],
         num_layers=layers,
@@ -187,11 +185,8 @@ def _head_dim(config: Any) -> int:
     layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     if min(layers, heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
-        raise UnsupportedModelError(
-            "geometry",
-            f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped "
-            "attention that can be moved",
-        )
+        sizes = f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels"
+        raise UnsupportedModelError("geometry", f"{sizes} are not a grouped attention that can be moved")
     return head_dim
 
 
@@ -202,7 +197,7 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     try:
         raw, _ = config_class.get_config_dict(str(model), **options)
         if raw:
-            _refuse_type(raw)
+            _refuse(_type_refusals(raw))
             known = READ_AS.get(raw["model_type"], raw["model_type"])
             if known != raw["model_type"]:
                 return raw, type(auto_config.for_model(known)).from_dict({**raw, "model_type": known})
@@ -220,54 +215,48 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     raise ConfigurationError(f"model {str(model)!r} has no config.json; name a directory or hub id that has one")
 
 
-def _refuse_type(raw: dict[str, Any]) -> None:
-    model_type = raw.get("model_type")
+def _refuse(refusals: Iterable[tuple[str, str]]) -> None:
+    for reason, sentence in refusals:
+        raise UnsupportedModelError(reason, sentence)
+
+
+def _type_refusals(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield why a configuration, as written, is of no known type: reasons with their sentences."""
+    model_type: Any = raw.get("model_type")
     if model_type in _WITH_IMAGES and isinstance(raw.get("text_config"), dict):
-        _refuse_architecture(raw, _WITH_IMAGES[model_type])
-        _refuse_type(raw["text_config"])
+        yield from _architecture_refusals(raw, _WITH_IMAGES[model_type])
+        yield from _type_refusals(raw["text_config"])
         return
     if raw.get("kv_lora_rank") and model_type not in READ_AS:
-        raise UnsupportedModelError(
-            "mla", f"model type {model_type!r} caches latent attention (MLA) of a form not known"
-        )
+        yield "mla", f"model type {model_type!r} caches latent attention (MLA) of a form not known"
     if raw.get("dual_chunk_attention_config"):
-        raise UnsupportedModelError(
-            "attention_layout",
-            f"model type {model_type!r} has dual chunk attention, whose keys rotate by their place in a chunk",
-        )
+        where = "whose keys rotate by their place in a chunk"
+        yield "attention_layout", f"model type {model_type!r} has dual chunk attention, {where}"
     if any(name in raw for name in ("vision_config", "audio_config", "text_config", "thinker_config")):
-        raise UnsupportedModelError("multimodal", f"model type {model_type!r} takes more than text")
+        yield "multimodal", f"model type {model_type!r} takes more than text"
     ropes = [raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     if any("mrope_section" in rope or "mrope" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
-        raise UnsupportedModelError("rope_multimodal", f"model type {model_type!r} uses multimodal RoPE (mrope)")
+        yield "rope_multimodal", f"model type {model_type!r} uses multimodal RoPE (mrope)"
     if model_type not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            "unknown_model_type",
-            f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_ARCHITECTURES)}",
-        )
-    _refuse_architecture(raw, _ARCHITECTURES[model_type])
+        known = ", ".join(_ARCHITECTURES)
+        yield "unknown_model_type", f"model type {model_type!r} is not one whose KV is known to be movable: {known}"
+    yield from _architecture_refusals(raw, _ARCHITECTURES[model_type])
     for name, usual in _USUAL.items():
-        if raw.get(name) not in (None, usual):
-            raise UnsupportedModelError(
-                "attention_layout", f"{name} is {raw[name]!r}, and no model of type {model_type!r} is known to have it"
-            )
+        if (found := raw.get(name)) not in (None, usual):
+            why = f"no model of type {model_type!r} is known to have it"
+            yield "attention_layout", f"{name} is {found!r}, and {why}"
 
 
-def _refuse_architecture(raw: dict[str, Any], expected: str) -> None:
-    model_type = raw["model_type"]
-    architectures = raw.get("architectures") or [expected]
-    if architectures != [expected]:
-        raise UnsupportedModelError(
-            "unknown_architecture", f"architecture {architectures} of model type {model_type!r} is not {expected}"
-        )
+def _architecture_refusals(raw: dict[str, Any], expected: str) -> Iterator[tuple[str, str]]:
+    model_type, reason = raw["model_type"], "unknown_architecture"
+    if (given := raw.get("architectures") or [expected]) != [expected]:
+        yield reason, f"architecture {given} of model type {model_type!r} is not {expected}"
     own = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
     if own and not (model_type in READ_AS and own == PUBLISHED_CODE):
-        raise UnsupportedModelError(
-            "unknown_architecture",
-            f"model type {model_type!r} brings code of its own, {own}, which may compute otherwise than {expected}",
-        )
+        code = f"code of its own, {own}, which may compute otherwise than {expected}"
+        yield reason, f"model type {model_type!r} brings {code}"
     if model_type in READ_AS:
-        check_latent(raw)
+        yield from latent_refusals(raw)
 
 
 def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
@@ -277,13 +266,10 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
         ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in sorted(set(config.layer_types))}
     else:
         ropes = {"": rope_parameters(raw, config)}
-    for rope in ropes.values():
-        if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
-            raise UnsupportedModelError(
-                "rope_partial",
-                f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
-                "not define what it means",
-            )
+    for factor in map(partial_rotary_factor, ropes.values()):
+        if model_type not in _PARTIAL_ROTARY and factor != 1.0:
+            code = f"{_ARCHITECTURES[model_type]} does not define what it means"
+            raise UnsupportedModelError("rope_partial", f"partial_rotary_factor {factor:g} is set, but {code}")
     return ropes
 
 
@@ -310,31 +296,27 @@ def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]]
     (rotation,), layers = own.values(), config.num_hidden_layers
     turning = list(config.no_rope_layers) if model_type in _NO_ROPE_LAYERS else [1] * layers
     if len(turning) != layers or set(turning) - {0, 1}:
-        raise UnsupportedModelError(
-            "rope_per_layer", f"no_rope_layers is {turning}; {layers} layers need a 1 (RoPE) or 0 (none) each"
-        )
+        why = f"no_rope_layers is {turning}; {layers} layers need a 1 (RoPE) or 0 (none) each"
+        raise UnsupportedModelError("rope_per_layer", why)
     found = [rotation if each else still(rotation.rotary_dim) for each in turning]
     return [replace(each, interleaved=model_type in LLAMA4) for each in found]
 
 
-def _refuse_windows(model_type: str, windows: Sequence[int | None], config: Any, rope: Mapping[str, Any]) -> None:
+def _window_refusals(
+    model_type: str, windows: Sequence[int | None], config: Any, rope: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     if any(windows) and (model_type not in _WINDOWED or None not in windows):
-        raise UnsupportedModelError(
-            "sliding_window",
-            f"a sliding window of {config.sliding_window} tokens is in use, shorter than the "
-            f"{config.max_position_embeddings} positions of the model; KV outside it is dropped by the engine",
-        )
+        window, positions = config.sliding_window, config.max_position_embeddings
+        why = f"shorter than the {positions} positions of the model; KV outside it is dropped by the engine"
+        yield "sliding_window", f"a sliding window of {window} tokens is in use, {why}"
     if model_type != "gpt_oss":
         return
     # vLLM's code for it takes these for granted (`model_executor/models/gpt_oss.py`).
     if list(windows) != [None if layer % 2 else windows[0] for layer in range(len(windows))]:
-        raise UnsupportedModelError(
-            "attention_layout", f"gpt_oss has windows {list(windows)}; engines put one into every other layer from 0 on"
-        )
+        where = "engines put one into every other layer from 0 on"
+        yield "attention_layout", f"gpt_oss has windows {list(windows)}; {where}"
     if rope["rope_type"] != "yarn":
-        raise UnsupportedModelError(
-            "rope_unknown", f"gpt_oss has RoPE of type {rope['rope_type']!r}; engines rotate it by yarn"
-        )
+        yield "rope_unknown", f"gpt_oss has RoPE of type {rope['rope_type']!r}; engines rotate it by yarn"
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
@@ -351,10 +333,8 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
         return None
     kv_scheme = declared.get("kv_cache_scheme") or declared.get("kv_cache_quant_algo")
     if kv_scheme and not tells_kv_scales:
-        raise UnsupportedModelError(
-            "kv_quantized",
-            f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known",
-        )
+        why = f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known"
+        raise UnsupportedModelError("kv_quantized", why)
     name = declared.get("quant_method") or declared.get("quant_algo") or "unnamed"
     content = json.dumps(declared, sort_keys=True, default=str).encode()
     return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"

@@ -43,10 +43,9 @@ MAX_SILENT_ITERATIONS = 32
 # Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 # What a report says of a check that is still to run.
-_UNCHECKED: dict[str, Any] = dict.fromkeys(
-    ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
-)
-_OF_CHECKS = ("reused_tokens", *_UNCHECKED)
+_CHECKED = ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept", "sampled_deviation")
+_UNCHECKED: dict[str, Any] = dict.fromkeys(_CHECKED)
+_OF_CHECKS = ("reused_tokens", *_CHECKED)
 # An engine holds far fewer; requests may name any number.
 _MAX_ADAPTERS = 4096
 
@@ -142,13 +141,8 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     version = getattr(bound, "version", "unknown")
     if bound is None or (isinstance(bound, SemBlendConnectorMetadata) and version == __version__):
         return bound
-    logger.error(
-        "KV reuse is off from now on: the bound metadata is not of a scheduler of version %s (a %s of version %s); "
-        "use one on every rank",
-        __version__,
-        type(bound).__name__,
-        version,
-    )
+    text = "KV reuse is off from now on: the bound metadata is not of a scheduler of version %s (a %s of version %s)"
+    logger.error(text + "; use one on every rank", __version__, type(bound).__name__, version)
     runtime.faults["metadata"] += 1
     runtime.refusal = runtime.refusal or "metadata_version"
     if getattr(bound, "plans", ()):

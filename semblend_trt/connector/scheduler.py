@@ -163,11 +163,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
             # Commands are sent once: they must not be lost with the rest.
-            return SemBlendConnectorMetadata(
-                tuple(iteration.plans),
-                commands=self.take_commands() or OffloadCommands(),
-                weights_changes=self._weights_changes,
-            )
+            plans, commands = tuple(iteration.plans), self.take_commands() or OffloadCommands()
+            return SemBlendConnectorMetadata(plans, commands=commands, weights_changes=self._weights_changes)
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -183,10 +180,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._record_outcome(tracked)
             tracked.release_leases()
             if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
-                count = savable_tokens(tracked, cache_block_ids, lookup.pool)
-                tokens = (
-                    tracked.prompt[:count] if count <= len(tracked.prompt) else request_of(request).token_array(count)
-                )
+                count, prompt = savable_tokens(tracked, cache_block_ids, lookup.pool), tracked.prompt
+                tokens = prompt[:count] if count <= len(prompt) else request_of(request).token_array(count)
                 intent, generation = tracked.intent, donor_generation(tracked)
                 if intent.block_ids:
                     self._audit.event("blocks_exchanged", request_id=tracked.request_id)
@@ -300,10 +295,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
             donors = DonorIndex(settings, pool, self._observers, runtime.disk, self._metrics.tier_event)
-            profiles, observers = self._profiles, self._observers
-            self._lookup = Lookup(
-                settings, runtime, pool, donors, namespace, adapters, profiles, observers, self._neighbours
-            )
+            hear = self._profiles, self._observers, self._neighbours
+            self._lookup = Lookup(settings, runtime, pool, donors, namespace, adapters, *hear)
             self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)

@@ -162,18 +162,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.loader = PlanLoader(self.store, pool, geometry, rotation, runtime.readiness, reader)
         if self._holds_saved_blocks and not self._is_v2:
             self.loader.in_blocks = self._in_blocks
-        self.transfers = self._open_disk(geometry, dtype, self.store.host)
+        self.transfers = transfers = self._open_disk(geometry, dtype, self.store.host)
+        events, ranks, at_once = runtime.offload_events, runtime.ranks, _CHUNKS_AT_ONCE if pool.is_cuda else 0
         self.saver = DonorSaver(
-            self.store,
-            pool,
-            geometry,
-            rotation,
-            writer,
-            runtime.offload_events,
-            self.transfers,
-            runtime.ranks,
-            at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
-            snapshots=snapshots,
+            self.store, pool, geometry, rotation, writer, events, transfers, ranks, at_once=at_once, snapshots=snapshots
         )
 
     def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskTransfers | None:
@@ -360,11 +352,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 if plan.execution.mode is EngineMode.STOCK:
                     # The stock engine skips these tokens in any case: only an error is not wrong.
                     raise error
-                logger.error(
-                    "request %d: its donors cannot be placed; the engine computes everything",
-                    plan.request_id,
-                    exc_info=error,
-                )
+                text = "request %d: its donors cannot be placed; the engine computes everything"
+                logger.error(text, plan.request_id, exc_info=error)
             self._runtime.active_plans.put(plan if error is None else plan.without_spans("load_failed"))
 
     def _begin_save(self, request_id: int) -> bool:
@@ -438,11 +427,8 @@ def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, i
         return "pool_layout"
     shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
     if shortest < geometry.block_size:
-        logger.warning(
-            "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks",
-            shortest,
-            geometry.block_size,
-        )
+        text = "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks"
+        logger.warning(text, shortest, geometry.block_size)
         return "window_below_block"
     return None
 

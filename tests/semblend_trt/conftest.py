@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from semblend_trt.fleet.connection import flush
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.events import decode
 from semblend_trt.model_tokenizer import load_tokenizer
 
 READY_SECONDS = 30
@@ -91,8 +93,6 @@ class Reader:
             return self._news.wait_for(lambda: holds(self), timeout)
 
     def publish(self, payload, subject=None):
-        from semblend_trt.fleet.connection import flush
-
         async def send():
             await self._client.publish(subject or self._subject, payload)
             await flush(self._client)
@@ -103,8 +103,6 @@ class Reader:
         self.publish(b"", self._subject + ".resync")
 
     def kinds(self):
-        from semblend_trt.fleet.events import decode
-
         return [decode(payload).data.kind for payload in self.payloads]
 
     def close(self):
@@ -115,8 +113,6 @@ class Reader:
 
     async def _connect(self):
         import nats
-
-        from semblend_trt.fleet.connection import flush
 
         async def take(message):
             with self._news:

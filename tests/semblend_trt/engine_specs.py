@@ -1,8 +1,10 @@
-"""Engines as tests describe them."""
+"""Engines and models as tests describe them."""
 
+import json
 from types import SimpleNamespace
 
 from semblend_trt.connector.contract import from_llm_args
+from semblend_trt.connector.model_facts import model_facts
 
 # All that a namespace is made from.
 KNOWN = {"dtype": "auto", "attn_backend": "TRTLLM", "load_format": "auto"}
@@ -14,6 +16,12 @@ def sizes(layers, kv_heads=2, **more):
     """The fields of a model's configuration that say how large it is, and more."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
     return {"num_hidden_layers": layers, "hidden_size": 64, "max_position_embeddings": 4096} | heads | more
+
+
+def facts_of(folder, config):
+    """The facts of a model of this configuration; a field of `...` is left out."""
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return model_facts(folder)
 
 
 def engine(model="", **llm_args):

@@ -18,8 +18,9 @@ from semblend_trt.outcome import TOKEN_KINDS, Outcome, ReuseReport
 from semblend_trt.reasons import FAULTS, OTHER_REASON
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
-CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
-UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None, sampled_tokens=None)
+TOLD = {"checked_tokens": 800, "recomputed_tokens": 100, "largest_kept": 0.04, "sampled_tokens": 90}
+CHECKED = ReuseReport(USED, None, reused_tokens=700, computed_holes=140, offered_tokens=800, **TOLD)
+UNKNOWN = ReuseReport(USED, None, reused_tokens=64, computed_holes=736, offered_tokens=800, **dict.fromkeys(TOLD))
 
 # Counts once, prints what is counted and how often was warned; `spoil` makes the folder what it is to be.
 COUNTS = """
@@ -163,7 +164,7 @@ def test_taken_names_cost_the_metrics_and_no_more(registry, caplog):
     assert "requests and donors are not counted" in caplog.text
 
 
-@pytest.mark.parametrize("report", [None, ReuseReport(USED, None, -1, 0, -5)])
+@pytest.mark.parametrize("report", [None, ReuseReport(USED, None, reused_tokens=-1, offered_tokens=-5)])
 def test_a_wrong_report_raises_nothing_and_is_told_once(registry, report, caplog):
     metrics = metrics_for(registry)
     metrics.request_ended(report)

@@ -16,25 +16,20 @@ USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
-def test_an_end_is_kept_once_until_it_is_forgotten():
+def test_an_end_is_kept_once_until_it_is_forgotten_and_a_decline_needs_a_reason():
     ledger = OutcomeLedger()
     ledger.record(1, USED)
     with pytest.raises(SemBlendError, match="request 1 ended as backend_materialized_reuse and cannot end as cold"):
         ledger.record(1, COLD)
+    for reason in (None, ""):
+        with pytest.raises(SemBlendError, match="needs a reason"):
+            ledger.record(2, ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason))
     assert (ledger.of(1), ledger.of(2)) == (USED, None)
     ledger.forget(1)
     ledger.forget(1)
     assert ledger.of(1) is None
     ledger.record(1, COLD)
     assert ledger.of(1) is COLD
-
-
-@pytest.mark.parametrize("reason", [None, ""])
-def test_declined_reuse_needs_a_reason(reason):
-    ledger = OutcomeLedger()
-    with pytest.raises(SemBlendError, match="needs a reason"):
-        ledger.record(1, ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason))
-    assert ledger.of(1) is None
 
 
 def test_the_last_reports_are_kept(monkeypatch):

@@ -84,8 +84,6 @@ def test_a_donor_ends_before_the_first_span_of_the_last_generation():
     assert [plan().donor_part(allowed) for allowed in (0, 1, 2)] == [(10, 0), (32, 1), (32, 1)]
     mixed = plan(spans=(exact, PlanSpan("e", 0, 12, 4), third), execution=checked)
     assert [mixed.donor_part(allowed) for allowed in range(4)] == [(12, 0), (16, 1), (16, 1), (32, 3)]
-    assert plan(kind=PlanKind.EXACT_PREFIX, spans=(exact,)).donor_part(0) == (32, 0)
-    assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).donor_part(0) == (32, 0)
 
 
 def test_without_spans_computes_the_whole_promise():

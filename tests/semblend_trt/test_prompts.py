@@ -45,10 +45,7 @@ CHANGING = ("truncate_prompt_tokens", "prompt_embeds", "suffix", "add_special_to
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [
-        *(({"prompt": each}, "prompt") for each in OTHERS),
-        *(({"prompt": "a", each: 3}, each) for each in CHANGING),
-    ],
+    [*(({"prompt": each}, "prompt") for each in OTHERS), *(({"prompt": "a", each: 3}, each) for each in CHANGING)],
 )
 def test_other_prompts_and_fields_that_make_one_are_refused(reader, body, told):
     with pytest.raises(PromptError, match=told):

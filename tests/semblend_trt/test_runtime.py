@@ -165,16 +165,6 @@ def expecting(*ends, asked=None, ahead=1):
     return readiness
 
 
-def test_a_group_is_asked_for_when_a_forward_comes_near_it():
-    asked, stream = [], RecordingStream()
-    readiness = expecting(2, 4, 6, 8, asked=asked, ahead=2)
-    assert asked == [2, 4]
-    for layer, now in ((1, [2, 4, 6]), (1, [2, 4, 6]), (3, [2, 4, 6, 8]), (7, [2, 4, 6, 8, "end"])):
-        readiness.wait(layer, stream)
-        assert asked == now
-    assert not readiness.is_arriving
-
-
 def test_what_is_abandoned_is_not_asked_for_and_what_was_is_waited_for():
     asked, stream = [], RecordingStream()
     readiness = expecting(2, 4, 6, 8, asked=asked, ahead=2)
@@ -199,14 +189,19 @@ def test_a_group_that_fails_is_told_to_the_forward_and_no_further_one_is_asked_f
     assert not readiness.is_arriving
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.data())
-def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
-    readiness, stream = expecting(*ends, ahead=data.draw(st.integers(1, 9))), RecordingStream()
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.integers(1, 9), st.data())
+def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, ahead, data):
+    """And a group is asked for when a forward comes near it, not before."""
+    asked, stream = [], RecordingStream()
+    readiness = expecting(*ends, asked=asked, ahead=ahead)
     for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
         readiness.wait(layer, stream)
         assert f"below {next(end for end in ends if end > layer)}" in stream.waited
+        assert asked == [*ends, "end"][: len(stream.waited) + ahead]
+        assert readiness.is_arriving or len(stream.waited) == len(ends)
     readiness.join(stream)
     assert stream.waited == [f"below {end}" for end in ends]
+    assert not readiness.is_arriving
 
 
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,8 +248,7 @@ SHOWN = [
 
 
 @pytest.mark.promise(
-    "donors",
-    "Once the weights of a running engine change, nothing that others computed is used, on any tier or rank",
+    "donors", "Once the weights of a running engine change, nothing that others computed is used, on any tier or rank"
 )
 @pytest.mark.parametrize("write", SHOWN)
 def test_a_write_is_noticed_once(model, write):

@@ -24,7 +24,8 @@ from validation.models import shipped_model
 
 some = random_tokens(3)
 LABELS = ["model_name", "engine"]
-USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
+TOLD = {"reused_tokens": 70, "computed_holes": 20, "offered_tokens": 90, "checked_tokens": 80}
+USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, **TOLD)
 DECLINED = ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, "deviation", checked_tokens=None, recomputed_tokens=5)
 BOTH = {
     "requests": {"backend_materialized_reuse": 1, "backend_declined_reuse": 1},

@@ -1,6 +1,5 @@
 """Layers are grouped by what they attend to and rotate by, as the models' own code does; a false form is refused."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,11 +13,10 @@ from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.attention_layout import PUBLISHED_CODE, layer_groups
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
-from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.pool_facts import geometry_of
-from tests.semblend_trt.engine_specs import engine, sizes
+from tests.semblend_trt.engine_specs import engine, facts_of, sizes
 
 
 @pytest.mark.parametrize(
@@ -33,13 +31,6 @@ def test_layers_that_are_not_known_are_refused(types, told):
     with pytest.raises(UnsupportedModelError, match=told) as refused:
         layer_groups(config, [RopeRotation((1.0, 0.5), 4)] * 2)
     assert refused.value.reason == "attention_layout"
-
-
-def facts_of(folder, config):
-    """Of a configuration; a field of `...` is left out."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-    return model_facts(folder)
 
 
 OWN_CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": PUBLISHED_CODE}

@@ -18,7 +18,7 @@ from semblend_trt.connector.attention_layout import rope_parameters, rope_rotati
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
-from tests.semblend_trt.engine_specs import sizes
+from tests.semblend_trt.engine_specs import facts_of, sizes
 
 SMALL = sizes(3, hidden_size=256, vocab_size=64)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
@@ -227,7 +227,7 @@ def test_the_page_names_every_field_that_is_left_out():
     assert set(code_in(told)) - {"config.json", "generation_config.json"} == HARMLESS_FIELDS
 
 
-SIZES = {**SMALL, "pad_token_id": 0}
+SIZES = {**SMALL, "pad_token_id": 0, "model_type": "llama"}
 OLD_LLAMA3 = {"rope_type": "llama3", **LLAMA3}
 OLD_YARN = {"rope_type": "yarn", **YARN}
 OLD_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
@@ -248,37 +248,26 @@ def new_form(old):
     return {"rope_parameters": parameters}
 
 
-def facts_of(folder, fields, model_type="llama"):
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **fields}))
-    return model_facts(folder)
-
-
+@pytest.mark.promise(
+    "engines", "The connector works with Transformers 4 and 5; the embedded engine says that it needs 5"
+)
 @pytest.mark.parametrize("old", [{}, *OLD.values()])
 def test_the_old_form_gives_the_rotation_of_the_model(tmp_path, old):
-    facts = facts_of(tmp_path, old)
-    assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
-
-
-@pytest.mark.promise(
-    "engines",
-    "The connector works with Transformers 4 and 5; the embedded engine says that it needs 5",
-)
-@pytest.mark.skipif(version("transformers") < "5", reason="Transformers 4 does not read the form of 5")
-@pytest.mark.parametrize("kind", OLD)
-def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path, kind):
     """With equal parameters the namespace is equal too, so that donors outlive an upgrade."""
-    new = facts_of(tmp_path, new_form(OLD[kind]))
-    raw = {**SIZES, **copy.deepcopy(OLD[kind])}
-    parameters = rope_parameters(raw, SimpleNamespace(**raw))
-    assert parameters == new.rope_parameters
-    assert rope_rotation(parameters, 64) == new.rotation
+    facts = facts_of(tmp_path, SIZES | old)
+    assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
+    if old and version("transformers") >= "5":  # Transformers 4 does not read the form of 5
+        new, raw = facts_of(tmp_path, SIZES | new_form(old)), {**SIZES, **copy.deepcopy(old)}
+        parameters = rope_parameters(raw, SimpleNamespace(**raw))  # an object of Transformers 4
+        assert parameters == new.rope_parameters
+        assert rope_rotation(parameters, 64) == new.rotation
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 @pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
 def test_a_partial_rotation_in_the_old_form(tmp_path, factor, model_type):
     old = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": factor}
-    facts = facts_of(tmp_path, old, model_type)
+    facts = facts_of(tmp_path, {**SIZES, **old, "model_type": model_type})
     assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
     assert facts.rotation.rotary_dim == 64 * factor
     parameters = rope_parameters(old, SimpleNamespace(**old))
@@ -408,7 +397,7 @@ def test_gemmas_object_of_transformers_4_is_read_as_one_of_5():
     ("reason", "base", "changes"),
     [
         *REFUSED,
-        *((reason, None, {"model_type": "llama", **SIZES, **fields}) for reason, fields in OLD_REFUSED),
+        *((reason, None, SIZES | fields) for reason, fields in OLD_REFUSED),
         *((reason, None, fields) for reason, fields in GEMMA_REFUSED),
     ],
 )

@@ -37,13 +37,11 @@ from tests.semblend_trt.plans import plan_of
 
 
 @pytest.mark.promise(
-    "engines",
-    "Beams, speculation, multimodal input, context logits and generation-only requests are refused by name",
+    "engines", "Beams, speculation, multimodal input, context logits and generation-only requests are refused by name"
 )
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({"is_dummy_request": True}, "dummy_request"),
         ({"is_generation_only_request": True}, "generation_only"),
         ({"is_generation_only_request": lambda: True}, "generation_only"),
         ({"sampling_config": SimpleNamespace(beam_width=2)}, "beam_search"),
@@ -105,8 +103,10 @@ def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_c
 
 
 def test_an_adapter_that_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path):
-    path, running = adapter(tmp_path / "one"), adapters()
-    for named in (path, "a name", None):
+    missing = str(tmp_path / "none")
+    path, running = adapter(tmp_path / "one"), adapters(missing)
+    assert [is_unknown(identity) for identity in running.identities] == [True]
+    for named in (path, missing, "a name", None):
         task = hash(named)
         assert is_unknown(of(running, task, named))
         assert of(running, task, named) == of(running, task, named)
@@ -121,12 +121,6 @@ def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
     assert is_unknown(of(running, 1, two))
     assert of(running, 1, two) != of(running, 1, two)
     assert of(running, 1, one) == first
-
-
-def test_an_adapter_that_cannot_be_read_matches_nothing(tmp_path):
-    path = str(tmp_path / "none")
-    assert is_unknown(of(adapters(path), 1, path))
-    assert [is_unknown(identity) for identity in adapters(path).identities] == [True]
 
 
 def test_few_adapters_are_remembered(monkeypatch):
@@ -237,12 +231,11 @@ def savable(matched=0):
     return tracked(7, PROMPT, plan=plan, intent=SaveIntent(7, "donor", PROMPT + 20))
 
 
-EVIDENCE = CheckEvidence(7, 60, 60, 50, 10, 0.1, is_dropped=False)
+EVIDENCE = CheckEvidence(7, 50, 50, 30, 20, 0.11, is_dropped=False)
 
 
 @pytest.mark.promise(
-    "reuse",
-    "A request whose plan failed, or of whose check nothing is known, becomes no donor of a generation above 0",
+    "reuse", "A request whose plan failed, or of whose check nothing is known, becomes no donor of a generation above 0"
 )
 @pytest.mark.parametrize(
     ("generation", "evidence", "load_failed", "expected"),
@@ -274,23 +267,25 @@ def followed(matched=0):
     return request
 
 
-def test_a_prompt_in_chunks_and_its_answer():
-    request = savable()
-    written = []
-    for position, scheduled, blocks in ((0, 40, BLOCKS), (40, 60, ()), (99, 1, ()), (100, 1, ()), (101, 1, [3])):
-        told(request, position, scheduled, blocks, is_first=not written)
-        written.append(request.written_tokens)
-    assert written == [40, 100, 100, 101, 102]
-    assert savable_tokens(request, [*BLOCKS, 3], POOL) == 102
+# Position, tokens and new blocks as they are told, the tokens then written, and whether the id alone is told on.
+CHUNKS, ALL = ((0, 40, BLOCKS, 40, False), (40, 60, (), 100, False)), (0, PROMPT, BLOCKS, PROMPT, False)
+LATE, NEXT, IN_NEW_BLOCK = (99, 1, (), 100, False), (100, 1, (), 101, True), (101, 1, [3], 102, False)
+# The overlap scheduler's position is one token late, but where it has left the request out of an iteration.
+CAUGHT_UP, LAST = (101, 1, (), 102, False), (102, 1, (), 103, True)
 
 
-def test_a_token_without_a_block_is_told_by_the_id_alone():
-    request, at_workers = followed(), PROMPT
-    for position, blocks, by_id in ((99, (), False), (100, (), True), (101, [3], False), (102, (), True)):
-        iteration = told(request, position, 1, blocks)
+@pytest.mark.parametrize(
+    "steps",
+    [(*CHUNKS, LATE, NEXT, IN_NEW_BLOCK), (ALL, LATE, NEXT, IN_NEW_BLOCK, LAST), (ALL, LATE, CAUGHT_UP, LAST)],
+)
+def test_a_prompt_and_its_answer_are_followed_token_by_token(steps):
+    request, at_workers = savable(), 0
+    for number, (position, scheduled, blocks, written, by_id) in enumerate(steps):
+        iteration = told(request, position, scheduled, blocks, is_first=not number)
         assert (iteration.grown, len(iteration.progress)) == ([7] * by_id, not by_id)
         at_workers = iteration.progress[0].written_tokens if iteration.progress else at_workers + 1
-        assert at_workers == request.written_tokens
+        assert at_workers == request.written_tokens == written
+    assert savable_tokens(request, [*BLOCKS, 3], POOL) == written
 
 
 @pytest.mark.parametrize("position", [0, 30])
@@ -322,14 +317,6 @@ def test_beginnings_that_cannot_be(position, scheduled):
     assert (iteration.followed, iteration.progress, request.block_ids) == ([], [], [])
 
 
-def test_a_position_that_was_told_late_catches_up_by_one_token():
-    # The overlap scheduler tells it one token late, but where it has left the request out of an iteration.
-    request = followed()
-    for position, written in ((99, 100), (101, 102), (102, 103)):
-        told(request, position, 1)
-        assert request.written_tokens == written
-
-
 @pytest.mark.parametrize(("position", "scheduled"), [(102, 1), (101, 2), (100, 2), (100, -1), (-1, 1), (10**9, 1)])
 def test_steps_that_cannot_be(position, scheduled):
     request = followed()
@@ -352,9 +339,10 @@ def test_blocks_that_the_engine_has_exchanged_are_those_that_are_saved():
     assert list(request.intent.block_ids) == request.block_ids == final[: len(BLOCKS)]
 
 
-def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
+def test_no_more_is_saved_than_was_intended():
     request = followed()
-    assert savable_tokens(request, [], POOL) == 0
+    request.intent = replace(request.intent, max_tokens=40)
+    assert [savable_tokens(request, blocks, POOL) for blocks in (BLOCKS, [])] == [40, 0]
     request.is_followed = False
     assert savable_tokens(request, BLOCKS, POOL) == 0
 
@@ -376,13 +364,10 @@ def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
 
 CHECK = SpanCheck(1, threshold=0.2)
 WITH_EXACT = (PlanSpan("exact", 10, 10, 15, exact=True), PlanSpan("donor", 0, 30, 40))
-EVIDENCE = CheckEvidence(1, 50, 50, 30, 20, 0.11, False)
 DROPPED = CheckEvidence(1, 50, 50, 0, 50, 0.0, True)
 AT_RISK = replace(DROPPED, sampled_deviation=0.5, exceeds_levels=True)
 DROPPED_BEHIND_EXACT = CheckEvidence(1, 55, 40, 15, 40, 0.0, True)
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_REUSE
-
-
 NOTHING, WHOLE_SPAN = (0, 0, 0, 0, 0, 0.0), (50, 10, 50, 0, 0, 0.0)
 DISCOVERED = Outcome.SEMANTIC_DISCOVERY_ONLY
 COLD, PREFIX = Outcome.COLD_FALLBACK, Outcome.EXACT_PREFIX_ROUTE
@@ -465,9 +450,3 @@ def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
     if has_plans:
         assert readable_metadata(replace(told, plans=(), version="0.0.0"), runtime) is None
     assert (runtime.faults, runtime.refusal) == ({"metadata": 1 + has_plans}, "metadata_version")
-
-
-def test_no_more_is_saved_than_was_intended():
-    request = followed()
-    request.intent = replace(request.intent, max_tokens=40)
-    assert savable_tokens(request, BLOCKS, POOL) == 40
