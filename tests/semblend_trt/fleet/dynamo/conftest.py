@@ -15,7 +15,6 @@ from tests.semblend_trt.conftest import NatsServer
 from validation.vllm_engine import TRANSFER
 
 VLLM = Path(f"{sys.prefix}-vllm")
-
 # Seconds to a token, so that a test has time in the middle of an answer.
 TOKEN_SECONDS, WAIT_SECONDS = "0.02", 300
 
