@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor import Finding
 
 # Defaults of the options that decide whether plans can be executed.
-_DEFAULTS: dict[str, Any] = {
-    "torch_compile_config": None,
-    "lora_config": None,
-    "speculative_config": None,
-    "attn_backend": "TRTLLM",
-}
+_DEFAULTS = {"attn_backend": "TRTLLM", **dict.fromkeys(("torch_compile_config", "lora_config", "speculative_config"))}
 # The only capacity policy with which V1 lets a connector in; V2 has one policy, whatever it is asked for.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
