@@ -61,17 +61,17 @@ class LiteLlm:
         except OSError:
             return False
 
-    def open(self, body, tenant="acme", path="/v1/completions", headers=None):
+    def open(self, body, tenant="acme", path="/v1/completions"):
         """The answer to a body, which may be a stream. Raises HTTPError for another status than 200."""
-        headers = {"Authorization": f"Bearer sk-{tenant}", "Content-Type": "application/json", **(headers or {})}
+        headers = {"Authorization": f"Bearer sk-{tenant}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=120)
 
-    def post(self, body, tenant="acme", path=None, headers=None):
+    def post(self, body, tenant="acme", path=None):
         """The answer's status, deployment and JSON."""
         path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
         try:
-            answer = self.open({"model": "shipped", "max_tokens": 2, "temperature": 0, **body}, tenant, path, headers)
+            answer = self.open({"model": "shipped", "max_tokens": 2, "temperature": 0, **body}, tenant, path)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:

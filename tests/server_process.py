@@ -1,5 +1,6 @@
-"""A server in a process of its own, what is waited for, and prompts for a fleet."""
+"""Servers in processes and threads of their own, what is waited for, and prompts for a fleet."""
 
+import asyncio
 import os
 import random
 import subprocess
@@ -7,7 +8,11 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib.resources import files
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tests.pages import ROOT
 from validation.documents import stock_list
@@ -64,6 +69,35 @@ class ServerProcess:
                 self._address.set_result(line.split(" on ")[1].strip())
         if not self._address.done():
             self._address.set_exception(RuntimeError("".join(said)))
+
+
+@contextmanager
+def listening_app(app):
+    """The address of an application that a thread serves."""
+    loop, server = asyncio.new_event_loop(), TestServer(app)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start_server(), loop).result(60)
+        yield str(server.make_url("")).rstrip("/")
+    finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(120)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@contextmanager
+def answering(answer):
+    """The address of a server that answers everything with `answer`, a handler or raw JSON."""
+
+    async def always(_):
+        return web.Response(body=answer, content_type="application/json")
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", answer if callable(answer) else always)
+    with listening_app(app) as address:
+        yield address
 
 
 def wait_for(holds):

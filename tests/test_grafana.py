@@ -20,8 +20,6 @@ RULES = [rule for group in GROUPS for rule in group["rules"]]
 SERIES = series() | series("vllm:")
 # What Prometheus itself adds to every series.
 TARGET = {"instance", "job"}
-
-
 # The values of every label of the code, from all series together.
 VALUES = defaultdict(set, reason=set(REASONS), fault=set(FAULTS))
 for label, value in (each for metric in exported() for sample in metric.samples for each in sample.labels.items()):

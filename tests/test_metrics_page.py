@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.dynamo.workers import PROBLEMS, RESULTS, counter
+from semblend_trt.fleet.dynamo.relay import PROBLEMS, RESULTS, counter
 from semblend_trt.fleet.placement import PlacementCounters
 from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.metrics import Series

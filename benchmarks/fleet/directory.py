@@ -207,6 +207,5 @@ def place(donors: int, results: Results) -> None:
 PARTS = {"fleet_directory": run, "fleet_placement": place}
 main = partial(run_counted, PARTS, __doc__, [Count("donors", 100_000, "donors of the fleet")])
 
-
 if __name__ == "__main__":
     main()

@@ -31,6 +31,7 @@ from validation.results import Results
 PACKAGES = Path(f"{sys.prefix}-dynamo")
 MODEL, WORKERS = "rule", "engines.backend.generate"
 START_SECONDS = 300
+SPEED_TOKENS, SPEED_AT_ONCE = 256, 32
 MODEL_PATH = Path(str(files("validation") / "assets" / "model"))
 _ROOT = Path(__file__).resolve().parents[2]
 _HERE = {
@@ -166,9 +167,6 @@ def free_ports() -> Iterator[int]:
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             yield port
-
-
-SPEED_TOKENS, SPEED_AT_ONCE = 256, 32
 
 
 async def tokens_per_s(fleet: DynamoFleet, client: aiohttp.ClientSession, streams: int) -> float:

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{area}\n")
         for finding in of_area:
             reason = "" if finding.reason is None else f"{finding.reason}: "
-            sys.stdout.write(printable(f"  {finding.status.value:<7}  {reason}{finding.text}") + "\n")
+            sys.stdout.write(printable(f"  {finding.status:<7}  {reason}{finding.text}") + "\n")
     sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")
     return int(problems > 0)
 

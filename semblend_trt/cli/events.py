@@ -17,7 +17,7 @@ from semblend_trt.cli.config import masked
 from semblend_trt.command_line import count, number_up_to, printable
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.fleet.connection import RESYNC_SUFFIX, ConnectionOptions, connect_client, flush, listen
+from semblend_trt.fleet.connection import ConnectionOptions, connect_client, listen
 
 if TYPE_CHECKING:
     import argparse
@@ -57,31 +57,22 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
-    asyncio.run(listen_to(options_of(arguments), show, arguments.seconds, arguments.limit, asks=False))
+    asyncio.run(listen_to(arguments, show, asks=False))
     return 0
 
 
 def options_of(arguments: argparse.Namespace) -> ConnectionOptions:
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
-    given = {name: value for name, value in given.items() if value is not None}
-    settings = load_settings(**given)
-    if settings.nats_url is None:
-        settings = load_settings(**given, nats_url=DEFAULT_URL)
-    options = ConnectionOptions.of(settings)
-    assert options is not None
-    return options
+    settings = load_settings(**{name: value for name, value in given.items() if value is not None})
+    if (options := ConnectionOptions.of(settings)) is not None:
+        return options
+    arguments.url = DEFAULT_URL
+    return options_of(arguments)
 
 
-async def listen_to(
-    options: ConnectionOptions,
-    show: Callable[[bytes, str | None], None],
-    seconds: float | None,
-    limit: int | None,
-    *,
-    asks: bool,
-) -> None:
-    """Show each message for `seconds`, and `limit` messages at most. Raises SemBlendError when it cannot listen."""
-    ended, is_lost, left = asyncio.Event(), False, limit or sys.maxsize
+async def listen_to(arguments: argparse.Namespace, show: Callable[[bytes, str | None], None], *, asks: bool) -> None:
+    """Show messages as the arguments of `add_listening` say. Raises SemBlendError when it cannot listen."""
+    options, ended, is_lost, left = options_of(arguments), asyncio.Event(), False, arguments.limit or sys.maxsize
 
     async def take(payload: bytes, sender: str | None) -> None:
         nonlocal left
@@ -105,20 +96,15 @@ async def listen_to(
         raise SemBlendError(
             f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"
         ) from None
-    try:
-        await listen(client, options, take)
-        if asks:
-            await client.publish(options.subject + RESYNC_SUFFIX, b"")
-        await flush(client)
+    async with client:
+        await listen(client, options, take, asks=asks)
         sys.stderr.write(f"listening on {options.subjects}\n")
         sys.stderr.flush()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended.wait(), seconds)
+            await asyncio.wait_for(ended.wait(), arguments.seconds)
         ended.set()
         if is_lost:
             raise SemBlendError("the connection to NATS was lost; start again when it is back")
-    finally:
-        await client.close()
 
 
 def _line(payload: bytes, *, as_json: bool) -> str:

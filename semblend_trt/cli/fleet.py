@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.cli.events import add_listening, listen_to, options_of
+from semblend_trt.cli.events import add_listening, listen_to
 from semblend_trt.namespace import PARALLEL_RANKS, REVISION_OF, is_content, is_unknown
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         directory.observe(payload, sender)
 
     directory = Directory(on_problem=note)
-    asyncio.run(listen_to(options_of(arguments), take, arguments.seconds, arguments.limit, asks=True))
+    asyncio.run(listen_to(arguments, take, asks=True))
     workers, problems = directory.status()
     held = {worker_name(each): list(followed.donors.values()) for each, followed in directory.workers().items()}
     of_workers = {name: {each.namespace.fields for each in donors if each.namespace} for name, donors in held.items()}

@@ -174,10 +174,7 @@ def receipt_in(answer: bytes) -> dict[str, Any]:
 
 async def tell_broken(options: ConnectionOptions, profile: str, namespace_key: str) -> None:
     """Tell all workers that a profile's promise is broken in a namespace. Raise what `connect_client` raises."""
-    client = await connect_client(options, name="semblend-trt spot-check")
-    try:
-        message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
+    message = {BROKEN_PROFILE: profile, "namespace": namespace_key}
+    async with await connect_client(options, name="semblend-trt spot-check") as client:
         await client.publish(options.subject + RESYNC_SUFFIX, json.dumps(message).encode())
         await flush(client)
-    finally:
-        await client.close()

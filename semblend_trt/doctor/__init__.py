@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 
-class Status(str, Enum):
-    """`NOTE` is worth knowing and stops nothing; `REFUSED` and `FAILED` do."""
-
-    OK = "ok"
-    NOTE = "note"
-    REFUSED = "refused"
-    FAILED = "failed"
+# A note is worth knowing and stops nothing; what is refused or failed does.
+Status: TypeAlias = Literal["ok", "note", "refused", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +24,7 @@ class Finding:
 
     @property
     def is_problem(self) -> bool:
-        return self.status in (Status.REFUSED, Status.FAILED)
+        return self.status in ("refused", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +34,16 @@ class Area:
     area: str
 
     def ok(self, text: str) -> Finding:
-        return Finding(self.area, Status.OK, text)
+        return Finding(self.area, "ok", text)
 
     def note(self, text: str, reason: str | None = None) -> Finding:
-        return Finding(self.area, Status.NOTE, text, reason)
+        return Finding(self.area, "note", text, reason)
 
     def refused(self, reason: str, text: str) -> Finding:
-        return Finding(self.area, Status.REFUSED, text, reason)
+        return Finding(self.area, "refused", text, reason)
 
     def failed(self, text: str) -> Finding:
-        return Finding(self.area, Status.FAILED, text)
+        return Finding(self.area, "failed", text)
 
     def collect(self, findings: Iterable[Finding]) -> Generator[Finding, None, Any]:
         """Yield `findings`, return what they return. An error becomes a failed finding: the other checks must go on."""

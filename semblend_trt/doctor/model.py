@@ -27,9 +27,10 @@ from semblend_trt.reuse_profile import ReuseProfile
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
 AUTO = "auto"
 _model, _profile = Area("model"), Area("profile")
+# What holds as long as a profile is missing.
+_UNTIL = "Until then only identical text from position 0 is reused."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,6 @@ class KnownModel:
         """Return the namespace of an engine with these `arguments`; the others count as unknown."""
         engine = self.arguments or spec_of(SimpleNamespace(model=self.name, **arguments))
         return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
-
-
-# What holds as long as a profile is missing.
-_UNTIL = "Until then only identical text from position 0 is reused."
 
 
 def findings(
@@ -70,8 +67,7 @@ def known_model(
 ) -> KnownModel | Finding:
     """Read the model, or return a finding for what an engine would refuse. With `kv_dtype` "auto" the dtype is that of
     `arguments`, another engine's, or the model's own. `llm_args` are TensorRT-LLM's."""
-    is_scaled = arguments is not None and arguments.tells_kv_scales
-    is_scaled = is_scaled or (llm_args is not None and spec_of(llm_args).tells_kv_scales)
+    is_scaled = any(each is not None and spec_of(each).tells_kv_scales for each in (arguments, llm_args))
     if kv_dtype == AUTO and arguments is not None and arguments.kv_dtype is not None:
         kv_dtype = arguments.kv_dtype
     if kv_dtype == "fp8" and not is_scaled:
@@ -124,7 +120,15 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
         yield _size(known, known.dtype, settings)
     if known.arguments is None and (refusal := trtllm_refusal(facts, V14, settings.policy)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
-    yield from _policy(known, settings)
+    try:
+        terms = terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
+    except ConfigurationError as error:
+        yield _model.refused("configuration", str(error))
+    else:
+        reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
+        if reason and known.arguments is None:
+            text = f"{advice(reason)} Under policy {settings.policy.value} it reuses identical text from position 0."
+            yield _model.note(text, reason)
     namespace = known.namespace(settings)
     for name in ("model_revision", "tokenizer_revision"):
         if is_unknown(getattr(namespace, name)):
@@ -143,19 +147,6 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     if max(tokens["host"], tokens["device"]) < settings.min_donor_tokens:
         return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
     return _model.ok(text)
-
-
-def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
-    """Yield what the policy means for every request."""
-    try:
-        terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
-    except ConfigurationError as error:
-        yield _model.refused("configuration", str(error))
-        return
-    reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
-    if reason and known.arguments is None:
-        text = f"{advice(reason)} Under policy {settings.policy.value} it reuses identical text from position 0."
-        yield _model.note(text, reason)
 
 
 def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:

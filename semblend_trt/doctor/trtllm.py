@@ -13,7 +13,6 @@ import yaml
 
 from semblend_trt import connector
 from semblend_trt.connector import contract
-from semblend_trt.connector.contract import takes_v2
 from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal, spec_of
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE
 from semblend_trt.doctor import Area
@@ -29,12 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor import Finding
 
 # Defaults of the options that decide whether plans can be executed.
-_DEFAULTS: dict[str, Any] = {
-    "torch_compile_config": None,
-    "lora_config": None,
-    "speculative_config": None,
-    "attn_backend": "TRTLLM",
-}
+_DEFAULTS = {"attn_backend": "TRTLLM", **dict.fromkeys(("torch_compile_config", "lora_config", "speculative_config"))}
 # The only capacity policy with which V1 lets a connector in; V2 has one policy, whatever it is asked for.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
@@ -90,16 +84,12 @@ def options(llm_args: Any) -> Iterator[Finding]:
         yield _options.note(f"{text} {advice(reason)}", reason)
     if getattr(cache, "enable_block_reuse", True) is False:
         yield _options.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
-    yield from _cache_manager(llm_args, cache)
-
-
-def _cache_manager(llm_args: Any, cache: Any) -> Iterator[Finding]:
-    """Yield what keeps an engine with a connector from its start, by the cache manager that the options may give it."""
+    # What keeps an engine with a connector from its start, by the cache manager that it may get.
     asked, size = (getattr(cache, name, None) for name in ("use_kv_cache_manager_v2", "host_cache_size"))
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
     if asked not in (None, True, False, "auto"):
         yield _options.failed(f"use_kv_cache_manager_v2 is {asked!r}; it is true, false or auto")
-    elif not takes_v2(asked):
+    elif not contract.takes_v2(asked):
         if policy != CAPACITY_POLICY:
             yield _options.failed(f"V1 lets no connector in with {policy}; use {CAPACITY_POLICY}")
     elif size is None or size != 0 or isinstance(size, bool):

@@ -34,14 +34,16 @@ _P = ParamSpec("_P")
 _LARGEST_ID = (1 << 53) - 1
 # Most donors of an earlier process that one request announces.
 _FOUND_AT_ONCE = 16
+_lock = threading.Lock()
+# Each publisher and the number of its engines, by what it was made of.
+_publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
-def worker_id_of(setting: int | None, host_name: str | None = None) -> int:
+def worker_id_of(setting: int | None) -> int:
     """Return the worker id: the setting, else the number after the last hyphen of the host's name, else 0."""
     if setting is not None:
         return setting
-    host_name = socket.gethostname() if host_name is None else host_name
-    found = re.search(r"-([0-9]{1,16})$", host_name.split(".")[0])
+    found = re.search(r"-([0-9]{1,16})$", socket.gethostname().split(".")[0])
     return min(int(found[1]), _LARGEST_ID) if found else 0
 
 
@@ -119,7 +121,9 @@ class DonorAnnouncer(DonorObserver):
     @_guarded
     def gone(self, donor_id: str) -> None:
         self._intended.pop(donor_id, None)
-        self._withdraw(donor_id)
+        self._own.discard(donor_id)
+        if self._publisher.donors.pop(donor_id, None) is not None:
+            self._publisher.changed(donor_id)
 
     def is_broken(self, profile: str, namespace_key: str) -> bool:
         return (profile, namespace_key) in self._publisher.broken
@@ -128,12 +132,10 @@ class DonorAnnouncer(DonorObserver):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._intended.clear()
-            self._found.clear()
             self._leave()
             # A publisher that has ended has announced already that all donors are gone.
             for donor_id in list(self._own):
-                self._withdraw(donor_id)
+                self.gone(donor_id)
 
     def _announce(self, donor_id: str, held: Held) -> None:
         self._own.add(donor_id)
@@ -144,16 +146,6 @@ class DonorAnnouncer(DonorObserver):
         if (held := self._publisher.donors.get(donor_id)) is not None:
             setattr(held, field, value)
             self._publisher.changed(donor_id)
-
-    def _withdraw(self, donor_id: str) -> None:
-        self._own.discard(donor_id)
-        if self._publisher.donors.pop(donor_id, None) is not None:
-            self._publisher.changed(donor_id)
-
-
-_lock = threading.Lock()
-# Each publisher and the number of its engines, by what it was made of.
-_publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
 def announcer_for(settings: Settings) -> DonorAnnouncer | None:

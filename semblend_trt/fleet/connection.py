@@ -127,10 +127,9 @@ async def follow(
     failed: Callable[[], None] = lambda: None,
     **arguments: Any,
 ) -> None:
-    """Connect again and again, and await `use(client, lost)` over each connection; end once it returns True.
-
-    `lost` is set when the connection is. After an error `failed` is called; the first in a row is logged with `cost`,
-    what it costs. The waits between attempts are random, so that not all workers come back to a server at once."""
+    """Connect again and again, and await `use(client, lost)` over each connection; end once it returns True. `lost` is
+    set when the connection is. After an error `failed` is called; the first in a row is logged with its `cost`. The
+    waits between attempts are random, so that not all workers come back to a server at once."""
     failures = 0
     while True:
         lost, client = asyncio.Event(), None
@@ -161,17 +160,26 @@ async def follow(
         await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
 
 
-async def flush(client: Any) -> None:
-    """Wait until the server has taken all that the client was asked to send.
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel a task until it has ended: before Python 3.12, asyncio.wait_for loses a cancellation that arrives as the
+    awaited task ends."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=END_SECONDS)
 
-    Raise what the client raises, after ANSWER_SECONDS for each of two answers. nats-py 2.16 sends a flush's ping before
-    what still waits to be written, so only a second answer comes after it."""
+
+async def flush(client: Any) -> None:
+    """Wait until the server has taken all that the client was asked to send. Raise what the client raises, after
+    ANSWER_SECONDS for each of two answers: nats-py 2.16 sends a flush's ping before what still waits to be written."""
     for _ in range(2):
         await client.flush(timeout=ANSWER_SECONDS)
 
 
-async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes, str | None], Awaitable[None]]) -> None:
-    """Subscribe `take` to events; it gets each message and the worker id in its subject (None in a shared one)."""
+async def listen(
+    client: Any, options: ConnectionOptions, take: Callable[[bytes, str | None], Awaitable[None]], *, asks: bool
+) -> None:
+    """Subscribe `take` to events; it gets each message and the worker id in its subject (None in a shared one).
+    Return once the server has the subscription, and where it `asks` a request for all workers' resync."""
 
     async def read(message: Any) -> None:
         sender = message.subject.rpartition(".")[2] if options.per_worker else None
@@ -179,6 +187,9 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
             await take(message.data, sender)
 
     await client.subscribe(options.subjects, cb=read)
+    if asks:
+        await client.publish(options.subject + RESYNC_SUFFIX, b"")
+    await flush(client)
 
 
 class Sender:
@@ -223,9 +234,8 @@ class Sender:
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
         """Publish to the stream, which stores each id once; return the messages without acknowledgement."""
         sender = f"{self._emitter.worker_id}.{self._emitter.dp_rank}.{self._emitter.generation}"
-        ids = [{"Nats-Msg-Id": f"{sender}.{notice.event_id}"} for notice in notices]
-        publish = functools.partial(self._jetstream.publish, self._subject, stream=self._stream, timeout=ANSWER_SECONDS)
-        asked = (publish(notice.payload, headers=named) for notice, named in zip(notices, ids, strict=True))
+        publish = functools.partial(self._jetstream.publish, self._subject, stream=self._stream)
+        asked = (publish(each.payload, headers={"Nats-Msg-Id": f"{sender}.{each.event_id}"}) for each in notices)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [notice for notice, each in zip(notices, answers, strict=True) if isinstance(each, BaseException)]
 
@@ -256,17 +266,12 @@ class DirectoryReader:
 
     async def stop(self) -> None:
         """Stop reading; the directory keeps its workers until they expire."""
-        # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives as the awaited task ends.
-        while self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=END_SECONDS)
+        if self._task is not None:
+            await end(self._task)
 
     async def _follow(self, client: Any, lost: asyncio.Event) -> bool:
         resync, warned = self._options.subject + RESYNC_SUFFIX, set[Any]()
-        await listen(client, self._options, self._read)
-        # Events before this subscription are unknown, so all workers are asked for a resync.
-        await client.publish(resync, b"")
-        await flush(client)
+        await listen(client, self._options, self._read, asks=True)  # events before this subscription are unknown
         while not lost.is_set():
             twice = self._directory.twice()
             for worker in {*self._directory.resyncs_due(), *(twice - warned)}:

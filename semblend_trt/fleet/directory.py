@@ -12,8 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -170,21 +169,10 @@ def _is_twice(followed: FollowedWorker, now: float) -> bool:
     return beats >= _RIVAL_HEARTBEATS and now - at <= HEARTBEATS_MISSED * followed.interval
 
 
-class Verdict(str, Enum):
-    """How an event relates to the events before it."""
-
-    RESET = "reset"  # forget the worker's donors; all of them are registered again
-    NEXT = "next"  # the next event: apply it
-    GAP = "gap"  # events just before it were missed: apply it and ask for a resync
-    DUPLICATE = "duplicate"  # seen already, or too late: ignore it
-    STALE = "stale"  # of an earlier generation: ignore it
-    REFUSED = "refused"  # of one worker too many, or not plausible: ignore it
-
-    @property
-    def is_to_apply(self) -> bool:
-        return self in (Verdict.RESET, Verdict.NEXT, Verdict.GAP)
-
-
+# How an event relates to the events before it. `reset`: the worker's donors are forgotten, and registered again; `gap`:
+# a resync is asked for; `refused`: it is of one worker too many, or not plausible. The first three are applied.
+Verdict: TypeAlias = Literal["reset", "next", "gap", "duplicate", "stale", "refused"]
+APPLIED = ("reset", "next", "gap")
 _MEANING = {
     "gap": "events before it are missing",
     "duplicate": "was seen already, or comes too late",
@@ -230,19 +218,17 @@ class Directory:
         with self._lock:
             if sender is not None and str(event.worker_id) != sender:
                 self._problem("wrong_subject", f"came on the subject of worker {sender}", event)
-                return Verdict.REFUSED
-            now = self._clock()
-            self._expire(now)
-            is_known = worker in self._workers
+                return "refused"
+            now, is_known = self._expire(), worker in self._workers
             verdict = self._judged(event, worker)
-            if is_known and not verdict.is_to_apply and isinstance(event.data, ProviderHeartbeat):
+            if is_known and verdict not in APPLIED and isinstance(event.data, ProviderHeartbeat):
                 self._reject(event, worker, verdict, now)
                 verdict = verdict if worker in self._workers else self._judged(event, worker)
             if is_known and verdict in _MEANING:
-                self._problem(verdict.value, _MEANING[verdict], event)
+                self._problem(verdict, _MEANING[verdict], event)
             else:
-                self.counts[verdict.value] += 1
-            if verdict.is_to_apply:
+                self.counts[verdict] += 1
+            if verdict in APPLIED:
                 self._take(event, worker, verdict, now)
         return verdict
 
@@ -260,7 +246,7 @@ class Directory:
     def workers(self) -> dict[Worker, FollowedWorker]:
         """Return the followed workers by id and rank. For reading only: they go on changing."""
         with self._lock:
-            self._expire(self._clock())
+            self._expire()
             return dict(sorted(self._workers.items()))
 
     def twice(self) -> set[Worker]:
@@ -296,9 +282,7 @@ class Directory:
     def resyncs_due(self) -> tuple[Worker, ...]:
         """Return the workers to ask for a resync, each once per RESYNC_SECONDS or (shorter) heartbeat interval."""
         with self._lock:
-            now = self._clock()
-            self._expire(now)
-            due = []
+            now, due = self._expire(), []
             for worker, followed in self._workers.items():
                 is_needed = followed.wants_resync or not followed.is_synced
                 if is_needed and now - followed.asked_at >= min(RESYNC_SECONDS, followed.interval):
@@ -307,12 +291,11 @@ class Directory:
             return tuple(due)
 
     # Two methods, so that a benchmark can time each.
-
     def _fingerprints(
         self, token_ids: npt.ArrayLike, salt: str | None, tokenizer: str | None = None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         with self._lock:
-            self._expire(self._clock())
+            self._expire()
             of_salt = self._of_salt.get(NO_SALT if salt is None else salt_digest(salt), ())
             own = ((each, each.fields.tokenizer_revision) for each in of_salt)
             fit = (each for each, other in own if tokenizer in (None, other) or not is_content(other))
@@ -344,33 +327,33 @@ class Directory:
         followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
         if followed is None:
             if len(self._workers) < MAX_WORKERS:
-                return Verdict.RESET if is_reset else Verdict.GAP
+                return "reset" if is_reset else "gap"
             self._problem("too_many_workers", f"{MAX_WORKERS} workers are followed, which is the most", event)
-            return Verdict.REFUSED
+            return "refused"
         # An event of unknown kind may name no generation.
         generation = followed.generation if event.generation is None else event.generation
         if generation < followed.generation:
-            return Verdict.STALE
+            return "stale"
         if generation > followed.generation:
             if generation > time.time() * 1e6 + MOST_AHEAD_US:
                 self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
-                return Verdict.REFUSED
+                return "refused"
             if is_reset:
-                return Verdict.RESET
+                return "reset"
             # A restarted worker whose reset was missed sends another one when asked.
             followed.wants_resync = True
             self._problem("unproven_generation", f"generation {generation} began with no reset", event)
-            return Verdict.REFUSED
+            return "refused"
         if event.event_id <= followed.last_id:
-            return Verdict.DUPLICATE
+            return "duplicate"
         if is_reset:
-            return Verdict.RESET
-        return Verdict.GAP if event.event_id > followed.last_id + 1 else Verdict.NEXT
+            return "reset"
+        return "gap" if event.event_id > followed.last_id + 1 else "next"
 
     def _reject(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
         """Count a rejected heartbeat; forget the worker at HEARTBEATS_MISSED, so that live workers undo forgeries."""
         followed = self._workers[worker]
-        if verdict is Verdict.STALE:  # a process that has ended sends no second one
+        if verdict == "stale":  # a process that has ended sends no second one
             generation, beats, _ = followed.rival
             beats = beats + 1 if generation == event.generation else 1
             followed.rival = (event.generation or 0, beats, now)
@@ -389,7 +372,7 @@ class Directory:
         if event.generation is not None:
             followed.generation = event.generation
         # A worker without a reset, or of which an event was missed, is synced by its next reset.
-        followed.is_synced = verdict is Verdict.RESET or (followed.is_synced and verdict is Verdict.NEXT)
+        followed.is_synced = verdict == "reset" or (followed.is_synced and verdict == "next")
         followed.last_id = event.event_id
         followed.seen_at, followed.unheeded = now, 0
         followed.events["unknown" if isinstance(event, UnknownEvent) else event.data.kind] += 1
@@ -511,8 +494,9 @@ class Directory:
         self._by_number[number] = worker
         return number
 
-    def _expire(self, now: float) -> None:
-        """Forget silent workers, and take a few donors of retired numbers out of the indexes."""
+    def _expire(self) -> float:
+        """Forget silent workers, and take a few donors of retired numbers out of the indexes; return the time."""
+        now = self._clock()
         if self._cleared:
             number, donors = self._cleared[0]
             for _ in range(min(_REMOVED_AT_ONCE, len(donors))):
@@ -525,3 +509,4 @@ class Directory:
             for worker, followed in list(self._workers.items()):
                 if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
                     self._forget(worker)
+        return now

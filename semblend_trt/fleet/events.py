@@ -257,6 +257,7 @@ class EventWriter:
 
     def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
         self.emitter, self._last_id, self._embeddings = emitter, 0, embeddings
+        self._place = {"worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
         self._is_json = form is EventFormat.JSON
         self._encode = (msgspec.json.Encoder() if self._is_json else msgspec.msgpack.Encoder()).encode
         # Donors share namespaces.
@@ -290,7 +291,7 @@ class EventWriter:
         data = DonorRegistered(
             donor_id=donor_id,
             namespace=self._namespace(namespace),
-            location=self._location(tier),
+            location=WorkerLocation(tier, **self._place),
             token_count=tokens,
             segments=[Segment(0, (0, tokens), digest, [], metadata, vector)],
             provider_generation=self.emitter.generation,
@@ -301,7 +302,7 @@ class EventWriter:
         return self._notice(DonorEvicted(donor_id, self.emitter.generation))
 
     def relocated(self, donor_id: str, tier: str) -> Notice:
-        return self._notice(DonorRelocated(donor_id, self._location(tier), self.emitter.generation))
+        return self._notice(DonorRelocated(donor_id, WorkerLocation(tier, **self._place), self.emitter.generation))
 
     def purged(self) -> Notice:
         return self._notice(DonorsPurged({"kind": "all"}, self.emitter.generation))
@@ -312,12 +313,8 @@ class EventWriter:
 
     def _notice(self, data: Any) -> Notice:
         self._last_id += 1
-        place = {"worker_id": self.emitter.worker_id, "dp_rank": self.emitter.dp_rank}
-        event = SemanticKvEvent(schema_version=SCHEMA_VERSION, event_id=self._last_id, **place, data=data)
+        event = SemanticKvEvent(schema_version=SCHEMA_VERSION, event_id=self._last_id, **self._place, data=data)
         return Notice(data.kind, self._last_id, self._encode(event))
-
-    def _location(self, tier: str) -> WorkerLocation:
-        return WorkerLocation(tier, self.emitter.worker_id, self.emitter.dp_rank)
 
     def _encoded(self, namespace: CacheNamespace) -> Any:
         text = self._encode(namespace.to_dict())

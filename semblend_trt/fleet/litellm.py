@@ -77,11 +77,6 @@ class _Request:
 _current: ContextVar[_Request | None] = ContextVar("semblend_request", default=None)
 
 
-def _tokenizer_in(folder: str) -> tuple[ReadingThreads, str | None]:
-    """Return a folder's tokenizer on threads, and the digest by which engines name it. Raise ConfigurationError."""
-    return ReadingThreads(load_tokenizer(folder)), tokenizer_digest(folder)
-
-
 class SpanPlacement(CustomLogger):  # type: ignore[misc]
     """Makes each tenant's salt and places requests. Raises ConfigurationError for settings that cannot be used."""
 
@@ -162,8 +157,6 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
             _answered()
             yield item
 
-    # -- placing ---------------------------------------------------------------------------------------------------
-
     async def _placed(self, request: _Request, deployments: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the best deployment that the request was not given yet: what was tried has failed."""
         by_id = {str(each["model_info"]["id"]): each for each in deployments}
@@ -206,7 +199,8 @@ class SpanPlacement(CustomLogger):  # type: ignore[misc]
 
     async def _read(self, request: _Request, folder: str) -> tuple[list[int] | None, str | None]:
         if folder not in self._tokenizers:
-            self._tokenizers[folder] = _detached(asyncio.to_thread(_tokenizer_in, folder))
+            made = asyncio.to_thread(lambda: (ReadingThreads(load_tokenizer(folder)), tokenizer_digest(folder)))
+            self._tokenizers[folder] = _detached(made)
         threads, digest = await asyncio.shield(self._tokenizers[folder])
         size = len(str(request.prompt))
         token_ids = None if size > MAX_CHARACTERS else await threads.read(size, request.tokens)

@@ -36,7 +36,7 @@ Name = TypeVar("Name")
 # By what a prompt was placed: text and load; load alone, since no candidate holds text of it, since its tokens are not
 # known, or since the look-up failed; or not at all, without a candidate.
 RESULTS = ("held", "not_held", "unread", "failed", "no_candidate")
-# Names whose turns are remembered.
+# Names of which the last turn is remembered.
 _MAX_NAMES = 4096
 
 
@@ -95,8 +95,7 @@ class Placement:
         self._load_weight, self._tokenizer, self._observe = load_weight, tokenizer, observe
         self.directory = Directory(on_problem=_say)
         self._reader = None if options is None else DirectoryReader(options, self.directory)
-        self._turn_of: dict[Any, int] = {}
-        self._turns = 0
+        self._first_at: dict[Any, float] = {}
         self.counts: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -125,7 +124,7 @@ class Placement:
         placement's own. Raise nothing: if the look-up fails, load decides."""
         began = time.perf_counter()
         held, result = self._held(token_ids, salt, tokenizer or self._tokenizer)
-        weight, last = self._load_weight, self._turn_of
+        weight, last = self._load_weight, self._first_at
         scores = [
             Score(name, tokens := 0 if worker is None else held.get(worker, 0), tokens - weight * load.get(name, 0))
             for name, worker in candidates.items()
@@ -134,10 +133,9 @@ class Placement:
         if not scores:
             result = "no_candidate"
         else:
-            self._turns += 1
             if len(last) >= _MAX_NAMES:
-                last = self._turn_of = {each: turn for each, turn in last.items() if each in candidates}
-            last[scores[0].name] = self._turns
+                last = self._first_at = {each: at for each, at in last.items() if each in candidates}
+            last[scores[0].name] = began
             if result == "held" and not any(each.held for each in scores):
                 result = "not_held"
         self.counts[result] += 1
@@ -196,12 +194,8 @@ class PlacementCounters:
     def watch(self, directory: Directory) -> None:
         """Show the directory's donors and problems at each scrape."""
         if self._series:
-            self._series["registry"].register(_DirectoryGauges(directory))
-
-
-class _DirectoryGauges:
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+            self._directory = directory
+            self._series["registry"].register(self)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily

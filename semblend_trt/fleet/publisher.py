@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, Sender, follow, meant
+from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, Sender, end, follow, meant
 from semblend_trt.fleet.events import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest
 from semblend_trt.fleet.sketch import sketch_held
 from semblend_trt.metrics import counter, series_of
@@ -100,13 +100,14 @@ class Outbox:
         self.writer, self._counters = writer, counters
         self._announced: dict[str, _Announced] = {}
         self._waiting: deque[str] = deque()
-        self._reset_due = True
+        # The next message is a reset, and registrations of all donors follow.
+        self.reset_due = True
         self.donors: dict[str, Held] = {}
         self.changes: deque[str] = deque()
 
     def __len__(self) -> int:
         """Return the number of donors that may differ from what was announced."""
-        return len(self._waiting) + len(self.changes) + self._reset_due
+        return len(self._waiting) + len(self.changes) + self.reset_due
 
     def absorb(self, limit: int) -> int:
         """Sketch up to `limit` changed donors, which frees their tokens; return the number of changes."""
@@ -121,16 +122,11 @@ class Outbox:
         self._waiting.clear()
         return count
 
-    def resync(self) -> None:
-        """Make the next message a reset, and register every donor after it."""
-        self._reset_due = True
-
     def take(self, limit: int) -> list[Notice]:
         """Return the next messages, at most `limit`; readers count as having received them."""
         taken: list[Notice] = []
-        if self._reset_due and limit > 0:
-            self._reset_due = False
-            self._announced = {}
+        if self.reset_due:
+            self.reset_due, self._announced = False, {}
             # list() is one step: the serving path cannot change the dict meanwhile.
             self._waiting = deque(list(self.donors))
             taken.append(self.writer.reset())
@@ -154,19 +150,13 @@ class Outbox:
         tier = held.tier
         now = _Announced(held, held.embedding, tier, donor_digest(donor_id, tier))
         # Only a registration carries an embedding; one of a known donor replaces it.
-        if known is None or known.held is not held or known.embedding is not now.embedding:
-            return self._registered(donor_id, now)
-        if known.tier == tier:
-            return None
-        self._announced[donor_id] = now
-        return self.writer.relocated(donor_id, tier)
-
-    def _registered(self, donor_id: str, now: _Announced) -> Notice | None:
-        held = now.held
+        if known is not None and known.held is held and known.embedding is now.embedding:
+            self._announced[donor_id] = now
+            return None if known.tier == tier else self.writer.relocated(donor_id, tier)
         self.sketch([held])
         if held.is_unfit or held.namespace is None:
             return None
-        donor = donor_id, held.namespace, now.tier, held.count, held.digest, held.sketch, now.embedding
+        donor = donor_id, held.namespace, tier, held.count, held.digest, held.sketch, now.embedding
         try:
             notice = self.writer.registered(*donor)
         except EventError as error:
@@ -268,6 +258,7 @@ class EventPublisher:
         self.counters.count("dropped", "closed", len(self._changes))
         if self._sender is not None:
             await asyncio.wait([sending], timeout=CLOSE_SECONDS)
+        await end(sending)
 
     def _absorb(self) -> int:
         """Sketch a batch of changed donors; without a connection, forget the changes. Return their number."""
@@ -323,7 +314,7 @@ class EventPublisher:
 
     def _resync(self, reason: str) -> None:
         self._is_asked, self._resynced_at = False, time.monotonic()
-        self._outbox.resync()
+        self._outbox.reset_due = True
         self.counters.count("resyncs", reason)
 
     async def _asked(self, message: Any) -> None:

@@ -25,13 +25,8 @@ if TYPE_CHECKING:
 
 _Hashes = npt.NDArray[np.uint64]
 
-_START = (
-    np.uint64(0x736F6D6570736575),
-    np.uint64(0x646F72616E646F6D),
-    np.uint64(0x6C7967656E657261),
-    np.uint64(0x7465646279746573),
-)
-# SipHash's last block for a message of 8 bytes: the length in the top byte.
+# SipHash's first states, and its last block for a message of 8 bytes: the length in the top byte.
+_START = np.frombuffer(b"somepseudorandomlygeneratedbytes", dtype=">u8").astype(np.uint64)
 _LENGTH = np.uint64(8 << 56)
 MAX_SKETCH_BYTES = 4096
 DEFAULT_ENTRIES = 256

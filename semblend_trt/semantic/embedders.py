@@ -280,9 +280,7 @@ def graph_of(folder: Path) -> Path:
     graph = caches / "semblend_trt" / f"{_digest(folder / WEIGHTS_FILE)}.{STATES}.onnx"
     if graph.is_file():
         return graph
-    try:
-        import onnxscript  # noqa: F401 - torch's exporter needs it
-    except ImportError:
+    if find_spec("onnxscript") is None:
         missing_extra("onnx", "onnxscript to export the model", "onnx")
     for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export"):  # the exporter logs every step
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -244,13 +244,7 @@ def neighbours_for(
         folder = tokenizer_folder()
         if folder is None:
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
-        tokenizer = tokenizer_file(folder)
-
-        def decode(tokens: npt.NDArray[np.int32]) -> str:
-            # decode() keeps the interpreter's lock, decode_batch() does not.
-            (text,) = tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=True)
-            return str(text)
-
-        return decode
+        batch = tokenizer_file(folder).decode_batch  # decode() would keep the interpreter's lock
+        return lambda tokens: str(batch([tokens.tolist()], skip_special_tokens=True)[0])
 
     return Neighbours(open_embedder, open_decoder, audit, metrics, announcer, min_similarity=settings.min_similarity)

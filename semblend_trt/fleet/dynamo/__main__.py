@@ -23,8 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from semblend_trt.command_line import ended
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.dynamo.relay import Relay
-from semblend_trt.fleet.dynamo.workers import PROBLEMS, RESULTS, EngineWorkers, ModelCard, counter
+from semblend_trt.fleet.dynamo.relay import PROBLEMS, RESULTS, EngineWorkers, ModelCard, Relay, counter
 from semblend_trt.fleet.placement import counted_placement
 from semblend_trt.model_files import tokenizer_digest
 

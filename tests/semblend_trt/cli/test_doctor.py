@@ -11,9 +11,25 @@ import torch
 from semblend_trt.cli import doctor
 from semblend_trt.cli.main import main
 from semblend_trt.config import PREFIXES, Settings, load_settings
-from semblend_trt.doctor import Area, Finding, Status
+from semblend_trt.doctor import Area, Finding
 
 GIB = 1 << 30
+METADATA = """Metadata-Version: 2.4
+Name: semblend-trt
+Version: 9.9
+Requires-Dist: numpy>={numpy}
+Provides-Extra: dev
+Requires-Dist: a-linter; extra == 'dev'
+Provides-Extra: nats
+Requires-Dist: numpy>={numpy}; extra == 'nats'
+Requires-Dist: no-such-package>=1; extra == 'nats'
+Provides-Extra: metrics
+Requires-Dist: numpy>=1; extra == 'metrics'
+Provides-Extra: semantic
+Requires-Dist: no-such-index>=1; extra == 'semantic'
+"""
+NATS = {"nats_url": "nats://127.0.0.1:4222"}
+LACKS = "is not complete: no-such"
 
 
 @pytest.fixture(autouse=True)
@@ -91,27 +107,9 @@ def test_what_ends_a_check_is_a_finding_that_failed():
         raise OSError("libnothing.so: cannot open\nand more")
 
     first, second = area.collect(check())
-    assert (first.status, first.is_problem) == (Status.OK, False)
-    assert second == Finding("engine", Status.FAILED, "cannot be checked: OSError: libnothing.so: cannot open")
+    assert (first.status, first.is_problem) == ("ok", False)
+    assert second == Finding("engine", "failed", "cannot be checked: OSError: libnothing.so: cannot open")
     assert second.is_problem
-
-
-METADATA = """Metadata-Version: 2.4
-Name: semblend-trt
-Version: 9.9
-Requires-Dist: numpy>={numpy}
-Provides-Extra: dev
-Requires-Dist: a-linter; extra == 'dev'
-Provides-Extra: nats
-Requires-Dist: numpy>={numpy}; extra == 'nats'
-Requires-Dist: no-such-package>=1; extra == 'nats'
-Provides-Extra: metrics
-Requires-Dist: numpy>=1; extra == 'metrics'
-Provides-Extra: semantic
-Requires-Dist: no-such-index>=1; extra == 'semantic'
-"""
-NATS = {"nats_url": "nats://127.0.0.1:4222"}
-LACKS = "is not complete: no-such"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +131,7 @@ def test_a_package_that_is_needed_and_missing_or_too_old_is_a_problem(numpy, set
     assert python.text.startswith("Python 3.")
     assert metrics.text == "semblend-trt[metrics] is complete"
     assert all("is not complete" in each.text for each in others)
-    found = [each.text for each in (base, *others) if each.status is Status.FAILED]
+    found = [each.text for each in (base, *others) if each.status == "failed"]
     assert [text[: len(told) + 12] for text, told in zip(found, problems, strict=True)] == [
         f"semblend-trt{told}" for told in problems
     ]
@@ -162,7 +160,7 @@ def test_a_tier_beyond_the_memory_is_told(place, setting):
         assert found == []
         return
     (told,) = found
-    assert told.status is (Status.FAILED if place == "card" else Status.NOTE)
+    assert told.status is ("failed" if place == "card" else "note")
     assert f"SEMBLEND_{setting.upper()} ({65 * GIB})" in told.text
     assert f"has {8 * GIB if setting != 'host_bytes' and place == 'card' else 64 * GIB} bytes" in told.text
 
@@ -176,11 +174,11 @@ def test_every_variable_is_read_or_told(monkeypatch):
     for name, value in (("MIN_SPAN", "128"), ("MAX_DONORS", "7"), ("MAX_DONOR", "7"), ("DONOR_DTYPE", "model")):
         monkeypatch.setenv(f"SEMBLEND_{name}", value)
     assert [(each.status, each.text.partition(";")[0][:42]) for each in variables()] == [
-        (Status.NOTE, "SEMBLEND_DONOR_DTYPE is ignored: donors ar"),
-        (Status.FAILED, "SEMBLEND_MAX_DONOR is not read"),
-        (Status.NOTE, "SEMBLEND_MIN_SPAN is set and not read, bec"),
-        (Status.OK, f"2 of {len(Settings.model_fields)} settings are given: TRTLLM_SEMBLEN"),
-        (Status.NOTE, "TensorRT-LLM hands only variables that beg"),
+        ("note", "SEMBLEND_DONOR_DTYPE is ignored: donors ar"),
+        ("failed", "SEMBLEND_MAX_DONOR is not read"),
+        ("note", "SEMBLEND_MIN_SPAN is set and not read, bec"),
+        ("ok", f"2 of {len(Settings.model_fields)} settings are given: TRTLLM_SEMBLEN"),
+        ("note", "TensorRT-LLM hands only variables that beg"),
     ]
 
 

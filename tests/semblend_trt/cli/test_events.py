@@ -1,7 +1,6 @@
 """`semblend-trt events tail` and `fleet status` against a real server: every event a line, what is wrong a sentence."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from semblend_trt.fleet.events import Emitter, EventWriter
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.namespace import unknown_value
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
+from tests.server_process import environment
 
 SKETCH = sketch_of(text(1, 100), sketch_key(NAMESPACE.key, None)).to_bytes()
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
@@ -23,12 +23,11 @@ COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 class Listening:
     """`semblend-trt events tail` or `fleet status` as a process that listens already."""
 
-    def __init__(self, url, action, *arguments, **variables):
-        environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name} | variables
+    def __init__(self, url, action, *arguments):
         subcommand = "events" if action == "tail" else "fleet"
         command = [sys.executable, "-c", COMMAND, subcommand, action, "--url", url, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self._process = subprocess.Popen(command, text=True, env=environment(), **pipes)
         assert self._process.stderr.readline().startswith("listening on semantic-kv-events")
 
     def end(self):

@@ -8,13 +8,12 @@ import pytest
 from aiohttp import web
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
-from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli.main import main
 from semblend_trt.cli.spot_check import tell_broken
 from semblend_trt.fleet.connection import ConnectionOptions
-from tests.http_server import answering, listening_app
+from tests.semblend_trt.cli.test_warm import serving
 from tests.semblend_trt.fleet.conftest import PublishingWorker
-from tests.server_process import wait_for
+from tests.server_process import answering, wait_for
 
 ASKED = {"model": "tiny", "prompt": "a", "temperature": 0, "max_tokens": 1}
 BOUNDED = {"profile": "a" * 64, "namespace": "b" * 64, "max_kl": 0.01, "risk": 0.2, "sampled_tokens": 9}
@@ -136,9 +135,7 @@ def test_answers_of_a_real_engine(tiny_qwen2_path, tmp_path, monkeypatch, capsys
     llm = LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, kv_connector_config=KvCacheConnectorConfig.ours())
     page, file = "some text that is long enough to be kept " * 6, tmp_path / "requests.jsonl"
     file.write_text("".join(json.dumps(ASKED | {"prompt": page + end, "max_tokens": 8}) + "\n" for end in "abc"))
-    worker = Worker(llm, "tiny")
-    with listening_app(worker.app()) as url:
+    with serving(llm) as url:
         assert main(["spot-check", "--url", url, "--share", "1", str(file)]) == 0
-    worker.close()
     report = json.loads(capsys.readouterr().out)
     assert report["cold_runs"].get("equal", 0) + report["without_reuse"] == 3

@@ -17,10 +17,9 @@ from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli._server import MAX_PAUSE, pause
 from semblend_trt.cli.main import main
 from semblend_trt.cli.warm import STATE_NAME
-from tests.http_server import answering, listening_app
 from tests.pages import ROOT
 from tests.semblend_trt.held_donors import at_once
-from tests.server_process import MODEL
+from tests.server_process import MODEL, answering, listening_app
 from validation.documents import stock_list
 from validation.prompts import render
 

@@ -22,7 +22,7 @@ WORKER, DOCUMENT = (3, 0), text(1, 1000)
 def donors_of(directory, worker):
     """Tier by donor id of what a directory knows of a worker; empty for one that it does not follow."""
     followed = directory.workers().get(worker)
-    return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
+    return {} if followed is None else {name: donor.tier for name, donor in list(followed.donors.items())}
 
 
 class Teller:
@@ -63,7 +63,7 @@ class Teller:
         self._begin(self._outbox.donors)
 
     def resync(self):
-        self._outbox.resync()
+        self._outbox.reset_due = True
 
     def messages(self, heartbeat=False):
         self._outbox.absorb(1 << 20)
@@ -103,13 +103,11 @@ def stored(url, makes_stream=False):
     """How many messages the stream of all workers has."""
 
     async def count():
-        client = await connect_client(ConnectionOptions((url,), "semantic-kv-events"))
-        jetstream = client.jetstream()
-        if makes_stream:
-            await jetstream.add_stream(name="DONORS", subjects=["semantic-kv-events.*"])
-        info = await jetstream.stream_info("DONORS")
-        await client.close()
-        return info.state.messages
+        async with await connect_client(ConnectionOptions((url,), "semantic-kv-events")) as client:
+            jetstream = client.jetstream()
+            if makes_stream:
+                await jetstream.add_stream(name="DONORS", subjects=["semantic-kv-events.*"])
+            return (await jetstream.stream_info("DONORS")).state.messages
 
     return asyncio.run(count())
 

@@ -61,7 +61,6 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     for _ in range(3):
         donors.intended("next", salted, "acme")
     assert donors._found == {}
-
     assert reader.wait_for(lambda reader: len(donors_of(reader.directory, (5, 0))) == 41)
     events = [decode(payload).data for payload in reader.payloads]
     told = {data.donor_id: data for data in events if data.kind == "donor_registered"}
@@ -125,8 +124,9 @@ def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
         (None, "a-" + "9" * 16, (1 << 53) - 1),
     ],
 )
-def test_worker_id(setting, host, expected):
-    assert worker_id_of(setting, host) == expected
+def test_worker_id(monkeypatch, setting, host, expected):
+    monkeypatch.setattr(announcer.socket, "gethostname", lambda: host)
+    assert worker_id_of(setting) == expected
 
 
 def test_one_generation_a_process_that_rises():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,8 +137,8 @@ def test_what_a_message_makes_fail_ends_nothing(caplog):
     assert caplog.messages == ["a message on the event subject could not be taken"]  # in a minute
 
 
-def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch):
-    connecting = asyncio.Event()
+def test_a_lost_cancellation_keeps_neither_side_from_stopping(monkeypatch, make_worker):
+    connecting = threading.Event()
 
     async def loses_the_first_cancellation(*_, **__):
         is_first = not connecting.is_set()
@@ -152,10 +153,15 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch):
     async def starts_and_stops():
         reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())
         await reader.start()
-        await connecting.wait()
+        await asyncio.to_thread(connecting.wait)
         await asyncio.wait_for(reader.stop(), 5)
 
     asyncio.run(starts_and_stops())
+    connecting.clear()
+    worker = make_worker(SimpleNamespace(url="nats://127.0.0.1:1"))
+    connecting.wait()
+    worker.publisher.close(60)
+    assert not worker.publisher._thread.is_alive()
 
 
 @pytest.fixture
@@ -183,15 +189,11 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
         workers[worker].add(f"donor-of-{worker[0]}")
         assert workers[worker].publisher.flush(30)  # sent before the reader listens: only a resync repeats it
 
-    async def check(directory):
-        await directory.equals(workers)
-
-    reading(options_of(guarded_server, "gateway"), check)
+    reading(options_of(guarded_server, "gateway"), lambda directory: directory.equals(workers))
 
 
 @pytest.mark.promise(
-    "fleet",
-    "With a subject for each worker none can speak for another, by the documented permissions",
+    "fleet", "With a subject for each worker none can speak for another, by the documented permissions"
 )
 def test_a_worker_cannot_publish_under_another_workers_subject_or_name_and_reads_no_others_events(
     guarded_server, caplog
@@ -241,17 +243,13 @@ def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
                 writer.write(b"PONG\r\n")
         writer.close()
 
-    async def take(payload, sender): ...
-
     async def run():
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()
         options = ConnectionOptions((f"nats://{host}:{port}",), SUBJECT)
-        client = await connect_client(options, name="test")
-        await listen(client, options, take)
-        await flush(client)
-        seen = [*asked]
-        await client.close()
+        async with await connect_client(options) as client:
+            await listen(client, options, None, asks=False)
+            seen = [*asked]
         server.close()
         return seen
 

@@ -27,8 +27,31 @@ from semblend_trt.fleet.events import (
 )
 from semblend_trt.fleet.sketch import MAX_ENTRIES, sketch_key, sketch_of, token_digest
 from semblend_trt.namespace import CacheNamespace
+from tests.pages import ROOT
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
+SCHEMA, ASYNCAPI = (
+    json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    for name in ("events.schema.json", "events.asyncapi.json")
+)
+RECORDED = json.loads((Path(__file__).parent / "golden_messages.json").read_text(encoding="utf-8"))
+EMITTER = Emitter(worker_id=(1 << 53) - 1, dp_rank=1, generation=1_700_000_000_000_001)
+DONOR = {"donor_id": "d", "namespace": NAMESPACE, "tier": "device", "tokens": 3, "digest": 7, "sketch": b"\x01\xff"}
+SALTED = BASE_NAMESPACE.for_request("salt", "lora:1")
+EMBEDDING = np.array([0.0, 1.0, -0.5, 3e38], dtype=np.float32)
+# One message of each kind, in the order in which they were recorded.
+WRITTEN = {
+    "provider_generation_reset": EventWriter.reset,
+    "donor_registered": lambda writer: writer.registered("d-1", NAMESPACE, "device", 3, (1 << 64) - 1, b"\x00\x07\xff"),
+    "donor_registered with a salt and an embedding": lambda writer: writer.registered(
+        'd\u00e9"\n', SALTED, "host", 1 << 28, 0, bytes(range(256)), EMBEDDING
+    ),
+    "donor_registered without a sketch": lambda writer: writer.registered("d-3", NAMESPACE, "disk", 0, 1, b""),
+    "donor_relocated": lambda writer: writer.relocated("d-1", "host"),
+    "provider_heartbeat": lambda writer: writer.heartbeat(2.5, 3, 1 << 63),
+    "donor_evicted": lambda writer: writer.evicted("d-1"),
+    "donors_purged": EventWriter.purged,
+}
 LOCATION = {"kind": "worker", "tier": "device", "worker_id": 0, "dp_rank": 0}
 SHARED = {"kind": "shared", "tier": "host", "backend": "nixl", "locator": "..."}
 SEGMENT = {"segment_id": 0, "token_range": [0, 3], "digest": 7, "block_hashes": [11], "provider_metadata": [0, 0]}
@@ -46,6 +69,11 @@ PUBLISHED = [
     {"kind": "donor_relocated", "donor_id": "r1", "new_location": SHARED, "provider_generation": 1},
     HEARTBEAT,
 ]
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
+    max_leaves=10,
+)
 
 
 def envelope(data, **changes):
@@ -134,17 +162,10 @@ def test_garbage_is_refused_by_a_reason(payload, reason):
     assert reason_of(payload) == reason
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
-    max_leaves=10,
-)
-
-
 @given(st.sampled_from(PUBLISHED), st.data())
 def test_no_field_value_raises_anything_else(data, draw):
     name = draw.draw(st.sampled_from([key for key in data if key != "kind"]))
-    message = envelope(data | {name: draw.draw(json_values)})
+    message = envelope(data | {name: draw.draw(JSON_VALUES)})
     with suppress(EventError):
         assert decode(json.dumps(message).encode()).data.kind == data["kind"]
 
@@ -155,12 +176,6 @@ def test_no_changed_byte_raises_anything_else(data, draw):
     at = draw.draw(st.integers(0, len(payload) - 1))
     with suppress(EventError):
         decode(payload[:at] + draw.draw(st.binary(max_size=2)) + payload[at + draw.draw(st.integers(0, 2)) :])
-
-
-DOCS = Path(__file__).resolve().parents[3] / "docs"
-SCHEMA, ASYNCAPI = (
-    json.loads((DOCS / name).read_text(encoding="utf-8")) for name in ("events.schema.json", "events.asyncapi.json")
-)
 
 
 def made(place):
@@ -178,8 +193,7 @@ def made(place):
 
 
 @pytest.mark.promise(
-    "fleet",
-    "`docs/events.schema.json` and the AsyncAPI document hold the schemas by which messages are read",
+    "fleet", "`docs/events.schema.json` and the AsyncAPI document hold the schemas by which messages are read"
 )
 @pytest.mark.parametrize(
     ("schemas", "place"),
@@ -192,30 +206,9 @@ def test_documents_hold_the_schemas_of_the_structs(schemas, place):
     assert schemas["UnknownEvent"]["properties"]["kind"]["not"] == {"enum": list(KIND_NAMES)}
 
 
-EMITTER = Emitter(worker_id=(1 << 53) - 1, dp_rank=1, generation=1_700_000_000_000_001)
-DONOR = {"donor_id": "d", "namespace": NAMESPACE, "tier": "device", "tokens": 3, "digest": 7, "sketch": b"\x01\xff"}
-RECORDED = json.loads((Path(__file__).parent / "golden_messages.json").read_text(encoding="utf-8"))
-SALTED = BASE_NAMESPACE.for_request("salt", "lora:1")
-EMBEDDING = np.array([0.0, 1.0, -0.5, 3e38], dtype=np.float32)
-# One message of each kind, in the order in which they were recorded.
-WRITTEN = {
-    "provider_generation_reset": EventWriter.reset,
-    "donor_registered": lambda writer: writer.registered("d-1", NAMESPACE, "device", 3, (1 << 64) - 1, b"\x00\x07\xff"),
-    "donor_registered with a salt and an embedding": lambda writer: writer.registered(
-        'd\u00e9"\n', SALTED, "host", 1 << 28, 0, bytes(range(256)), EMBEDDING
-    ),
-    "donor_registered without a sketch": lambda writer: writer.registered("d-3", NAMESPACE, "disk", 0, 1, b""),
-    "donor_relocated": lambda writer: writer.relocated("d-1", "host"),
-    "provider_heartbeat": lambda writer: writer.heartbeat(2.5, 3, 1 << 63),
-    "donor_evicted": lambda writer: writer.evicted("d-1"),
-    "donors_purged": EventWriter.purged,
-}
-
-
 def recorded(form):
-    if form is EventFormat.JSON:
-        return {name: text.encode() for name, text in RECORDED[form.value].items()}
-    return {name: base64.b64decode(text) for name, text in RECORDED[form.value].items()}
+    as_bytes = str.encode if form is EventFormat.JSON else base64.b64decode
+    return {name: as_bytes(text) for name, text in RECORDED[form.value].items()}
 
 
 @pytest.mark.parametrize("form", EventFormat)

@@ -16,12 +16,11 @@ import pytest
 from aiohttp import web
 
 from semblend_trt.prompts import ChatError
-from tests.http_server import answering
 from tests.litellm_proxy import LiteLlm, deployment
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.test_prompts import rendered
-from tests.server_process import MODEL, ServerProcess, wait_for
+from tests.server_process import MODEL, ServerProcess, answering, wait_for
 
 pytestmark = pytest.mark.litellm
 
@@ -29,6 +28,7 @@ SECRET = {"SEMBLEND_TENANT_SECRET": "a secret of the gateway's own"}
 TEMPLATE = "{% for m in messages %}<|inst|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|a|>"
 INSTRUCTIONS = ("Who speaks here? ", "Read this, and go on with it. ", "Sum up. ", "Say it again: ", "What is it? ")
 WORDS = (MODEL.parent / "excerpt.txt").read_text().split()
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 numbers = itertools.count()
 
 
@@ -136,9 +136,6 @@ def test_a_deployment_without_the_connector_or_with_another_tokenizer_is_placed_
     assert "2 deployments have semblend_worker_id 1" in fleet.proxy.log.read_text()
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-
-
 @pytest.mark.promise("fleet", "What placement cannot read, find or...")
 @pytest.mark.parametrize(
     "body",
@@ -214,15 +211,13 @@ class Replica:
         self.headers.append(request.headers)
         if request.method != "POST":
             return web.json_response({"path": request.path}, status=404)
-        self.bodies.append(await request.json())
+        body = await request.json()
+        self.bodies.append(body)
         form = {"id": "1", "object": "text_completion", "created": 1, "model": "model"}
-        if not self.bodies[-1].get("stream"):
+        if not body.get("stream"):
             await asyncio.to_thread(self.go_on.wait)
-            told = (
-                {"message": {"role": "assistant", "content": "whole"}}
-                if "messages" in self.bodies[-1]
-                else {"text": "a"}
-            )
+            message = {"message": {"role": "assistant", "content": "whole"}}
+            told = message if "messages" in body else {"text": "a"}
             return web.json_response({**form, "choices": [{"index": 0, "finish_reason": "stop", **told}]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)

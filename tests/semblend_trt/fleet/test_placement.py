@@ -17,13 +17,11 @@ from tests.semblend_trt.samples import BASE_NAMESPACE
 
 NAMES = ("a", "b", "c", "d")
 FOUR = {name: (number, 0) for number, name in enumerate(NAMES)}
+FOUR_OF = dict.fromkeys(("min_size", "max_size"), 4)
 
 
 def best(placement, tokens=DOCUMENT, salt=None, candidates=FOUR, load=None):
     return placement.place(tokens, salt, candidates, load or {})[0]
-
-
-FOUR_OF = dict.fromkeys(("min_size", "max_size"), 4)
 
 
 @pytest.mark.promise("fleet", "A gateway sends a request where its text is, weighed against what waits there")

@@ -18,7 +18,7 @@ from semblend_trt.fleet.sketch import sketch_key, sketch_of, token_digest
 from tests.semblend_trt.fleet.conftest import donors_of, held_donor, outbox, stored
 from tests.semblend_trt.samples import text
 
-STREAM = (3, 0)
+STREAM, TOKENS = (3, 0), np.arange(64, dtype=np.int32)
 
 
 def known(directory):
@@ -179,9 +179,6 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
     assert converges(reader, worker)
     assert not stranger.publisher.flush(0.5)
     assert stranger.counters.connections["made"] == 0
-
-
-TOKENS = np.arange(64, dtype=np.int32)
 
 
 def kinds_of(box, *changed):

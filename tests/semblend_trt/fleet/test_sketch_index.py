@@ -15,6 +15,10 @@ from tests.semblend_trt.samples import prompt_fingerprints
 
 KEY = bytes(range(16))
 WORKERS = 3
+donors = st.tuples(
+    st.integers(0, WORKERS - 1), st.lists(st.integers(0, 7), min_size=1, max_size=4), st.sampled_from([8, 32, 256])
+)
+deeds = st.lists(st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)), max_size=25)
 _TEXTS = np.random.default_rng(0).integers(0, 150_000, (8, 400), dtype=np.int32)
 
 
@@ -40,12 +44,6 @@ def test_compiled_functions_take_nothing_from_another_file_and_what_loads_them_h
     assert vars(ffi.lib).get("kernel") is None
 
 
-donors = st.tuples(
-    st.integers(0, WORKERS - 1), st.lists(st.integers(0, 7), min_size=1, max_size=4), st.sampled_from([8, 32, 256])
-)
-deeds = st.lists(st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)), max_size=25)
-
-
 def is_whole(index):
     """Every set that is kept is used as often as it says, and all others are free."""
     numbers, uses = np.unique(index._arrays.table[index._arrays.table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
@@ -58,8 +56,7 @@ def is_whole(index):
 
 
 @pytest.mark.promise(
-    "fleet",
-    "The directory says who holds how much of a prompt; text that two donors hold counts once",
+    "fleet", "The directory says who holds how much of a prompt; text that two donors hold counts once"
 )
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
 @settings(max_examples=80)

@@ -27,6 +27,10 @@ from semblend_trt.semantic.embedders import (
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=40)
 PLAIN = [EmbedderKind.STATIC, EmbedderKind.JACCARD]
+MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
+SENTENCES = ["A man is eating food.", "Someone eats a piece of bread."]
+SENTENCES += ["The central bank raised interest rates on Tuesday."]
+LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3 % 11} engines." for day in range(120))
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -52,9 +56,8 @@ def test_a_shared_document_is_near_and_another_is_not(kind):
     assert donor @ request > 0.8
     assert abs(donor @ stranger) < 0.2
     assert not embedder_for(kind).embed(["", "   ", "?!, -- \n", "\ud800"]).any()
-    one, moved = embedder_for(kind).embed(
-        ["今天天气很好我们去公园散步", "我们去公园散步今天天气很好"]
-    )  # compared by pairs
+    # Compared by pairs.
+    one, moved = embedder_for(kind).embed(["今天天气很好我们去公园散步", "我们去公园散步今天天气很好"])
     assert one @ moved > 0.6
 
 
@@ -124,13 +127,6 @@ def test_a_text_is_the_mean_of_windows_that_cover_it_and_overlap(tokenizer, seed
         end = start + len(window)
     assert end == len(text)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [bool(text), 0], rtol=1e-6)
-
-
-MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
-
-SENTENCES = ["A man is eating food.", "Someone eats a piece of bread."]
-SENTENCES += ["The central bank raised interest rates on Tuesday."]
-LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3 % 11} engines." for day in range(120))
 
 
 @pytest.fixture(scope="module")

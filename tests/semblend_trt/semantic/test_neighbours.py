@@ -7,7 +7,6 @@ import logging
 import threading
 import weakref
 from functools import partial
-from importlib.resources import files
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,17 +24,17 @@ from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import Neighbours, SemanticIndex, neighbours_for
 from tests.semblend_trt import samples
 from tests.semblend_trt.engine_specs import engine
+from tests.server_process import MODEL
 
 WAIT = 60.0
-MODEL = files("validation") / "assets" / "model"
 
 
 class Records:
     """Where neighbours are reported: the audit log, the metrics and the announcer of donors."""
 
     def __init__(self, path):
-        self._path, self._registry, self.vectors = path, CollectorRegistry(), {}
-        self.audit, self.metrics = AuditLog(path), metrics_for(self._registry)
+        self._path, self.registry, self.vectors = path, CollectorRegistry(), {}
+        self.audit, self.metrics = AuditLog(path), metrics_for(self.registry)
         self.announcer = SimpleNamespace(embedded=self.vectors.__setitem__)
 
     def events(self):
@@ -44,13 +43,10 @@ class Records:
         return [event for event in map(json.loads, lines) if event["event"] == "neighbours"]
 
     def count(self, event):
-        return self._registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
+        return self.registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
 
     def counts(self):
         return {event: count for event in TEXT_EVENTS if (count := self.count(event))}
-
-    def similarities(self):
-        return self._registry.get_sample_value("semblend_neighbour_similarity_count")
 
 
 def static():
@@ -67,7 +63,6 @@ class Gate:
 
     def __init__(self):
         self._inner, self.begun, self.let = static(), threading.Semaphore(0), threading.Semaphore(1)
-        self.dim = self._inner.dim
 
     def embed(self, texts):
         self.begun.release()
@@ -117,7 +112,7 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     reported = [(event["request_id"], [name for name, _ in event["nearest"]]) for event in records.events()]
     assert reported == [(7, ["donor-3"]), (8, [])]
     assert records.counts() == {"donor_embedded": 6, "request_embedded": 2}
-    assert records.similarities() == 1
+    assert records.registry.get_sample_value("semblend_neighbour_similarity_count") == 1
     for number in range(5):
         (vector,) = static().embed([decoder()(text(number))])
         np.testing.assert_array_equal(records.vectors[f"donor-{number}"], vector)
@@ -239,11 +234,8 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(records, tmp_p
     made.close()
 
 
-DIM = 32
-
-
 def unit(seed):
-    vector = np.random.default_rng(seed).standard_normal(DIM).astype(np.float32)
+    vector = np.random.default_rng(seed).standard_normal(32).astype(np.float32)
     return vector / np.linalg.norm(vector)
 
 

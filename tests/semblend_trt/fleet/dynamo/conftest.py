@@ -15,7 +15,6 @@ from engine_wrapper.vllm.doctor import TRANSFER
 from tests.semblend_trt.conftest import NatsServer
 
 VLLM = Path(f"{sys.prefix}-vllm")
-
 # Seconds to a token, so that a test has time in the middle of an answer.
 TOKEN_SECONDS, WAIT_SECONDS = "0.02", 300
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from benchmarks.fleet.dynamo import MODEL, MODEL_PATH, WORKERS, tokens_per_s
-from semblend_trt.fleet.dynamo.workers import SILENT_SECONDS
+from semblend_trt.fleet.dynamo.relay import SILENT_SECONDS
 
 pytestmark = pytest.mark.dynamo
 
