@@ -115,47 +115,22 @@ def layers_of(decoder: Any) -> list[Any] | None:
     return None if layers is None else list(layers)
 
 
-@dataclass(frozen=True, slots=True)
-class ManagerParts:
-    """A KV cache manager, and what it shows."""
+def shown_by(manager: Any, name: str) -> Any:
+    """Return what some KV cache managers hold or do by this name; None for others."""
+    return getattr(manager, name, None)
 
-    manager: Any
 
-    @property
-    def kind(self) -> str:
-        return type(self.manager).__name__
+def marks_dummies(manager: Any) -> bool:
+    """Return whether the request class that the manager's module imports can mark a request as a dummy."""
+    module = inspect.unwrap(type(manager).free_resources).__globals__
+    return getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None) is not None
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether windows differ by layer."""
-        return bool(getattr(self.manager, "is_vswa", False))
 
-    @property
-    def lends_blocks(self) -> bool:
-        return getattr(self.manager, "_sharing", None) is not None
-
-    @property
-    def keeps_conversations(self) -> bool:
-        return getattr(self.manager, "conversation_manager", None) is not None
-
-    @property
-    def marks_dummies(self) -> bool:
-        """Whether the request class that the manager's module imports can mark a request as a dummy."""
-        module = inspect.unwrap(type(self.manager).free_resources).__globals__
-        return getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None) is not None
-
-    def has(self, method: str) -> bool:
-        return callable(getattr(self.manager, method, None))
-
-    def names_in(self, method: str) -> frozenset[str]:
-        """Return attributes and globals that `method` of its class uses; none if Python has no such method."""
-        function = inspect.unwrap(getattr(type(self.manager), method, None))  # type: ignore[arg-type]
-        code = getattr(function, "__code__", None)
-        return frozenset() if code is None else frozenset(code.co_names)
-
-    def stock(self, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-        """Return its methods of these names, as they are now."""
-        return {name: getattr(self.manager, name) for name in names}
+def names_in(manager: Any, method: str) -> frozenset[str]:
+    """Return attributes and globals that `method` of its class uses; none if Python has no such method."""
+    function = inspect.unwrap(getattr(type(manager), method, None))  # type: ignore[arg-type]
+    code = getattr(function, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 class BatchView:
