@@ -78,10 +78,7 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, t
 SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
-@pytest.mark.promise(
-    "engines",
-    "What is computed before a sample is read changes nothing where the sample fails",
-)
+@pytest.mark.promise("engines", "What is computed before a sample is read changes nothing where the sample fails")
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)

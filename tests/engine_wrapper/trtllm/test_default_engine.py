@@ -103,8 +103,7 @@ def test_donors_whose_blocks_were_exchanged_are_saved_from_those_that_took_their
 
 
 @pytest.mark.promise(
-    "engines",
-    "Pauses, offers in part, dropped batches and cancels in both loops change no answer and lose nothing",
+    "engines", "Pauses, offers in part, dropped batches and cancels in both loops change no answer and lose nothing"
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_random_lives_answer_as_cold_and_lose_nothing(tiny_qwen2_path, runner, cold, record_property, overlap):

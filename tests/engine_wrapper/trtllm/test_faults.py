@@ -76,8 +76,7 @@ def tokens_of(llm, prompt):
 
 
 @pytest.mark.promise(
-    "engines",
-    "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour",
+    "engines", "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour"
 )
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
