@@ -106,7 +106,7 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     bench = Bench(load(tiny_model_paths[family]), kv_dtype=FP8)
     tokens = tokens_of(60)
     logits, kv = bench.cold(tokens)
-    bench.place(1, kv, 5, 45)
+    bench.place(1, kv, (5, 45))
     check = SpanCheck(layer, 0.0, sample_every=every)
     output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check)))[0]
     (evidence,) = bench.evidence
