@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
-_OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
 # Gets a layer's index.
 LayerHook = Callable[[int], None]
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
@@ -46,14 +45,14 @@ Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
 def check_latent_cache(model: Any) -> None:
     """Raise ConfigurationError if latent attention caches K and V of every head: its layers have no `expand_kv`."""
     if getattr(model.config, "kv_lora_rank", None) and not hasattr(model.model.layers[0].self_attn, "expand_kv"):
-        raise ConfigurationError(_OLD.format(metadata.version("transformers")))
+        raise ConfigurationError(
+            f"Transformers {metadata.version('transformers')} caches K and V of every head, where the model has one "
+            "latent row a token; install a newer one"
+        )
 
 
 def latent_rows(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
-    """Return rows as engines keep them, [texts, 1, tokens, channels], from what Transformers caches as K and V. Raises
-    ConfigurationError if these are K and V of every head."""
-    if free.shape[1] != 1 or turning.shape[1] != 1:
-        raise ConfigurationError(_OLD.format(metadata.version("transformers")))
+    """Return rows as engines keep them, [texts, 1, tokens, channels], from what Transformers caches as K and V."""
     return torch.cat([free, torch.stack(turning.chunk(2, dim=-1), dim=-1).flatten(-2)], dim=-1)
 
 
@@ -79,8 +78,7 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the active rows of latent attention, [1, 1, rows, channels] in two parts, in place of its cache.
 
-        Returns the stored rows of each sequence up to its last row, one after the other, in the rows' dtype. Raises
-        ConfigurationError as `latent_rows` does."""
+        Returns the stored rows of each sequence up to its last row, one after the other, in the rows' dtype."""
         rows = latent_rows(free, turning)[0].transpose(0, 1)
         self.write(layer, rows, None)
         pool = indexable(layer_view(self.pool, self.geometry, layer, 0))  # [blocks, 1, block_size, channels]

@@ -211,12 +211,7 @@ class BlockManager:
     request is published. `reset_reuse_state` calls `on_reset` when it has freed all reusable blocks."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        config: KvCacheConfig,
-        copy_block: Callable[[int, int], object],
-        *,
-        is_v2: bool = False,
+        self, num_blocks: int, config: KvCacheConfig, copy_block: Callable[[int, int], object], *, is_v2: bool = False
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
         self.publication: ActivePlans | None = None
@@ -312,9 +307,10 @@ class BlockManager:
         sequence.total_blocks = len(sequence.block_ids)
 
     def release(self, request_id: int) -> None:
-        """Drop the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
+        """Drop the sequence or the pins, if there are any: private blocks become free, reusable ones lose a reader."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
+            self._tree.release(self._pins.pop(request_id, []))
             return
         shared = zip(sequence.path, sequence.block_ids, strict=False)
         self._free += [block_id for node, block_id in shared if node.block_id != block_id]
@@ -324,14 +320,10 @@ class BlockManager:
             self.publication.released(request_id)
 
     def pin(self, request_id: int) -> None:
-        """Drop the sequence and free its private blocks, duplicates too; the tree keeps what it reads until `unpin`."""
+        """Release the sequence and its private blocks, duplicates too; pin what it reads until the next `release`."""
         self._pins[request_id] = path = self._sequences[request_id].path
         self._tree.acquire(path)
         self.release(request_id)
-
-    def unpin(self, request_id: int) -> None:
-        """Remove the request's pins, if it has any."""
-        self._tree.release(self._pins.pop(request_id, []))
 
     @property
     def _num_unpromised_blocks(self) -> int:

@@ -166,7 +166,7 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._is_v2, self._holds_saved_blocks = llm_args.is_v2, llm_args.is_v2 or llm_args.is_own
+        self._is_v2 = llm_args.is_v2
         self.replays_decode = not llm_args.is_own
         self._eos_token_ids = runner.eos_token_ids
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor)
@@ -402,7 +402,7 @@ class Executor:
         block_ids = self.block_manager.block_ids(request_id)
         if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
-        elif self._holds_saved_blocks:
+        elif self._is_v2 or self.llm_args.holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
@@ -415,10 +415,7 @@ class Executor:
             self.connector.request_finished(request, [], is_late=True)
         self._late_ends.clear()
         for request in self.connector.get_finished():
-            if self._holds_saved_blocks:
-                self.block_manager.release(request.request_id)
-            else:
-                self.block_manager.unpin(request.request_id)
+            self.block_manager.release(request.request_id)
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""

@@ -53,12 +53,7 @@ class SglangWorker:
     tokens could not be had in any way."""
 
     def __init__(
-        self,
-        engine: EngineSpec,
-        runner: Any,
-        settings: Settings,
-        scheduler: SglangScheduler,
-        requests: Requests,
+        self, engine: EngineSpec, runner: Any, settings: Settings, scheduler: SglangScheduler, requests: Requests
     ) -> None:
         """Take SGLang's pool and hook its runner. Raises ConfigurationError or LayoutError."""
         self._runtime = runtime_for(engine)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.kv_scales import scales_in
 from engine_wrapper.trtllm.hooks import (
-    attention_of,
+    AttentionParts,
+    EngineOptions,
     can_fail_requests,
     find_executor,
     has_forward,
     layers_of,
-    options_of,
     watch_weights,
 )
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.patches import Undo
-    from engine_wrapper.trtllm.hooks import AttentionParts, ExecutorParts
+    from engine_wrapper.trtllm.hooks import ExecutorParts
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
@@ -80,7 +80,7 @@ def attach_to_executor(
             return runtime.refusal or "caches_refused"
         if parts is None:
             return "executor_unknown"
-        if options_of(parts).is_disaggregated:
+        if EngineOptions(parts).is_disaggregated:
             return "disaggregated"  # the engine that receives a request's KV would publish it
         return guard_refusal(parts.manager) or guard_for(parts.manager, runtime.active_plans)
 
@@ -169,10 +169,10 @@ def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFact
 
 def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
     """Return what the executor shows of the engine's options, so that a first run on a new version shows them."""
-    layers, shown = layers_of(parts.decoder), options_of(parts)
+    layers, shown = layers_of(parts.decoder), EngineOptions(parts)
     return {
         "manager": type(parts.manager).__name__,
-        "attention": type(attention_of(layers[0]).backend if layers else None).__name__,
+        "attention": type(AttentionParts(layers[0]).backend if layers else None).__name__,
         "graph_holders": [type(each).__name__ for each in shown.graph_holders],
         "decode_graphs": shown.decode_graphs,
         "overlap": shown.overlaps,
@@ -183,7 +183,7 @@ def facts_shown(parts: ExecutorParts) -> dict[str, Any]:
 def _refused_engine(parts: ExecutorParts) -> str | None:
     if table_for(parts.manager) is None:
         return "cache_manager_unknown"
-    shown = options_of(parts)
+    shown = EngineOptions(parts)
     if shown.has_drafter:
         return "speculative_decoding"
     if shown.reserves_prefixes:
@@ -208,7 +208,7 @@ def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str |
         # TensorRT-LLM has no Granite nor OLMo-2, whose layers would take hidden rows alone.
         if "residual" not in inspect.signature(layer.forward).parameters:
             return "model_layout"
-        refusal = _refused_attention(attention_of(layer), index, facts, ranks)
+        refusal = _refused_attention(AttentionParts(layer), index, facts, ranks)
         if refusal is not None:
             return refusal
     return None
@@ -246,7 +246,7 @@ def scales_of(decoder: Any) -> tuple[float, ...]:
             "kv_scales", f"the engine's decoder, {type(decoder).__name__}, has no layers to read scales of"
         )
     for index, layer in enumerate(layers):
-        attention, owner = attention_of(layer), f"layer {index}"
+        attention, owner = AttentionParts(layer), f"layer {index}"
         names = ("kv_scale_quant_orig", "kv_scale_orig_quant")
         read, written = (scales_in(attention.scale(name), owner, name, heads=1)[0] for name in names)
         if not math.isclose(read * written, 1.0, rel_tol=1e-3):

@@ -54,80 +54,50 @@ class ExecutorParts:
         return dict(getattr(self.manager, "layer_offsets", {}))
 
 
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What a running executor shows of its engine's options. `graph_holders` hold a runner of CUDA graphs, and
-    `decode_graphs` says whether each runs decode steps as graphs."""
+    `decode_graphs` says whether each runs decode steps as graphs.
 
-    is_disaggregated: bool
-    has_drafter: bool
-    reserves_prefixes: bool
-    overlaps: bool
-    graph_holders: list[Any]
-    decode_graphs: list[bool]
-    has_prefill_graphs: bool
-    is_compiled: bool
+    Up to 1.3 the engine holds the graph runner, on main the engine's runner."""
 
-
-def options_of(parts: ExecutorParts) -> EngineOptions:
-    """Return what the executor shows. Up to 1.3 the engine holds the graph runner, on main the engine's runner."""
-    executor, engine, held = parts.executor, parts.model_engine, held_by(parts.model_engine)
-    among = [engine] if "cuda_graph_runner" in held else held.values()
-    holders = [each for each in among if "cuda_graph_runner" in held_by(each)]
-    compiled = [getattr(each, "_torch_compile_backend", None) for each in holders]
-    return EngineOptions(
-        is_disaggregated=getattr(executor, "kv_cache_transceiver", None) is not None,
-        has_drafter=getattr(executor, "drafter", None) is not None,
-        reserves_prefixes=bool(getattr(executor.kv_connector_manager, "prefix_reservations_enabled", False)),
-        overlaps=not getattr(executor, "disable_overlap_scheduler", False),
-        graph_holders=holders,
-        decode_graphs=[bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders],
-        has_prefill_graphs=any(getattr(each, "breakable_cuda_graph_runner", None) is not None for each in holders),
-        is_compiled=any([getattr(engine, "_torch_compile_enabled", False), *compiled]),
-    )
+    def __init__(self, parts: ExecutorParts) -> None:
+        executor, engine, held = parts.executor, parts.model_engine, held_by(parts.model_engine)
+        among = [engine] if "cuda_graph_runner" in held else held.values()
+        self.graph_holders = holders = [each for each in among if "cuda_graph_runner" in held_by(each)]
+        self.decode_graphs = [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders]
+        self.has_prefill_graphs = any(
+            getattr(each, "breakable_cuda_graph_runner", None) is not None for each in holders
+        )
+        compiled = [getattr(each, "_torch_compile_backend", None) for each in holders]
+        self.is_compiled = any([getattr(engine, "_torch_compile_enabled", False), *compiled])
+        self.is_disaggregated = getattr(executor, "kv_cache_transceiver", None) is not None
+        self.has_drafter = getattr(executor, "drafter", None) is not None
+        self.reserves_prefixes = bool(getattr(executor.kv_connector_manager, "prefix_reservations_enabled", False))
+        self.overlaps = not getattr(executor, "disable_overlap_scheduler", False)
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """What the attention module of one layer shows; None for what it lacks.
+    """What the attention module of a layer shows; None for what it lacks.
 
     `layer`: its own index. `sizes`: channels of a head, of all queries and of all keys. `fuses_rope`: its kernel
     rotates. `scaling`: what 1 / sqrt(head_dim) is divided by."""
 
-    backend: Any
-    has_forward: bool
-    is_patched: bool
-    is_latent: bool
-    layer: Any
-    sizes: tuple[Any, ...]
-    fuses_rope: Any
-    is_quantised: bool
-    chunk: Any
-    scaling: Any
-    gates_output: bool
+    def __init__(self, layer: Any) -> None:
+        module = getattr(layer, "self_attn", None)
+        self.backend: Any = getattr(module, "attn", None)
+        self.has_forward, self.is_patched = has_forward(self.backend), "forward" in held_by(self.backend)
+        self.is_latent = type(module).__name__ == "MLA" or hasattr(module, "kv_lora_rank")
+        self.layer: Any = getattr(module, "layer_idx", None)
+        self.sizes = tuple(getattr(module, name, None) for name in ("head_dim", "q_size", "kv_size"))
+        self.fuses_rope: Any = getattr(module, "rope_fusion", None)
+        self.is_quantised = bool(getattr(module, "has_quant_scale", False))
+        self.chunk: Any = getattr(module, "attention_chunk_size", None)
+        self.scaling: Any = scaling_of(module)
+        self.gates_output = bool(getattr(module, "attn_output_gate", None))
 
     def scale(self, name: str) -> Any:
         """Return the scale of stored KV of this name; None if it is missing."""
         return getattr(self.backend, name, None)
-
-
-def attention_of(layer: Any) -> AttentionParts:
-    """Return what the attention of a layer shows."""
-    module = getattr(layer, "self_attn", None)
-    backend = getattr(module, "attn", None)
-    return AttentionParts(
-        backend=backend,
-        has_forward=has_forward(backend),
-        is_patched="forward" in held_by(backend),
-        is_latent=type(module).__name__ == "MLA" or hasattr(module, "kv_lora_rank"),
-        layer=getattr(module, "layer_idx", None),
-        sizes=tuple(getattr(module, name, None) for name in ("head_dim", "q_size", "kv_size")),
-        fuses_rope=getattr(module, "rope_fusion", None),
-        is_quantised=bool(getattr(module, "has_quant_scale", False)),
-        chunk=getattr(module, "attention_chunk_size", None),
-        scaling=scaling_of(module),
-        gates_output=bool(getattr(module, "attn_output_gate", None)),
-    )
 
 
 def scaling_of(module: Any) -> Any:
@@ -145,47 +115,22 @@ def layers_of(decoder: Any) -> list[Any] | None:
     return None if layers is None else list(layers)
 
 
-@dataclass(frozen=True, slots=True)
-class ManagerParts:
-    """A KV cache manager, and what it shows."""
+def shown_by(manager: Any, name: str) -> Any:
+    """Return what some KV cache managers hold or do by this name; None for others."""
+    return getattr(manager, name, None)
 
-    manager: Any
 
-    @property
-    def kind(self) -> str:
-        return type(self.manager).__name__
+def marks_dummies(manager: Any) -> bool:
+    """Return whether the request class that the manager's module imports can mark a request as a dummy."""
+    module = inspect.unwrap(type(manager).free_resources).__globals__
+    return getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None) is not None
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether windows differ by layer."""
-        return bool(getattr(self.manager, "is_vswa", False))
 
-    @property
-    def lends_blocks(self) -> bool:
-        return getattr(self.manager, "_sharing", None) is not None
-
-    @property
-    def keeps_conversations(self) -> bool:
-        return getattr(self.manager, "conversation_manager", None) is not None
-
-    @property
-    def marks_dummies(self) -> bool:
-        """Whether the request class that the manager's module imports can mark a request as a dummy."""
-        module = inspect.unwrap(type(self.manager).free_resources).__globals__
-        return getattr(getattr(module.get("LlmRequest"), "is_dummy_request", None), "fset", None) is not None
-
-    def has(self, method: str) -> bool:
-        return callable(getattr(self.manager, method, None))
-
-    def names_in(self, method: str) -> frozenset[str]:
-        """Return attributes and globals that `method` of its class uses; none if Python has no such method."""
-        function = inspect.unwrap(getattr(type(self.manager), method, None))  # type: ignore[arg-type]
-        code = getattr(function, "__code__", None)
-        return frozenset() if code is None else frozenset(code.co_names)
-
-    def stock(self, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-        """Return its methods of these names, as they are now."""
-        return {name: getattr(self.manager, name) for name in names}
+def names_in(manager: Any, method: str) -> frozenset[str]:
+    """Return attributes and globals that `method` of its class uses; none if Python has no such method."""
+    function = inspect.unwrap(getattr(type(manager), method, None))  # type: ignore[arg-type]
+    code = getattr(function, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 class BatchView:

@@ -14,7 +14,7 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.hooks import BatchView, ManagerParts, guard_publication
+from engine_wrapper.trtllm.hooks import BatchView, guard_publication, marks_dummies, names_in, shown_by
 
 if TYPE_CHECKING:
     from engine_wrapper.patches import Undo
@@ -46,22 +46,22 @@ def guard_refusal(manager: Any) -> str | None:
     lends blocks to others; conversation_manager: V2 keeps conversations.
 
     Facts: pull request 18711 (commits of decode tokens)."""
-    parts = ManagerParts(manager)
-    if parts.kind not in _GUARDS:
+    kind = type(manager).__name__
+    if kind not in _GUARDS:
         return "cache_manager_unknown"
-    if parts.has_windows:
+    if shown_by(manager, "is_vswa"):
         return "sliding_window"
-    calls = _V1_CALLS if parts.kind == "KVCacheManager" else _V2_CALLS
-    if any(method in vars(manager) or not wanted <= parts.names_in(method) for method, wanted in calls.items()):
+    calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
+    if any(method in vars(manager) or not wanted <= names_in(manager, method) for method, wanted in calls.items()):
         return "publication_unknown"
-    if parts.kind == "KVCacheManager":
-        is_known = parts.names_in("free_resources") <= _V1_RELEASE and parts.marks_dummies
+    if kind == "KVCacheManager":
+        is_known = names_in(manager, "free_resources") <= _V1_RELEASE and marks_dummies(manager)
         return None if is_known else "publication_unknown"
-    if any("commit" in parts.names_in(method) for method in _V2_SILENT):
+    if any("commit" in names_in(manager, method) for method in _V2_SILENT):
         return "publication_unknown"
-    if parts.lends_blocks:
+    if shown_by(manager, "_sharing") is not None:
         return "kv_lending"
-    return "conversation_manager" if parts.keeps_conversations else None
+    return None if shown_by(manager, "conversation_manager") is None else "conversation_manager"
 
 
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
@@ -76,7 +76,7 @@ class ManagerGuard:
 
     def __init__(self, manager: Any, plans: ActivePlans) -> None:
         self._manager, self._plans = manager, plans
-        self._stock = ManagerParts(manager).stock(self.names)
+        self._stock = {name: getattr(manager, name) for name in self.names}
         self._undo: Undo = lambda: None
 
     def install(self) -> None:

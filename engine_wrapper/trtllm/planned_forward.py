@@ -25,7 +25,7 @@ import torch
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, difference, differences, raise_difference
-from engine_wrapper.trtllm.hooks import ManagerParts, hook_decoder, hooked_layers
+from engine_wrapper.trtllm.hooks import hook_decoder, hooked_layers, shown_by
 from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
 from kernels.layout import pool_view
 from semblend_trt.errors import LayoutError
@@ -52,10 +52,10 @@ BlockTable = Callable[[Sequence[int]], list[list[int]]]
 
 def table_for(manager: Any) -> BlockTable | None:
     """Return the table of a cache manager; None for one that is neither V1 nor V2, or lacks the method."""
-    parts = ManagerParts(manager)
-    if parts.kind == "KVCacheManager" and parts.has("get_batch_cache_indices"):
+    kind = type(manager).__name__
+    if kind == "KVCacheManager" and callable(shown_by(manager, "get_batch_cache_indices")):
         return lambda ids: [list(map(int, own)) for own in manager.get_batch_cache_indices(list(ids))]
-    if parts.kind != "KVCacheManagerV2" or not parts.has("get_page_indices_by_layer_group"):
+    if kind != "KVCacheManagerV2" or not callable(shown_by(manager, "get_page_indices_by_layer_group")):
         return None
 
     def rows(request_id: int) -> list[int]:

@@ -50,11 +50,9 @@ class Engines:
         """An engine with the connector of `module`, or with none. Options in capitals are its settings."""
         settings = {"AUDIT_PATH": self.audit} | {name: options.pop(name) for name in list(options) if name.isupper()}
         with mock.patch.dict(os.environ, {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}):
-            llm = LLM(
-                kv_connector_config=None if module is None else KvCacheConnectorConfig.ours(module),
-                kv_cache_config=KvCacheConfig(**CACHE | (cache or {})),
-                **self._model | options,
-            )
+            connector = None if module is None else KvCacheConnectorConfig.ours(module)
+            fields = {"kv_connector_config": connector, "kv_cache_config": KvCacheConfig(**CACHE | (cache or {}))}
+            llm = LLM(**fields | self._model | options)
         self.built.append(llm)
         return llm
 

@@ -77,10 +77,10 @@ class Bench:
         blocks = pool_view(self.pool, self.geometry)[list(self._blocks[request_id - 1])]
         return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :end].clone()
 
-    def place(self, request_id, kv, start, end):
-        """Writes positions start..end-1 of `kv` into the request's blocks."""
+    def place(self, request_id, kv, *spans):
+        """Writes the positions of `kv` in these spans, (start, end), into the request's blocks."""
         view = pool_view(self.pool, self.geometry)
-        for position in range(start, end):
+        for position in (each for span in spans for each in range(*span)):
             block = self._blocks[request_id - 1][position // BLOCK_SIZE]
             view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
 

@@ -15,9 +15,6 @@ LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
 # Pieces of a document that is cut where a chunk ends are short.
 SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
 IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
-with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
-with_chunks = pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
-with_either = pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=CHECK_LAYER)
@@ -67,13 +64,13 @@ def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request
         assert_same(output, serve(cold, prompt))
 
 
-@with_either
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indirect=True)
 def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(shifted, profile):
     _, output = shifted(PROFILE=profile(check=ProfileCheck(layer=1, threshold=1.0)), **SHORT)
     assert (output.reused_tokens, output.reuse_reason) == (0, "profile_check_layer")
 
 
-@with_windows
+@pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -133,7 +130,7 @@ def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lo
     assert_same(output, cold)
 
 
-@with_chunks
+@pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
 def test_blocks_that_do_not_divide_a_chunk_are_refused(engine):
     with pytest.raises(ConfigurationError, match=r"tokens_per_block 48 does not divide the chunks of 64 tokens"):
         engine(cache={"tokens_per_block": 48})

@@ -44,9 +44,8 @@ def place_donor(bench, plan):
     tokens = tuple(plan.prompt_token_ids.tolist())
     logits, kv = bench.cold(tokens, plan.request_id)
     other = bench.cold(tokens_of(LENGTH, seed=50), plan.request_id)[1]
-    for start, end in SPANS:
-        bench.place(plan.request_id, kv, start, end)
-        bench.place(plan.request_id, other, start + 2, start + 7)
+    bench.place(plan.request_id, kv, *SPANS)
+    bench.place(plan.request_id, other, *((start + 2, start + 7) for start, _ in SPANS))
     return logits[plan.prefix_end :]
 
 
@@ -78,10 +77,7 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, t
 SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
-@pytest.mark.promise(
-    "engines",
-    "What is computed before a sample is read changes nothing where the sample fails",
-)
+@pytest.mark.promise("engines", "What is computed before a sample is read changes nothing where the sample fails")
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)
@@ -94,8 +90,7 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan,
     for rows in (0, 512):
         monkeypatch.setattr("engine_wrapper.batch.MAX_SPECULATIVE_ROWS", rows)
         bench.clear()
-        for start, end in SPANS:
-            bench.place(1, kv, start, end)
+        bench.place(1, kv, *SPANS)
         logits = bench.run(bench.planned(plan), bystander)
         assert close(logits[0], wanted[plan.prefix_end :])
         assert bench.forwards == (2 if rows and deviates else 1)
@@ -117,8 +112,7 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
         plan = make_plan(tokens, SPANS, check=check)
         for max_rows in (None, MAX_ROWS):
             bench.clear()
-            for start, end in SPANS:
-                bench.place(1, kv, start, end)
+            bench.place(1, kv, *SPANS)
             (logits,) = bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=keys_per_row)
             assert close(logits, wanted[plan.prefix_end :])
             found.append((logits, bench.evidence))

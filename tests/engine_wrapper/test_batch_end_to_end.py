@@ -20,8 +20,7 @@ def rows(monkeypatch):
 
 
 @pytest.mark.promise(
-    "engines",
-    "A plan that computes more than `max_num_tokens` runs in several forwards, with the same result",
+    "engines", "A plan that computes more than `max_num_tokens` runs in several forwards, with the same result"
 )
 @pytest.mark.parametrize(
     ("policy", "prompts", "options"),

@@ -23,6 +23,7 @@ from tests.builders.engine import text
 from tests.builders.shards import keep_shard
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
+from tests.engine_wrapper.watching import failing
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -303,13 +304,8 @@ def test_ranks_execute_one_plan_together(tiny_qwen2_path, service_of, tmp_path, 
     assert report.reused_tokens == 90 if policy == "position_fix" else 0 < report.reused_tokens < 90
 
 
-def fails(*_arguments, **_options):
-    raise RuntimeError("this rank fails in its test")
-
-
 @pytest.mark.promise(
-    "engines",
-    "A donor is found only where every rank holds it; a load that fails on one is used on none",
+    "engines", "A donor is found only where every rank holds it; a load that fails on one is used on none"
 )
 @pytest.mark.promise("donors", "Engines of several ranks keep nothing on disk, which is counted")
 @pytest.mark.parametrize("step", ["save", "load"])
@@ -325,10 +321,10 @@ def test_what_one_rank_cannot_save_or_load_is_used_on_none(tiny_qwen2_path, tmp_
         events = [each.kind.value for each in worker._runtime.offload_events]
         service.serve(LlmRequest(1, text(2, 80)))  # proves that plans can run
         if is_last and step == "save":
-            worker.store.host.writing = fails
+            failing(monkeypatch, worker.store.host, "writing", RuntimeError, once=False)
         service.serve(LlmRequest(2, [*text(3, 10), *document, *text(4, 5)]))
         if is_last and step == "load":
-            worker.loader._prepare = fails
+            failing(monkeypatch, worker.loader, "_prepare", RuntimeError, once=False)
         is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
         report = service.report(3)
         return (is_right, report.reused_tokens, report.reason), "disk_unavailable" in events

@@ -161,8 +161,7 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
 
 
 @pytest.mark.promise(
-    "engines",
-    "Where a sample finds most of a plan suspect, the windows that it has let pass are checked as well",
+    "engines", "Where a sample finds most of a plan suspect, the windows that it has let pass are checked as well"
 )
 def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well():
     spans, check = [32] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)

@@ -106,7 +106,7 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     bench = Bench(load(tiny_model_paths[family]), kv_dtype=FP8)
     tokens = tokens_of(60)
     logits, kv = bench.cold(tokens)
-    bench.place(1, kv, 5, 45)
+    bench.place(1, kv, (5, 45))
     check = SpanCheck(layer, 0.0, sample_every=every)
     output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check)))[0]
     (evidence,) = bench.evidence
@@ -115,7 +115,7 @@ def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_pla
     assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
 
 
-GROUPS, TOKENS = 3, 700
+GROUPS = 3
 
 
 def answers(llm, cases):

@@ -187,11 +187,8 @@ class Walk:
 )
 def test_every_layer_computes_what_the_checks_leave(drawn, keys_per_row, max_rows, make_plan):
     """In one forward or in several of at most `max_rows` rows, in which rows may run their lowest layers again."""
-    slices, walk, found = (
-        [drawn_slice(each, number, make_plan) for number, each in enumerate(drawn, 1)],
-        Walk(drawn),
-        [],
-    )
+    slices = [drawn_slice(each, number, make_plan) for number, each in enumerate(drawn, 1)]
+    walk, found = Walk(drawn), []
     works = works_of(slices, NUM_LAYERS, keys_per_row)
     forward = EngineForward(KvGeometry(NUM_LAYERS, 1, 2, BLOCK_SIZE), Ranks(), walk.run, walk.lowest, max_rows)
     outputs = forward.hidden(works, torch.device("cpu"), found.append).tolist()

@@ -6,9 +6,8 @@ import torch
 from engine_wrapper.embedded.llm import SamplingParams
 from tests.builders import engine as serving
 from tests.builders.engine import DOCUMENT, DONOR, QUESTION, SHIFTED, assert_same, serve, teach, text, token_ids
+from tests.engine_wrapper.watching import failing
 
-NUM_LAYERS = 3
-BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 SECOND_DOCUMENT = text(11, 150)
 
 pytestmark = pytest.mark.usefixtures("position_fix")
@@ -58,8 +57,7 @@ def test_fully_covered_prompt_leaves_one_token(taught):
 
 
 @pytest.mark.promise(
-    "reuse",
-    "Requests with different salts, or one with and one without, never see each other's donors",
+    "reuse", "Requests with different salts, or one with and one without, never see each other's donors"
 )
 @pytest.mark.known_defect(21)
 @pytest.mark.parametrize(("donor_salt", "target_salt"), [("a", "b"), ("a", None), (None, "a")])
@@ -99,8 +97,7 @@ def test_batch_equals_single_runs(engine):
 
 
 @pytest.mark.promise(
-    "reuse",
-    "An engine with the wrapper reuses any run of equal tokens, and computes what lies between",
+    "reuse", "An engine with the wrapper reuses any run of equal tokens, and computes what lies between"
 )
 @pytest.mark.known_defect(28)
 def test_spans_of_two_donors_with_holes_between(taught):
@@ -150,11 +147,8 @@ def test_every_request_ends_in_exactly_one_outcome(engine):
 @pytest.mark.promise("reuse", "No error of ours reaches the engine")
 @pytest.mark.parametrize("step", ["plan", "intend", "begin_save"])
 def test_an_error_of_the_scheduler_reaches_no_engine_and_leaks_no_lease(taught, monkeypatch, step):
-    def broken(*_arguments, **_options):
-        raise RuntimeError("injected")
-
     lookup = taught.connector_scheduler._lookup
-    monkeypatch.setattr(lookup.donors if step == "begin_save" else lookup.planner, step, broken)
+    failing(monkeypatch, lookup.donors if step == "begin_save" else lookup.planner, step, RuntimeError, once=False)
     output = serve(taught, SHIFTED)
     assert taught.connector_scheduler.donor_index.catalog.stats().leases == 0
     if step == "plan":

@@ -24,8 +24,7 @@ def counted():
 
 
 @pytest.mark.promise(
-    "policies",
-    "Without a profile, or with one that does not hold, only identical text from position 0 is reused",
+    "policies", "Without a profile, or with one that does not hold, only identical text from position 0 is reused"
 )
 @pytest.mark.parametrize(
     ("module", "change", "reason"),
@@ -66,8 +65,7 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
 
 @pytest.mark.promise("commands", "Every answer has a receipt, in...")
 @pytest.mark.promise(
-    "commands",
-    "The audit log says of every request what the metrics count; a log that fails costs no request",
+    "commands", "The audit log says of every request what the metrics count; a log that fails costs no request"
 )
 @pytest.mark.parametrize(
     ("variables", "check", "figures"),

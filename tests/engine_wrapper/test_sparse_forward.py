@@ -1,6 +1,5 @@
 """The sparse forward equals Hugging Face's own wherever nothing approximate is used."""
 
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -56,11 +55,11 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     """The engine's prefix of 8, an exact span up to 24, and behind it a span that a check finds to deviate in one."""
     tokens = tokens_of(60)
     logits, own = bench.cold(tokens)
-    bench.place(1, own, 0, 24)
+    bench.place(1, own, (0, 24))
     exact, donor = bench.kv(1, 24), own.clone()
     if "check" in terms:
         donor[:, :, :, 33] *= 2
-    bench.place(1, donor, 26, 48)
+    bench.place(1, donor, (26, 48))
     plan = make_plan(tokens, [(8, 24), (26, 48)], num_computed=8, exact={0}, **terms)
     assert close(bench.run(bench.planned(plan))[0], logits[48:])
     assert torch.equal(bench.kv(1, 24), exact)
@@ -69,24 +68,16 @@ def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     ]
 
 
-@contextmanager
-def rows_by_layer(model, part=""):
-    """Counts the rows that really enter each of the model's own layers, or this part of them."""
+def rows_by_layer(model, part):
+    """Counts the rows that really enter each of the model's own layers from now on, or this part of them."""
     counts = [0] * NUM_LAYERS
+    for index, layer in enumerate(model.model.layers):
 
-    def counting(layer):
-        def hook(module, args):
-            counts[layer] += args[0].shape[1]
+        def count(_, args, index=index):
+            counts[index] += args[0].shape[1]
 
-        return hook
-
-    parts = [layer.get_submodule(part) for layer in model.model.layers]
-    handles = [module.register_forward_pre_hook(counting(index)) for index, module in enumerate(parts)]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
+        layer.get_submodule(part).register_forward_pre_hook(count)
+    return counts
 
 
 @pytest.mark.promise(
@@ -102,15 +93,14 @@ def rows_by_layer(model, part=""):
 def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, family, part):
     """Nor are they routed to experts."""
     tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]))
-    bench.place(1, bench.cold(tokens)[1], 5, 40)
-    with rows_by_layer(bench.model, part) as counts:
-        bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary)))
+    bench.place(1, bench.cold(tokens)[1], (5, 40))
+    counts = rows_by_layer(bench.model, part)
+    bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary)))
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
 @pytest.mark.promise(
-    "policies",
-    "`verified` runs the lowest layers on all tokens and computes tokens that deviate in all layers",
+    "policies", "`verified` runs the lowest layers on all tokens and computes tokens that deviate in all layers"
 )
 @pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
@@ -121,7 +111,7 @@ def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, la
     donor = own.clone()
     donor[layer, kind, :, planted] *= 3
     donor[layer + 1 :, :, :, planted] = float("nan")
-    bench.place(1, donor, 5, 45)
+    bench.place(1, donor, (5, 45))
     plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(layer, 0.1))
     assert close(bench.run(bench.planned(plan))[0], logits[45:])
     assert close(bench.kv(1, 60), own[:, :, :, :60])

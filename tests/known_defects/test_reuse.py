@@ -34,8 +34,7 @@ def copied(monkeypatch):
 
 @pytest.mark.promise("reuse", "A document is found from token ids alone, wherever it is in prompt and donor")
 @pytest.mark.promise(
-    "reuse",
-    "A stock engine reuses identical text from position 0 only, and copies nothing that it cannot use",
+    "reuse", "A stock engine reuses identical text from position 0 only, and copies nothing that it cannot use"
 )
 @pytest.mark.known_defect(1, 2)
 @pytest.mark.parametrize(("module", "reused"), [("engine_wrapper.connector", 200), (STOCK, 0)])

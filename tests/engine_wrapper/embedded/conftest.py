@@ -1,26 +1,19 @@
 """A connector that records every call, engines to run it in, and helpers of their tests."""
 
-import random
-import threading
 from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.llm import KvCacheConnectorConfig, SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from tests.builders.engine import evict_prefixes
+from tests.engine_wrapper.watching import failing
 
 BLOCK = 8
 LAYERS = 3
 TWO = SamplingParams(max_tokens=2, ignore_eos=True)
 SIX = SamplingParams(max_tokens=6, ignore_eos=True)
-
-
-def prompt(length, seed=0):
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
 
 
 def answers(outputs):
@@ -35,29 +28,10 @@ def teach(llm, tokens, **options):
 
 @contextmanager
 def fails_once(owner, name):
-    sound, calls = getattr(owner, name), []
-
-    def broken(*arguments):
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise RuntimeError("injected")
-        return sound(*arguments)
-
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(owner, name, broken)
+        has_failed = failing(patches, owner, name, RuntimeError, once=True)
         yield
-    assert calls
-
-
-@contextmanager
-def saves_wait(llm):
-    opened = threading.Event()
-    llm.connector_worker.saver._thread.submit(opened.wait)
-    try:
-        yield
-    finally:
-        opened.set()
-        llm.connector_worker.saver.drain()
+    assert has_failed()
 
 
 class Calls(list):
@@ -102,34 +76,24 @@ RecordingWorker = recording(
 RecordingWorker.register_forward_pass_callable = lambda self: lambda: _calls[id(self._llm_args)].append(("after",))
 
 
-@pytest.fixture(scope="session")
-def runner(tiny_qwen2_path):
-    return ModelRunner(tiny_qwen2_path, device="cpu")
-
-
 @pytest.fixture
-def make_llm(tiny_qwen2_path, runner):
-    engines = []
-
-    def make(scheduler=None, worker="RecordingWorker", *, module=__name__, cache=None, **fields):
-        if scheduler is not None:
-            fields["kv_connector_config"] = KvCacheConnectorConfig(
-                connector_module=module, connector_scheduler_class=scheduler, connector_worker_class=worker
-            )
-        fields["kv_cache_config"] = KvCacheConfig(**({"tokens_per_block": BLOCK, "max_tokens": 1024} | (cache or {})))
-        engines.append(LLM(model=tiny_qwen2_path, runner=runner, **fields))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
-    _calls.clear()
+def make_llm(engine):
+    """Builds engines with small blocks, by default without a connector."""
+    small = {"tokens_per_block": BLOCK, "max_tokens": 1024}
+    return lambda module=None, cache=None, **options: engine(module, small | (cache or {}), **options)
 
 
 @pytest.fixture
 def make_recorded_llm(make_llm):
-    def make(**fields):
-        llm = make_llm("RecordingScheduler", **fields)
+    _calls.clear()
+    recording = KvCacheConnectorConfig(
+        connector_module=__name__,
+        connector_scheduler_class="RecordingScheduler",
+        connector_worker_class="RecordingWorker",
+    )
+
+    def make(contract="embedded", **options):
+        llm = make_llm(kv_connector_config=recording, contract=contract, **options)
         return llm, _calls[id(llm.llm_args)]
 
     return make

@@ -88,7 +88,7 @@ class PatternRunner(ModelRunner):
 
     def check(self, block_ids, begin, numbers, moved):
         """Compares the rows from position `begin` on; of moved keys, which were rotated, only their length."""
-        self._compare(self._at(block_ids, begin, begin + len(numbers)), numbers, moved)
+        self._compare(self.view[self._places(block_ids, begin, len(numbers))], numbers, moved)
 
     def check_donor(self, donor_id, kv):
         """Compares a donor's KV, [layers, 2, kv_heads, tokens, head_dim], with what its request's own rows held."""
@@ -152,15 +152,12 @@ class PatternRunner(ModelRunner):
     def _request_of(self, donor_id):
         return self.requests[int(donor_id.rsplit("-", 1)[1])]
 
-    def _at(self, block_ids, begin, end):
-        """[positions, layers, 2, kv_heads, head_dim]."""
-        positions = torch.arange(begin, end)
+    def _places(self, block_ids, begin, count):
+        """Where in `view` rows are, [positions, layers, 2, kv_heads, head_dim]."""
+        positions, every = torch.arange(begin, begin + count), slice(None)
         blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
-        return self.view[blocks, :, :, :, positions % self._block_size]
+        return blocks, every, every, every, positions % self._block_size
 
     def _write(self, block_ids, begin, numbers):
-        positions = torch.arange(begin, begin + len(numbers))
-        blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
         values = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1, 1)
-        shape = (len(numbers), *self.view.shape[1:4], self.view.shape[5])
-        self.view[blocks, :, :, :, positions % self._block_size] = values.expand(shape)
+        self.view[self._places(block_ids, begin, len(numbers))] = values

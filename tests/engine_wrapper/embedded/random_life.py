@@ -104,9 +104,17 @@ def random_life(case, folder):
 
 
 class SaverGate:
+    """Has the thread that saves wait from `close` to `open`, or within it."""
+
     def __init__(self, worker):
         self._worker = worker
         self._opened = None
+
+    def __enter__(self):
+        self.close()
+
+    def __exit__(self, *_):
+        self.open()
 
     def close(self):
         if self._opened is None:

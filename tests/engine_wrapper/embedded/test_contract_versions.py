@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 
 from semblend_trt.errors import SemBlendError
-from tests.builders.engine import published_nodes
+from tests.builders.engine import published_nodes, text
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
@@ -17,20 +17,15 @@ FIELDS = {
 V1_CONTRACTS, ALL = ["1.2", "embedded"], ["1.2", "1.4", "embedded"]
 
 
-@pytest.fixture
-def make_engine(make_recorded_llm):
-    return lambda contract, **fields: make_recorded_llm(contract=contract, **fields)
-
-
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
-def test_calls_and_their_order(make_engine, contract):
-    llm, calls = make_engine(contract)
+def test_calls_and_their_order(make_recorded_llm, contract):
+    llm, calls = make_recorded_llm(contract)
     registered = "register_kv_cache_layout" if contract == "1.4" else "register_kv_caches"
     waits = ["wait_for_initialization"] if contract != "1.2" else []
     assert calls.names() == [registered, *waits]
     calls.clear()
-    llm.generate([prompt(5)], TWO)
+    llm.generate([text(0, 5)], TWO)
     layers = ["wait_for_layer_load", "save_kv_layer"] * conftest.LAYERS
     begin, end = ["build_connector_meta", "start_load_kv"], ["after", "wait_for_save"]
     replayed = [] if contract in FIELDS else layers  # no hook of a layer runs in a replayed step
@@ -44,9 +39,9 @@ def test_calls_and_their_order(make_engine, contract):
 
 @pytest.mark.promise("engines", "The connector keeps to the contract...")
 @pytest.mark.parametrize("contract", ALL)
-def test_fields_of_a_scheduled_request(make_engine, contract):
-    llm, calls = make_engine(contract)
-    llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
+def test_fields_of_a_scheduled_request(make_recorded_llm, contract):
+    llm, calls = make_recorded_llm(contract)
+    llm.generate([text(0, 2 * BLOCK + 3)], TWO, cache_salt="s")
     output = calls.of("build_connector_meta")[0][0]
     (data,) = output.new_requests
     assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["1.4"])
@@ -57,9 +52,9 @@ def test_fields_of_a_scheduled_request(make_engine, contract):
     assert (getattr(data, "block_hashes", []), getattr(data, "cache_salt", "s")) == ([], "s")
 
 
-def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine):
-    llm, calls = make_engine("1.2")
-    llm.generate([prompt(5)], TWO, cache_salt="s")
+def test_v1_asks_with_another_object_of_bound_attributes_only(make_recorded_llm):
+    llm, calls = make_recorded_llm("1.2")
+    llm.generate([text(0, 5)], TWO, cache_salt="s")
     ((asked, _),) = calls.of("get_num_new_matched_tokens")
     assert asked.is_generation_only_request is False  # a property, not a method
     assert not any(hasattr(asked, name) for name in ("py_request_id", "sampling_params"))
@@ -82,17 +77,17 @@ def cut_short(llm, tokens, how):
 
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "times"), [("1.2", 0), ("1.4", 0), ("embedded", 1)])
-def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
-    llm, calls = make_engine(contract)
-    cut_short(llm, prompt(9), how)
+def test_a_request_cut_short_is_told_or_just_disappears(make_recorded_llm, contract, times, how):
+    llm, calls = make_recorded_llm(contract)
+    cut_short(llm, text(0, 9), how)
     assert len([name for name in calls.names() if "finished" in name and name != "get_finished"]) == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
 @pytest.mark.parametrize(("contract", "where"), [("1.2", "forward"), ("1.4", "forward"), ("1.4", "wait_for_save")])
-def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
-    llm, calls = make_engine(contract, max_batch_size=2)
-    streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
+def test_a_forward_that_fails_ends_the_running_requests(make_recorded_llm, cold, contract, where):
+    llm, calls = make_recorded_llm(contract, max_batch_size=2)
+    streams = [llm.generate_async(text(seed, 20), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
     published = len(list(published_nodes(llm.block_manager)))
@@ -106,17 +101,17 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert not {"wait_for_save", "request_finished", "request_finished_by_layer_group"} & set(calls.names())
     assert len(list(published_nodes(llm.block_manager))) == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
+    assert [list(streams[2])[-1].outputs[0].token_ids] == cold([text(2, 20)])
 
 
 @pytest.mark.parametrize(
     ("contract", "where"),
     [("embedded", "forward"), ("1.4", "forward"), *((each, "start_load_kv") for each in (*V1_CONTRACTS, "1.4"))],
 )
-def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(make_engine, contract, where):
-    llm, _ = make_engine(contract, disable_overlap_scheduler=False)
+def test_a_load_that_fails_or_a_forward_that_is_not_survived_ends_the_engine(make_recorded_llm, contract, where):
+    llm, _ = make_recorded_llm(contract, disable_overlap_scheduler=False)
     owner = llm.executor.model_runner if where == "forward" else llm.connector_worker
     with conftest.fails_once(owner, where), pytest.raises(RuntimeError, match="injected"):
-        llm.generate([prompt(9)], TWO)
+        llm.generate([text(0, 9)], TWO)
     with pytest.raises(SemBlendError, match="this engine has stopped"):
-        llm.generate([prompt(9)], TWO)
+        llm.generate([text(0, 9)], TWO)

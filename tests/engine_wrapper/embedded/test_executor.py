@@ -5,18 +5,18 @@ import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from tests.builders.engine import token_ids, unfinished
-from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, prompt
+from tests.builders.engine import text, token_ids, unfinished
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO
 
 
 def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
     llm, _ = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
     llm.connector_scheduler.request_finished = lambda *_: True
-    llm.generate([prompt(20)], TWO)
+    llm.generate([text(0, 20)], TWO)
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.settle()
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
-        llm.generate([prompt(20, 1)], TWO)
+        llm.generate([text(1, 20)], TWO)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
 def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
     llm, calls = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks
-    running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
+    running, chunked = llm.generate_async(text(0, 20), SIX), llm.generate_async(text(1, 40), SIX)
     next(running)
-    waiting = llm.generate_async(prompt(9, 2), SIX)
+    waiting = llm.generate_async(text(2, 9), SIX)
     assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
     assert llm.block_manager.num_free_blocks == free
     assert [request.request_id for request, _ in calls.of("request_finished")] == [1, 2]
@@ -53,7 +53,7 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     with torch.no_grad():
         poisoned.model.model.embed_tokens.weight[7] = float("nan")
     llm = make_llm(cache={"max_tokens": 9 * BLOCK})
-    clean = [token for token in prompt(30) if token != 7]
+    clean = [token for token in text(0, 30) if token != 7]
     (cold,) = llm.generate([clean], SIX)
     llm = type(llm)(model=tiny_qwen2_path, runner=poisoned, kv_cache_config=llm.llm_args.kv_cache_config.model_copy())
     free = llm.block_manager.num_free_blocks
@@ -65,7 +65,7 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     assert (token_ids(good), llm.block_manager.num_free_blocks) == (token_ids(cold), free)
     assert llm.generate([poisoned_prompt], SIX)[0].cached_tokens == 0
     for seed in range(4):  # the poisoned block comes round again
-        again = [token for token in prompt(30 + seed, seed) if token != 7]
+        again = [token for token in text(seed, 30 + seed) if token != 7]
         assert llm.generate([again], SIX)[0].outputs[0].finish_reason == "length"
     llm.shutdown()
 
@@ -73,9 +73,9 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
 @pytest.mark.promise("donors", "In the embedded engine a document waits while a request waits or runs")
 def test_a_document_waits_while_a_request_waits_or_runs(make_llm):
     llm = make_llm(max_batch_size=2)
-    document = llm.generate_async(prompt(9), TWO, priority=1)
-    another = llm.generate_async(prompt(9, 1), TWO, priority=1)
-    requests = [llm.generate_async(prompt(9, seed), SIX, streaming=False) for seed in (2, 3, 4)]
+    document = llm.generate_async(text(0, 9), TWO, priority=1)
+    another = llm.generate_async(text(1, 9), TWO, priority=1)
+    requests = [llm.generate_async(text(seed, 9), SIX, streaming=False) for seed in (2, 3, 4)]
     llm.run_until(document.has_news)
     assert all(each.has_news() for each in requests)
     llm.executor.step()

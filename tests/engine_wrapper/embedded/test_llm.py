@@ -109,20 +109,20 @@ def test_what_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, argum
         ({"kv_connector_config": {"connector_module": "x"}}, "connector_scheduler_class: Field required"),
     ],
 )
-def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields, message):
+def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, tiny_runner, fields, message):
     with pytest.raises((ConfigurationError, CapacityError), match=message) as caught:
-        LLM(**{"model": tiny_qwen2_path, "runner": runner, **fields})
+        LLM(**{"model": tiny_qwen2_path, "runner": tiny_runner, **fields})
     assert "\n" not in str(caught.value)
 
 
-def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen2_path, tmp_path):
+def test_a_runner_of_another_model_is_refused(tiny_runner, tiny_llama_path, tiny_qwen2_path, tmp_path):
     copy = shutil.copytree(tiny_qwen2_path, tmp_path / tiny_qwen2_path.name)
     for other in (tiny_llama_path, copy):
         with pytest.raises(ConfigurationError, match="and the runner holds"):
-            LLM(model=other, runner=runner)
+            LLM(model=other, runner=tiny_runner)
     link = tmp_path / "link"
     link.symlink_to(tiny_qwen2_path)
-    LLM(model=link, runner=runner).shutdown()
+    LLM(model=link, runner=tiny_runner).shutdown()
 
 
 def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_path):

@@ -10,28 +10,22 @@ from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS, RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.embedded.conftest import TWO, prompt, saves_wait, teach
+from tests.builders.engine import text
+from tests.engine_wrapper.embedded.conftest import TWO, teach
+from tests.engine_wrapper.embedded.random_life import SaverGate
 
 PROMPT = list(range(100))
-NAMES = "SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"
+STOCK = "semblend_trt.connector"
 
 
 @pytest.fixture
-def llm(make_llm, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    return make_llm(*NAMES, module="semblend_trt.connector")
+def llm(make_llm):
+    return make_llm(STOCK, POLICY="exact")
 
 
 def bare(request_id=77, **attributes):
     values = {"prompt_len": len(PROMPT), "get_tokens": lambda beam=0: PROMPT, "max_new_tokens": 4}
     return SimpleNamespace(request_id=request_id, **{"cache_salt": None, "lora_task_id": None} | values | attributes)
-
-
-def serves_on(llm):
-    outputs = llm.generate([PROMPT], TWO)
-    llm.settle()
-    assert outputs[0].outputs[0].finish_reason == "length"
-    return True
 
 
 @pytest.mark.parametrize("salt", [b"bytes", "x" * 5_000_000, "\ud800", 3.5, True, 7, ["a"], {"a": 1}])
@@ -40,7 +34,8 @@ def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
     assert scheduler.get_num_new_matched_tokens(bare(cache_salt=salt), 0) == (0, False)
     assert scheduler.request_finished(bare(), []) is False
     assert scheduler.reuse_of(bare().request_id).reason == "salt_invalid"
-    assert serves_on(llm)
+    assert llm.generate([PROMPT], TWO)[0].outputs[0].finish_reason == "length"
+    llm.settle()
 
 
 @pytest.mark.known_defect(25)
@@ -139,11 +134,10 @@ class Engine:
 
 
 @pytest.fixture
-def wrapped(make_llm, monkeypatch):
+def wrapped(make_llm):
     """An engine whose wrapper computes what cannot be loaded, so that nothing has to raise."""
-    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "16")
-    return make_llm(*NAMES, module="engine_wrapper.connector", cache={"max_tokens": POOL_BLOCKS * BLOCK})
+    settings = {"POLICY": "position_fix", "MIN_SPAN": 16}
+    return make_llm("engine_wrapper.connector", {"max_tokens": POOL_BLOCKS * BLOCK}, **settings)
 
 
 @pytest.mark.promise("reuse", "No error of ours reaches the...")
@@ -224,7 +218,7 @@ def used_again(engine, request_id):
 @pytest.mark.parametrize("is_handed_in", [False, True])
 def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_handed_in):
     engine, runtime = with_donor(llm)
-    with saves_wait(llm):
+    with SaverGate(llm.connector_worker):
         engine.serve(1001, PROMPT[::-1])
         if is_handed_in:
             engine.poll([1001])
@@ -235,7 +229,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
     engine.end_all()
     stats = engine.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.saving, engine.saving, engine.scheduler.donor_index._saving) == (2, 0, set(), {})
-    engine.serve(1001, prompt(100, 5))
+    engine.serve(1001, text(5, 100))
     assert engine.scheduler.reuse_of(1001).reason == "no_donor_match"
     engine.end_all()
     assert engine.scheduler.donor_index.catalog.stats().ready == 3
@@ -244,10 +238,10 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
 
 @pytest.mark.promise("donors", "An id that is used again...")
 def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
-    engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
+    engine, runtime = with_donor(make_llm(STOCK, contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
-        engine.serve(request_id, prompt(100, request_id), blocks)
-    with saves_wait(engine.llm):
+        engine.serve(request_id, text(request_id, 100), blocks)
+    with SaverGate(engine.worker):
         engine.poll([1001, 1002])
     engine.poll([])
     assert list(runtime.ended_saves) == [1002]

@@ -5,24 +5,19 @@ import pytest
 from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
-from tests.builders.engine import evict_prefixes
+from tests.builders.engine import evict_prefixes, text
 from tests.engine_wrapper.embedded import conftest
-from tests.engine_wrapper.embedded.conftest import BLOCK, LAYERS, SIX, TWO, answers, prompt, saves_wait, teach
+from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, teach
+from tests.engine_wrapper.embedded.random_life import SaverGate
 from tests.engine_wrapper.embedded.test_contract_versions import ALL, FIELDS
 
 MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
-SHARED = prompt(150)
+SHARED = text(0, 150)
 
 
 @pytest.fixture
-def make_ours(make_llm, monkeypatch):
-    def make(contract, module="semblend_trt.connector", policy="exact", **fields):
-        monkeypatch.setenv("SEMBLEND_POLICY", policy)
-        monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
-        names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-        return make_llm(*names, module=module, contract=contract, **fields)
-
-    return make
+def make_ours(make_llm):
+    return lambda contract, module=MODULES[0], **options: make_llm(module, contract=contract, POLICY="exact", **options)
 
 
 def check_nothing_is_held(llm):
@@ -33,16 +28,15 @@ def check_nothing_is_held(llm):
 
 
 @pytest.mark.promise(
-    "reuse",
-    "Text that a donor has from position 0 on equals a cold run: in float32 the answers are the cold run's",
+    "reuse", "Text that a donor has from position 0 on equals a cold run: in float32 the answers are the cold run's"
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize("contract", ALL)
 def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contract, overlap):
     llm = make_ours(contract, disable_overlap_scheduler=not overlap, max_num_tokens=64)
-    donor = prompt(200)
+    donor = text(0, 200)
     teach(llm, donor)
-    prompts = [donor[:150] + prompt(40, 1), prompt(90, 2)]
+    prompts = [donor[:150] + text(1, 40), text(2, 90)]
     outputs = llm.generate(prompts, SIX)
     llm.settle()
     assert answers(outputs) == cold(prompts)
@@ -56,7 +50,7 @@ def donors(llm):
 
 def check_answers(llm, cold, begin, reused, seed=9):
     evict_prefixes(llm)
-    tokens = begin + prompt(40, seed)
+    tokens = begin + text(seed, 40)
     (output,) = outputs = llm.generate([tokens], SIX)
     llm.settle()
     assert (answers(outputs), output.reused_tokens) == (cold([tokens]), reused)
@@ -70,7 +64,7 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     if contract == "1.4" and overlap:
         pytest.skip("a forward that fails there ends the engine")
     llm = make_ours(contract, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
-    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
+    stream = llm.generate_async(SHARED + text(1, 40), SIX)
     llm.executor.step()
     with conftest.fails_once(llm.executor.model_runner, "forward"):
         llm.executor.step()
@@ -80,7 +74,7 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     assert (donors(llm), llm.connector_scheduler.reuse_of(stream.request_id).reason) == (1, "forward_failed")
     check_answers(llm, cold, SHARED, reused=150, seed=2)
     llm.generate(
-        [prompt(5)], SamplingParams(max_tokens=MAX_SILENT_ITERATIONS + 2, ignore_eos=True)
+        [text(0, 5)], SamplingParams(max_tokens=MAX_SILENT_ITERATIONS + 2, ignore_eos=True)
     )  # 1.4 drops batches
     check_nothing_is_held(llm)
 
@@ -97,15 +91,15 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(
             KvCacheConnectorManager, "ask", lambda *args: ask(*args[:2], args[2] // BLOCK * BLOCK, args[3])
         )
     llm = make_ours("1.2", cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
-    llm.generate([prompt(20)], TWO)
-    llm.generate([prompt(15)], TWO)
+    llm.generate([text(0, 20)], TWO)
+    llm.generate([text(0, 15)], TWO)
     evict_prefixes(llm)
-    with saves_wait(llm):
-        llm.generate([prompt(100, 1)], TWO)
+    with SaverGate(llm.connector_worker):
+        llm.generate([text(1, 100)], TWO)
         *others, freed = llm.block_manager._free
-        llm.generate([prompt(len(others) * BLOCK - 1, 2)], TWO)
+        llm.generate([text(2, len(others) * BLOCK - 1)], TWO)
         assert llm.block_manager._free[0] == freed
-        llm.generate([prompt(5, 3)], TWO)
+        llm.generate([text(3, 5)], TWO)
     llm.settle()
     assert donors(llm) == kept
     check_nothing_is_held(llm)

@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.server import Worker, main
 from tests.builders.engine import unfinished
+from tests.engine_wrapper.watching import failing
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR, CHATS = KvCacheConnectorConfig.ours(), "/v1/chat/completions"
@@ -81,8 +82,7 @@ def unsupported(name, path="/v1/completions"):
 
 
 @pytest.mark.promise(
-    "commands",
-    "The embedded server honours a field of a request or answers with status 400 and the field's name",
+    "commands", "The embedded server honours a field of a request or answers with status 400 and the field's name"
 )
 def test_what_cannot_be_served_is_named(make_worker):
     (_, worker), chat = make_worker(), {"messages": [{"role": "user", "content": "hi"}]}
@@ -131,11 +131,7 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     llm, worker = make_worker()
-
-    def broken(_):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
+    failing(monkeypatch, llm.executor.model_runner, "forward", RuntimeError, once=False)
 
     async def ask(client):
         before = (await client.get("/health")).status
@@ -146,8 +142,8 @@ def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     assert before == 200
     for status, answer in failed:
         assert (status, answer["error"]["code"]) == (503, "engine_stopped")
-        assert answer["error"]["message"] == "the engine has stopped: RuntimeError: out of memory"
-    assert health == {"status": "stopped", "reason": "RuntimeError: out of memory"}
+        assert answer["error"]["message"] == "the engine has stopped: RuntimeError: injected"
+    assert health == {"status": "stopped", "reason": "RuntimeError: injected"}
 
 
 def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_worker, monkeypatch):

@@ -41,7 +41,9 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_prop
         loses_loads = case.wrapper and case.rough
         if loses_loads:
             told.lose_some_loads()
-        live(life, -(-STEPS // len(ALL)))
+        for _ in range(-(-STEPS // len(ALL))):
+            life.step()
+        life.quiet()
         for kind in TOKEN_KINDS:
             counted = told.registry.get_sample_value("semblend_tokens_total", {"kind": kind})
             assert counted == told.audited(kind), kind
@@ -61,15 +63,8 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case, record_prop
     assert (happened["moved_hits"] > 0, happened["starts_again"] > 0) == (case.wrapper, case.v2)
 
 
-def live(life, steps):
-    for _ in range(steps):
-        life.step()
-    life.quiet()
-
-
 @pytest.mark.promise(
-    "donors",
-    "Blocks count as held where the engine shows that its cache manager holds them, not by its version",
+    "donors", "Blocks count as held where the engine shows that its cache manager holds them, not by its version"
 )
 @pytest.mark.parametrize("wrapper", [False, True], ids=["stock", "wrapper"])
 @pytest.mark.parametrize("contract", ["1.2", "1.4"])

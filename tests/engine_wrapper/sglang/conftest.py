@@ -2,12 +2,13 @@
 
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.builders import vllm
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, random_tokens
 from validation.models import shipped_model
 from validation.sglang_engine import Ask, LocalSglang
@@ -17,21 +18,17 @@ collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 SHORT = {"MIN_DONOR_TOKENS": "32", "MIN_SPAN": "48", "HOST_BYTES": str(1 << 28), "MIN_SAVING": "0", "METRICS": "0"}
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "8"}
-
+PLAIN, PAGES, CHUNKS = {"disable_overlap_schedule": True}, {"page_size": 16}, {"chunked_prefill_size": 64}
 
 some = random_tokens(7)
 WARM, OTHER = some(100), [*some(30), *DOCUMENT[100:400], *some(60)]
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """One answer: its tokens, how many of its prompt's were not computed by SGLang, and its receipt."""
+class Answered(vllm.Answered):
+    """One answer; SGLang began the request again `retractions` times."""
 
-    tokens: list[int]
-    cached: int
-    logprobs: list[float] = field(repr=False)
-    receipt: dict = field(repr=False)
-    retractions: int = 0
+    retractions: int
 
 
 class Served:
@@ -113,11 +110,7 @@ def cold():
 @pytest.fixture
 def serve(monkeypatch):
     """Opens one SGLang after the other, by its variables and options."""
-
-    def open_one(variables=WHOLE, **options):
-        return serving(monkeypatch, variables, **options)
-
-    return open_one
+    return lambda variables=WHOLE, **options: serving(monkeypatch, variables, **options)
 
 
 @pytest.fixture(scope="session")

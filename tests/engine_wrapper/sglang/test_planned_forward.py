@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, assert_cold
-from tests.engine_wrapper.sglang.conftest import OTHER, WHOLE, some
+from tests.engine_wrapper.sglang.conftest import CHUNKS, OTHER, PAGES, PLAIN, WHOLE, some
 from validation.models import shipped_model
 
 LEADS = some(80)
@@ -18,15 +18,7 @@ LEADS = some(80)
     "In SGLang answers are those of cold runs with all layers computed again, and KV that moved never enters its "
     "prefix cache",
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"disable_overlap_schedule": True}, id="plain"),
-        pytest.param({}, id="overlap"),
-        pytest.param({"page_size": 16}, id="pages"),
-        pytest.param({"chunked_prefill_size": 64}, id="chunks"),
-    ],
-)
+@pytest.mark.parametrize("options", [PLAIN, {}, PAGES, CHUNKS], ids=["plain", "overlap", "pages", "chunks"])
 def test_answers_are_those_of_cold_runs(serve, cold, options, record_property):
     with serve(WHOLE, **options) as served:
         served.teach()

@@ -619,11 +619,6 @@ class TrtllmLLM(LLM):
     executor_type = DefaultExecutor
 
 
-def runner_of(path):
-    """A runner of the tiny model of a folder, which engines may share."""
-    return TrtllmRunner(path, device="cpu")
-
-
 @contextmanager
 def engine_of(path, runner, *, connector="engine_wrapper.connector", overlap=True, cache=None, **options):
     """An engine with our connector."""

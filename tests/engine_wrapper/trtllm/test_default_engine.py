@@ -10,7 +10,7 @@ from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.plan import EngineMode
 from semblend_trt.transfer.save import DonorSaver
 from tests.builders.engine import drop_batch, evict_prefixes, published_nodes, text
-from tests.engine_wrapper.trtllm.stand_ins import engine_of, runner_of
+from tests.engine_wrapper.trtllm.stand_ins import TrtllmRunner, engine_of
 from tests.engine_wrapper.watching import watched
 
 SIX = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
@@ -20,7 +20,7 @@ STEPS = int(os.environ.get("STATEFUL_STEPS", "5000")) // 25
 
 @pytest.fixture(scope="module")
 def runner(tiny_qwen2_path):
-    return runner_of(tiny_qwen2_path)
+    return TrtllmRunner(tiny_qwen2_path, device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +103,7 @@ def test_donors_whose_blocks_were_exchanged_are_saved_from_those_that_took_their
 
 
 @pytest.mark.promise(
-    "engines",
-    "Pauses, offers in part, dropped batches and cancels in both loops change no answer and lose nothing",
+    "engines", "Pauses, offers in part, dropped batches and cancels in both loops change no answer and lose nothing"
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_random_lives_answer_as_cold_and_lose_nothing(tiny_qwen2_path, runner, cold, record_property, overlap):

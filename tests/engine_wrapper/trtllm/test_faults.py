@@ -18,7 +18,7 @@ from semblend_trt.runtime import Runtime
 from semblend_trt.transfer import load as load_module
 from semblend_trt.transfer.load import PlanLoader
 from tests.builders.engine import evict_prefixes, text
-from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, engine_of, runner_of
+from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, TrtllmRunner, engine_of
 from tests.engine_wrapper.watching import failing
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -50,7 +50,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def runner(tiny_qwen2_path):
-    runner = runner_of(tiny_qwen2_path)
+    runner = TrtllmRunner(tiny_qwen2_path, device="cpu")
     runner.watches = False
     return runner
 
@@ -76,8 +76,7 @@ def tokens_of(llm, prompt):
 
 
 @pytest.mark.promise(
-    "engines",
-    "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour",
+    "engines", "No fault before or inside a forward with a plan ends the engine of one rank or harms a neighbour"
 )
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
