@@ -83,10 +83,5 @@ def marks(name):
                 yield test, *map(ast.literal_eval, mark.args)
 
 
-def make_targets():
-    (phony,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith(".PHONY:"))
-    return set(phony.split()[1:])
-
-
 PAGES = [Page(f"docs/{path.name}") for path in sorted((ROOT / "docs").glob("*.md"))]
 README = Page("README.md")

@@ -15,12 +15,12 @@ from packaging.utils import canonicalize_name
 
 from engine_wrapper.embedded import server
 from semblend_trt.cli.main import main, subcommands
-from tests.pages import PAGES, README, ROOT
+from tests.pages import README, ROOT
 from tests.server_process import ended
+from tests.test_docs import EVERY_PAGE
 from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
-EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 # Runs a module with its arguments, where only the distributions of the first argument are installed.
 ONLY = """
 import importlib.machinery, json, runpy, sys

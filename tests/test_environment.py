@@ -133,6 +133,9 @@ NO_LOCK = "requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64."
 )
 def test_a_target_refuses_a_machine_that_it_does_not_fit(make, tmp_path, arguments, sentence):
     target, _ = arguments.split()
+    # An environment of vLLM with an interpreter, which takes seconds to make.
+    (tmp_path / "venv-vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "venv-vllm" / "bin" / "python").symlink_to(sys.executable)
     refused = make(*arguments.split())
     assert refused.returncode != 0
     assert refused.stderr.startswith(sentence)

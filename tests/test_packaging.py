@@ -11,9 +11,9 @@ import pytest
 
 from tests.pages import README, ROOT
 from tests.server_process import ended
+from tests.test_environment import PACKAGES
 
 pytestmark = pytest.mark.last_step
-PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
 IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.load import PlanLoader"
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 

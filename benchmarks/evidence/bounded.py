@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from validation.arms import POSITION_FIX, ROUNDING_ARMS, Arm, ArmChoices, arms_o
 from validation.calibration.bound import LEAST, Observation, bounds_of, distance_of, what_if
 from validation.calibration.calibration import FRESH, Calibration, parse_calibrate, teller
 from validation.calibration.prepared import Observer, Prepared, trial_of
-from validation.cases import Case
+from validation.cases import Case, grouped
 from validation.results import Results, say
 from validation.samples import Sample
 
@@ -102,7 +103,7 @@ def calibrate(asked: Namespace, options: Namespace, rows: Results) -> None:
     [floor] = [each["floor"] for each in run.figures if each["what"] == "rounding"]
     observed = [Observation(**each) for each in json.loads((folder / "observations.json").read_bytes())]
     fit = {each.group for each in observed if int(each.group.rpartition("-")[2]) < run.fitted}
-    for family, own in _grouped(observed, "family").items():
+    for family, own in grouped(observed, attrgetter("family")).items():
         others = [each for each in observed if each.family != family]
         first, second = ([each for each in others if (each.group in fit) is is_fit] for is_fit in (True, False))
         for name, kl in ((name, kl or 2.0 * floor) for name, kl in KLS.items()):
@@ -128,7 +129,7 @@ def bounds(asked: Namespace, options: Namespace, rows: Results) -> None:
                 recorder.served(profile, cases, bound, name)
     for name, kl in ((name, kl or 2.0 * (profile.floor or 0.0)) for name, kl in KLS.items()):
         samples = (each for each in _kept(folder / f"{name}{SUFFIX}")[1].values() if each.sampled_tokens)
-        for family, moved in _grouped(samples, "workload").items():
+        for family, moved in grouped(samples, attrgetter("workload")).items():
             over, share = sum(not distance_of(each) <= kl for each in moved), fmean(map(_computed, moved))
             how = f"{len(moved)} prompts, within {kl:.2g} nats; computed share {share:.2f} of offered tokens x layers"
             most = risk + 2.0 * math.sqrt(risk * (1.0 - risk) / len(moved))
@@ -157,7 +158,7 @@ def frontier(asked: Namespace, options: Namespace, rows: Results) -> None:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         arm = path.name.removesuffix(SUFFIX)
         kind = FLOOR if arm in FLOORS else next((kind for kind in LADDERS if arm.startswith(f"{kind}_")), arm)
-        for family, asked_of in _grouped(_kept(path)[1].values(), "workload").items():
+        for family, asked_of in grouped(_kept(path)[1].values(), attrgetter("workload")).items():
             own = [each for each in asked_of if each.offered_tokens or kind == FLOOR]
             # A budget that leaves too little to save has plans for few prompts, which are not like the others.
             if 2 * len(own) < len(asked_of):
@@ -224,14 +225,7 @@ def _computed(sample: Sample) -> float:
 
 def _by_family(path: Path) -> dict[str, dict[str, list[Point]]]:
     points = [Point(*json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {family: _grouped(own, "kind") for family, own in _grouped(points, "family").items()}
-
-
-def _grouped(items: Iterable[Any], name: str) -> dict[str, list[Any]]:
-    found = dict[str, list[Any]]()
-    for each in items:
-        found.setdefault(getattr(each, name), []).append(each)
-    return found
+    return {family: grouped(own, attrgetter("kind")) for family, own in grouped(points, attrgetter("family")).items()}
 
 
 def _kept(path: Path) -> tuple[float, dict[str, Sample]]:

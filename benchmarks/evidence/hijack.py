@@ -3,8 +3,7 @@
 In `python -m benchmarks.evidence.hijack` a planter serves prompts that hold a victim's text, token by token, under
 other headings. Then the victim asks about its own text, under each policy. The planter knows model and check, and uses
 those of many plants of which the check misses most. The shipped model is attacked, and every `--target`. A calibration
-searches plants in the same way, with other seeds.
-"""
+searches plants in the same way, with other seeds."""
 
 from collections import Counter
 from collections.abc import Sequence

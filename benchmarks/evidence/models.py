@@ -1,18 +1,16 @@
 """Which popular models are served, by the answers of the code itself to their published configurations.
 
 `python -m benchmarks.evidence.models --page docs/models.md` writes that page's table. The configurations are in
-`assets/models.json`, with their sources: of each `config.json` the fields that matter.
-"""
+`assets/models.json`, with their sources: of each `config.json` the fields that matter."""
 
 import argparse
 import json
 import re
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_wrapper.embedded.model_runner import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.attention_layout import LLAMA4
@@ -24,8 +22,7 @@ from validation.results import table_of
 _TABLE = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedModel:
+class PublishedModel(NamedTuple):
     """A model by its name on the hub. `config`: of its config.json the fields that matter, read at `source`."""
 
     name: str

@@ -48,10 +48,8 @@ class Properties:
 def main(folder: Path) -> None:
     seen, rows = Properties(), Results([str(folder)])
     pytest.main(["-q", "-p", "no:cacheprovider", TESTS], [seen])
-    exact = (
-        f"largest difference of a token's log-probability from stock SGLang's, all layers computed; float32; {WHERE}"
-    )
-    rows.add("sglang_exactness", max(seen.found["logprob_difference"]), "nats", exact, 1e-4)
+    how = f"largest difference of a token's log-probability from stock SGLang's, all layers computed; float32; {WHERE}"
+    rows.add("sglang_exactness", max(seen.found["logprob_difference"]), "nats", how, 1e-4)
     hits = f"tokens that SGLang's prefix cache served of approximate KV, filled, evicted and asked again; {WHERE}"
     rows.add("sglang_contaminated_hits", sum(seen.found["contaminated_hits"]), "tokens", hits, 0)
     faults = f"before, inside and after forwards with a plan: neighbours unharmed, no wrong token; {WHERE}"

@@ -127,9 +127,7 @@ def add_exactness(rows: Results, where: str) -> None:
 
 def difference(found: list[Any], other: list[Any]) -> float:
     """Return the largest difference of the log-probabilities of answers, in nats."""
-    named = [
-        [value for each in answers for value in each.logprob.output_token_logprobs_val] for answers in (found, other)
-    ]
+    named = ([each for answer in side for each in answer.logprob.output_token_logprobs_val] for side in (found, other))
     return float(max(abs(one - two) for one, two in zip(*named, strict=True)))
 
 

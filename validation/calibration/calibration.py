@@ -44,10 +44,9 @@ from validation.families.catalog import FAMILIES, Kind, family
 from validation.metrics import CONFIDENCE
 from validation.results import say, today, versions
 
-# Where half of a span deviates, its meaning has changed, and all of it is computed.
-MAX_SPAN_SHARE = 0.5
-# A plan that saves less costs more than it saves.
-MIN_SAVED_SHARE = 0.1
+# Where half of a span deviates, its meaning has changed, and all of it is computed. A plan that saves less than a tenth
+# costs more than it saves.
+_SHARES: dict[str, Any] = {"max_span_share": 0.5, "min_saved_share": 0.1}
 # One token of this number is sampled. The first window of a run, which is compared whole, is most of a short run.
 SAMPLE_EVERY = 16
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
@@ -68,10 +67,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """Return the terms in words, for figures and reports."""
-        parts = [terms_name("verified", self.check)]
-        if self.check.window_threshold is not None:
-            parts.append(f"windows {self.check.window_threshold:.4g}")
-        return " ".join([*parts, f"head {self.head_tokens}"] if self.head_tokens else parts)
+        window, head = self.check.window_threshold, self.head_tokens
+        named = terms_name("verified", self.check) + ("" if window is None else f" windows {window:.4g}")
+        return f"{named} head {head}" if head else named
 
     def sampled(self, harmless: Sequence[PromptDeviations]) -> ProfileCheck:
         """Return the check after a sample, which suspects windows that deviate more than most of the harmless ones."""
@@ -90,13 +88,7 @@ def candidates(
         for threshold in thresholds(harmless, traps, layer):
             below = (None, *(each for each in windows if each < threshold))
             for window, head in itertools.product(below, _HEADS):
-                check = ProfileCheck(
-                    layer=layer,
-                    threshold=threshold,
-                    max_span_share=MAX_SPAN_SHARE,
-                    min_saved_share=MIN_SAVED_SHARE,
-                    window_threshold=window,
-                )
+                check = ProfileCheck(layer=layer, threshold=threshold, window_threshold=window, **_SHARES)
                 found.append(Candidate(check, head, computed_share(check, head, harmless, num_layers)))
     return sorted((each for each in found if each.computed_share < 1.0), key=lambda each: each.computed_share)
 

@@ -5,8 +5,7 @@ of the donor and of the prompt, give the deviations of every layer.
 
 A planter ranks plants by what a policy misses, as another inside a tenant could serve them (arXiv 2607.19957). It has
 the model and its reuse profile, and computes what the check would see. It wants tokens that are kept and yet deviate:
-KV close to the victim's own changes no answer.
-"""
+KV close to the victim's own changes no answer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -103,9 +102,7 @@ class DeviationCollector:
     def __init__(self, model: Any, engines: Engines, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._engines, facts = engines, engines.facts
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
-        self._rotation = facts.rotation
-        self._model = model
-        self._kv_dtype = kv_dtype
+        self._rotation, self._model, self._kv_dtype = facts.rotation, model, kv_dtype
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
@@ -148,15 +145,8 @@ class DeviationCollector:
         for number, donor in enumerate(tokens.donors):
             index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))
         planner = Planner(index, self._settings, ReusePolicy.POSITION_FIX, self._geometry.num_layers)
-        lookup = LookupRequest(
-            request_id=0,
-            namespace_key=_NAMESPACE,
-            tokens=np.asarray(tokens.prompt, dtype=np.int32),
-            num_computed_tokens=0,
-            block_size=_BLOCK_SIZE,
-            mode=EngineMode.WRAPPER,
-            publication_guard=True,
-        )
+        prompt = np.asarray(tokens.prompt, dtype=np.int32)
+        lookup = LookupRequest(0, _NAMESPACE, prompt, 0, _BLOCK_SIZE, EngineMode.WRAPPER, publication_guard=True)
         plan = planner.plan(lookup).plan
         return None if plan is None or all(span.exact for span in plan.spans) else plan
 

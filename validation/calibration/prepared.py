@@ -30,8 +30,6 @@ from validation.samples import Sample
 
 PROMPT_OPTIONS = ("groups", "questions", "tokens", "seed", "max_tokens", "min_match_length")
 _PROBE_TOKENS = 128
-
-
 # A trial's bound is never asked for in service.
 _TRIAL_KL, _TRIAL_RISK, _ANY_DEVIATION = 1.0, 0.5, 1e6
 # Why one prompt is not served wholly from donors. Any other reason is the engine's, which then serves all as stock.
@@ -102,16 +100,12 @@ def trial_of(profile: ReuseProfile, share: float) -> ReuseProfile:
 def check_profile_was_tried(samples: Iterable[Sample]) -> None:
     """Raise SemBlendError if the engine took no plan, for a reason that is not one prompt's."""
     for sample in samples:
-        if "profile" in (sample.reason or ""):
-            raise SemBlendError(
-                f"Case {sample.case_id}: the engine does not take the profile that is tried ({sample.reason}); what "
-                "differs is in its log."
-            )
-        if sample.reason is not None and sample.reason not in _OF_ONE_PROMPT:
-            raise SemBlendError(
-                f"Case {sample.case_id}: the engine executes no plans ({sample.reason}), so that nothing can be "
-                "calibrated in it; its log says why."
-            )
+        reason = sample.reason
+        if reason is not None and reason not in _OF_ONE_PROMPT:
+            why = f"executes no plans ({reason}), so that nothing can be calibrated in it; its log says why."
+            if "profile" in reason:
+                why = f"does not take the profile that is tried ({reason}); what differs is in its log."
+            raise SemBlendError(f"Case {sample.case_id}: the engine {why}")
 
 
 class Prepared:

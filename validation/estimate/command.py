@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import Figures, Serving
+    from validation.estimate.figures import Figures
     from validation.estimate.prompts import Encoder
     from validation.replay.trace import Skipped
 
@@ -89,11 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"semblend-trt: {printable(f'{arguments.file} holds {why}')}\n")
         return USAGE_ERROR
     shown, *compared = [{**each.to_dict(), "expected_ttft": each.expected_ttft(model)} for each in figures]
+    a_token = pool.geometry.bytes_per_token(pool.dtype)
     report = {
         "schema": SCHEMA,
         **shown,
         "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "memory": _memory(terms[0].settings, pool, figures[0].serving),
+        "memory": {
+            "evicted_donors": figures[0].serving.donors.catalog.stats().evicted,
+            "kv_bytes_a_token": a_token,
+            "host_tokens": terms[0].settings.host_bytes // a_token,
+            "pool_tokens": pool.num_blocks * pool.geometry.block_size,
+            "min_span_tokens": terms[0].settings.min_span_tokens,
+        },
         "tokenizer": arguments.tokenizer or "shipped",
     }
     for each in compared:
@@ -199,24 +206,14 @@ def _replayed(arguments: argparse.Namespace, encoder: Encoder, pool: PoolFacts, 
     with opened as file:
         total = os.fstat(file.fileno()).st_size or None
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
-            log = PromptLog(file, encoder, arguments.format, bar.update)
+            log = PromptLog(file, encoder, arguments.format)
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
+                bar.update(log.skipped.bytes - bar.n)
                 if len(tokens):
                     prefix = alone.serve(prompt.namespace, tokens)
                     for each in figures:
                         each.add(len(tokens), prefix, each.serving.serve(prompt.namespace, tokens))
     return log.skipped
-
-
-def _memory(settings: Settings, pool: PoolFacts, serving: Serving) -> dict[str, int]:
-    a_token = pool.geometry.bytes_per_token(pool.dtype)
-    return {
-        "evicted_donors": serving.stats().evicted,
-        "kv_bytes_a_token": a_token,
-        "host_tokens": settings.host_bytes // a_token,
-        "pool_tokens": pool.num_blocks * pool.geometry.block_size,
-        "min_span_tokens": settings.min_span_tokens,
-    }
 
 
 def _shown(report: dict[str, Any]) -> str:

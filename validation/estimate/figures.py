@@ -1,8 +1,7 @@
 """Serves prompts as an engine with a prefix cache and our donors would, without a model, and sums what is reused.
 
 The prefix cache is the embedded engine's block manager; the look-up, the donors and their tiers are the connector's. A
-model of the time to the first token, by computed and reused tokens, says what that saves.
-"""
+model of the time to the first token, by computed and reused tokens, says what that saves."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.fingerprint import TokenArray
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.catalog import CatalogStats
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import ConfigurationError
@@ -84,11 +82,11 @@ class Serving:
         self._block_size, self._profile = pool.geometry.block_size, profile
         self._is_off = settings.policy is ReusePolicy.OFF
         self._prefixes = PrefixCache(pool)
-        self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
+        self.donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
         # A pool that is known by a token's bytes alone has one layer.
         layers = pool.geometry.num_layers if profile is None else profile.geometry.num_layers
         layered = replace(pool, geometry=replace(pool.geometry, num_layers=layers))
-        self._planner = DonorPlanner(settings, layered, self._donors)
+        self._planner = DonorPlanner(settings, layered, self.donors)
         self._served = 0
 
     def serve(self, namespace: str, tokens: TokenArray) -> Served:
@@ -100,16 +98,8 @@ class Serving:
             return Served(0, (), "longer_than_pool")
         self._served += 1
         tracked = TrackedRequest(self._served, namespace, tokens, prefix)
-        lookup = LookupRequest(
-            request_id=self._served,
-            namespace_key=namespace,
-            tokens=tokens,
-            num_computed_tokens=prefix,
-            block_size=self._block_size,
-            mode=EngineMode.WRAPPER,
-            publication_guard=True,
-            profile=self._profile,
-        )
+        asked = (self._served, namespace, tokens, prefix, self._block_size, EngineMode.WRAPPER)
+        lookup = LookupRequest(*asked, publication_guard=True, profile=self._profile)
         planned, tracked.leases = self._planner.plan(lookup)
         plan = tracked.plan = planned.plan
         tracked.release_leases()
@@ -118,19 +108,15 @@ class Serving:
         intent = self._planner.intend(str(self._served), tracked, 0, generations)
         if intent is not None:
             kept = tokens[: intent.max_tokens]
-            if self._donors.begin_save(intent, namespace, kept, (), intent.generation):
-                self._donors.saved(SavedDonor(intent.donor_id, len(kept)))
+            if self.donors.begin_save(intent, namespace, kept, (), intent.generation):
+                self.donors.saved(SavedDonor(intent.donor_id, len(kept)))
         self._prefixes.end(held if plan is None else held[: plan.exact_token_count])
         # The tiers obey at once; there is no disk tier.
-        promoted = self._donors.offload.take_commands().promotions
-        self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
+        promoted = self.donors.offload.take_commands().promotions
+        self.donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
         if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
             return Served(prefix, (), planned.outcome_reason if plan is None else None)
         return Served(prefix, plan.spans, None)
-
-    def stats(self) -> CatalogStats:
-        """Return the donors held now, and the bytes that they take."""
-        return self._donors.catalog.stats()
 
 
 SHIPPED_TIMES = Path(str(files("validation") / "assets" / "h100_ttft.json"))

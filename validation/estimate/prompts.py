@@ -4,9 +4,8 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -41,8 +40,7 @@ def format_of(head: bytes) -> str:
     return "vllm" if _VLLM_START.search(head.decode("utf-8", "replace")) else "text"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A text or token ids int32 [n]. Prompts of one `namespace` may share KV; `is_rendered`: with special tokens."""
 
     line: int
@@ -77,11 +75,10 @@ class Encoder:
         found: list[Any] = [each.content for each in prompts]
         for is_rendered in (False, True):
             chosen = [at for at, each in enumerate(prompts) if each.is_rendered is is_rendered]
-            chosen = [at for at in chosen if isinstance(found[at], str)]
-            if chosen:
-                texts = [found[at] for at in chosen]
-                read = self._tokenizer(texts, add_special_tokens=not is_rendered, verbose=False)
-                for at, ids in zip(chosen, read["input_ids"], strict=True):
+            texts = {at: found[at] for at in chosen if isinstance(found[at], str)}
+            if texts:
+                read = self._tokenizer([*texts.values()], add_special_tokens=not is_rendered, verbose=False)
+                for at, ids in zip(texts, read["input_ids"], strict=True):
                     found[at] = np.array(ids, dtype=np.int32)
         return found
 
@@ -99,19 +96,12 @@ def encoded(prompts: Iterable[Prompt], encoder: Encoder) -> Iterator[tuple[Promp
 
 
 class PromptLog:
-    """Iterates once over the prompts of an open `file`; what cannot be read is counted in `skipped`. `on_bytes` hears
-    how many bytes of the file were read since its last call."""
+    """Iterates once over the prompts of an open `file`; what cannot be read is counted in `skipped`."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        encoder: Encoder,
-        form: str | None = None,
-        on_bytes: Callable[[int], object] = lambda _count: None,
-    ) -> None:
+    def __init__(self, file: BinaryIO, encoder: Encoder, form: str | None = None) -> None:
         """Read in `form`; None is that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
         self.skipped = Skipped()
-        self._file, self._encoder, self._form, self._on_bytes = file, encoder, form, on_bytes
+        self._file, self._encoder, self._form = file, encoder, form
 
     def __iter__(self) -> Iterator[Prompt]:
         form = self._form or format_of(self._file.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
@@ -120,7 +110,7 @@ class PromptLog:
             "vllm": _of_vllm,
             "text": lambda line, text: [Prompt(line, "", text)],
         }
-        for line, text in readable_lines(self._file, self.skipped, self._on_bytes):
+        for line, text in readable_lines(self._file, self.skipped):
             try:
                 yield from prompts_of[form](line, text)
             except UnreadError as error:

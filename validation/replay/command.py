@@ -1,7 +1,6 @@
 """`python -m validation replay`: replays a trace under every policy and capacity, and reports what was found.
 
-The report is JSON, and a Markdown page, which is printed as well.
-"""
+The report is JSON, and a Markdown page, which is printed as well."""
 
 import argparse
 from collections.abc import Sequence
@@ -47,7 +46,15 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
 
 def run_replay(options: argparse.Namespace, command: str) -> bool:
     """Run and write everything; always True. Raises SemBlendError and OSError."""
-    _check(options)
+    for name in options.policies:
+        if name not in POLICIES:
+            raise ConfigurationError(f"--policies names {name!r}; there are {', '.join(POLICIES)}.")
+    arguments.check_integers(options, min_match_length=1, recompute_tokens=0)
+    if options.requests is not None:
+        arguments.check_integers(options, requests=1)
+    for capacity in options.capacity_tokens or ():
+        if not 1 <= capacity <= arguments.HIGHEST:
+            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
     document, page = paths = [options.output / name for name in FILE_NAMES]
     for path in paths:
         check_writable(path)
@@ -80,18 +87,6 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
     for line in (*text.splitlines(), *paths):
         say(line)
     return True
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name in options.policies:
-        if name not in POLICIES:
-            raise ConfigurationError(f"--policies names {name!r}; there are {', '.join(POLICIES)}.")
-    arguments.check_integers(options, min_match_length=1, recompute_tokens=0)
-    if options.requests is not None:
-        arguments.check_integers(options, requests=1)
-    for capacity in options.capacity_tokens or ():
-        if not 1 <= capacity <= arguments.HIGHEST:
-            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
 
 
 def _replayed(

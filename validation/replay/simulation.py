@@ -1,8 +1,7 @@
 """A trace served by a cache of blocks under an eviction policy.
 
 The policies are those that evict donors, and two that only a replay plays: first in first out, and the SemanticKV
-system's fixed weights by kind of text.
-"""
+system's fixed weights by kind of text."""
 
 import math
 from collections import Counter
@@ -17,20 +16,16 @@ from validation.replay.trace import NONE, Trace
 
 # The SemanticKV system's default weights, by the kind of a block's text and by the names of roles that it writes for
 # kinds. It has none for legal evidence, which is retrieved text as well. Text of another kind weighs OTHER_WEIGHT.
-WEIGHTS = {
-    "system_prompt": 2.4,
-    "system": 2.4,
-    "template": 2.0,
-    "code": 1.6,
-    "retrieved_context": 1.4,
-    "legal_evidence": 1.4,
-    "tool_output": 1.1,
-    "tool": 1.1,
-    "assistant_history": 1.0,
-    "assistant": 1.0,
-    "user_query": 0.7,
-    "user": 0.7,
+_KINDS = {
+    2.4: ("system_prompt", "system"),
+    2.0: ("template",),
+    1.6: ("code",),
+    1.4: ("retrieved_context", "legal_evidence"),
+    1.1: ("tool_output", "tool"),
+    1.0: ("assistant_history", "assistant"),
+    0.7: ("user_query", "user"),
 }
+_WEIGHTS = {kind: weight for weight, kinds in _KINDS.items() for kind in kinds}
 OTHER_WEIGHT = 0.8
 
 
@@ -81,7 +76,7 @@ class BlockCache:
         missing = self._missing(request, hits)
         self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
-            tick, weight = ticks[block], WEIGHTS.get(self._trace.kinds[block].lower(), OTHER_WEIGHT)
+            tick, weight = ticks[block], _WEIGHTS.get(self._trace.kinds[block].lower(), OTHER_WEIGHT)
             history = BlockHistory(tokens[block], tick, 0, block, weight, tick, before[block])
             self.held[block] = history
             self._count_child(block, 1)

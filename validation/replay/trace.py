@@ -3,13 +3,13 @@
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, Field, StrictInt, ValidationError
 from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
@@ -28,8 +28,8 @@ _Milliseconds = Annotated[float, Field(ge=0)]
 _Label = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+class _Part(BaseModel, allow_inf_nan=False, protected_namespaces=()):
+    """What is read of a line; it may have other fields."""
 
 
 class TraceBlock(_Part):
@@ -57,11 +57,10 @@ class _MooncakeLine(_Part):
 
 
 class Skipped:
-    """Lines that were passed over: their count for each reason, and the first of them."""
+    """Lines that were passed over: their count for each reason, and the first of them. `bytes`: of all lines read."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, int] = {}
+        self.counts, self.first, self.bytes = Counter[str](), dict[str, int](), 0
 
     def add(self, line: int, reason: str) -> None:
         self.counts[reason] += 1
@@ -73,13 +72,10 @@ class Skipped:
         return f"Passed over: {each}." if each else ""
 
 
-def readable_lines(
-    file: BinaryIO, skipped: Skipped, on_bytes: Callable[[int], object] = lambda _count: None
-) -> Iterator[tuple[int, str]]:
-    """Yield each line that is not blank, with its number; what is no text is `skipped`. `on_bytes` hears how many bytes
-    of the file were read since its last call."""
+def readable_lines(file: BinaryIO, skipped: Skipped) -> Iterator[tuple[int, str]]:
+    """Yield each line that is not blank, with its number; what is no text is `skipped`, which counts all bytes."""
     for number, (content, size) in enumerate(bounded_lines(file), 1):
-        on_bytes(size)
+        skipped.bytes += size
         if why := too_long(content):
             skipped.add(number, why)
             continue
@@ -101,7 +97,7 @@ class Trace:
     that are no requests."""
 
     def __init__(self) -> None:
-        self.form = SEMANTIC_KV
+        self.form: str | None = None
         self.requests: list[tuple[int, array[int]]] = []
         self.tokens, self.parents, self.kinds = array("q"), array("q"), list[str]()
         self.skipped = Skipped()
@@ -180,10 +176,9 @@ class UnreadError(Exception):
 
 def _requests(lines: Iterable[tuple[int, str]], trace: Trace) -> Iterator[TraceLine]:
     """Yield the requests of all lines that have the format of the first; sets the trace's format."""
-    form: str | None = None
     for number, text in lines:
         try:
-            request, found = _read(text, form)
+            request, found = _read(text, trace.form)
             if not any(block.token_count for block in request.blocks):
                 raise UnreadError("without tokens")
         except UnreadError as error:
@@ -193,7 +188,7 @@ def _requests(lines: Iterable[tuple[int, str]], trace: Trace) -> Iterator[TraceL
             place = ".".join(each for each in first["loc"] if isinstance(each, str))
             trace.skipped.add(number, f"{place}: {first['msg']}" if place else first["msg"])
         else:
-            form = trace.form = found
+            trace.form = found
             yield request
 
 

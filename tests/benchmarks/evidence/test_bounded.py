@@ -8,9 +8,11 @@ import pytest
 from benchmarks.evidence import bounded
 from benchmarks.evidence.bounded import RULES, Point, add_frontier, kl_at
 from engine_wrapper.deviation_check import Budget
+from validation.calibration import calibration
 from validation.results import Results, rows_of
 
-SMALL = ("--small", "--device", "cpu", "--families", "reordered,header_trap", "--test", "2", "2")
+SMALL = ("--small", "--device", "cpu", "--families", "reordered,header_trap", "--test", "1", "2", "--groups", "4")
+SMALL += ("--tokens", "400", "--max-tokens", "4")
 
 
 def run(folder, *parts):
@@ -21,6 +23,7 @@ def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_p
     few = {"profile": (0.05, 0.6), "cacheblend": (15,), "epic": (8,)}
     few |= dict.fromkeys(("all_tokens", "attention", "random"), (0.2,))
     monkeypatch.setattr(bounded, "LADDERS", few)
+    monkeypatch.setattr(calibration, "_HEADS", (8,))
     run(tmp_path, "calibrate", "bounds", "frontier", "plot")
     rows = {each.name: each for path in (tmp_path / "out").glob("*.json") for each in rows_of(path)}
     assert all(each.goal is None for each in rows.values())

@@ -10,9 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from benchmarks.yardstick_model import tasks, train
-from benchmarks.yardstick_model.tasks import SEPARATOR, read_books
-from benchmarks.yardstick_model.train import PlaceProbe
+from benchmarks.yardstick_model import train
+from benchmarks.yardstick_model.train import SEPARATOR, PlaceProbe, read_books
 from semblend_trt.errors import ConfigurationError
 from validation.models import shipped_model
 
@@ -29,7 +28,7 @@ def prose():
 
 def written(tokenizer, prose, seed, rows, length, text_share=0.0):
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
-    return next(iter(tasks.TaskWriter(tokenizer, [prose], ids, seed, (rows, length, text_share))))
+    return next(iter(train.TaskWriter(tokenizer, [prose], ids, seed, (rows, length, text_share))))
 
 
 def test_equal_seeds_write_equal_rows(tokenizer, prose):
@@ -65,8 +64,8 @@ def test_answers_follow_the_latest_list_of_a_place(tokenizer, prose):
 
 def test_only_answers_and_their_ends_weigh_most(tokenizer):
     encoding = tokenizer.encode("<|inst|>Go.<|doc|>lamps: 12<|q|>How many?<|a|>12<|end|><|q|>And?<|a|>7<|end|><|doc|>x")
-    weights = tasks.answer_weights(np.asarray(encoding.ids, dtype=np.uint16))
-    heavy = [token for token, weight in zip(encoding.tokens, weights, strict=True) if weight == tasks.ANSWER_WEIGHT]
+    weights = train.answer_weights(np.asarray(encoding.ids, dtype=np.uint16))
+    heavy = [token for token, weight in zip(encoding.tokens, weights, strict=True) if weight == train.ANSWER_WEIGHT]
     assert heavy == ["1", "2", "<|end|>", "7", "<|end|>"]
 
 
@@ -96,10 +95,11 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
 def test_a_model_is_trained_and_saved(tmp_path, prose, monkeypatch):
     text = tmp_path / "books.txt"
     text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
-    small = {"BATCH_TOKENS": 8_192, "LAYERS": 4, "HIDDEN": 32, "MLP": 48, "HEADS": 2, "KV_HEADS": 1}
-    for name, value in (small | {"WORKERS": 1, "LOG_EVERY": 1}).items():
+    for name, value in (("BATCH_TOKENS", 8_192), ("WORKERS", 1), ("LOG_EVERY", 1)):
         monkeypatch.setattr(train, name, value)
+    for name, value in zip(train.SIZES, (4, 32, 48, 2, 1), strict=True):
+        monkeypatch.setitem(train.SIZES, name, value)
     train.main(["--text", str(text), "--out", str(tmp_path), "--steps", "1", "--device", "cpu"])
     assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 4
     first, step = (json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines())
-    assert (first["seed"], step["step"]) == (1, 1)
+    assert (first["arguments"]["seed"], step["step"]) == (1, 1)

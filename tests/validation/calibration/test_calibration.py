@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck
-from validation.calibration import calibration
-from validation.calibration.calibration import candidates, computed_share, thresholds
+from validation.calibration.calibration import candidates, computed_share, thresholds, window_thresholds
 from validation.calibration.deviations import PromptDeviations
 
 LAYERS = 4
@@ -43,7 +42,7 @@ def test_thresholds_are_powers_of_which_one_lies_in_the_gap_between_the_spans():
 
 
 def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it():
-    assert thresholds([], TRAPS, 1) == calibration.window_thresholds([], 1) == []
+    assert thresholds([], TRAPS, 1) == window_thresholds([], 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
     far = prompts((2.0, 3.0), 3)
     assert thresholds(far, far, 1) == []

@@ -16,9 +16,9 @@ from validation.models import shipped_model
 from validation.trtllm_engine import TrtllmEngines
 
 FAMILIES = "reordered,header_trap"
-# Six groups show this risk, if none of them is over a bound; two more fix what they test.
-RISK = 0.4
-SHORT = ("--tokens", "400", "--max-tokens", "4", "--risk", str(RISK), "--groups", "8", "--shares", "0,0.3")
+# Three groups show this risk, if none of them is over a bound; one more fixes what they test.
+RISK = 0.7
+SHORT = ("--tokens", "400", "--max-tokens", "4", "--risk", str(RISK), "--groups", "4", "--shares", "0,0.3")
 # As the shipped profile's.
 CHECK = ProfileCheck(layer=2, threshold=0.22, max_span_share=0.5, min_saved_share=0.1)
 UNCHECKED = ProfileCheck(layer=1, threshold=1.0, sample_every=16, sample_threshold=1.0)
@@ -47,46 +47,32 @@ def reuse_in(engines, path, **settings):
     return [answer.reuse for answer in BatchServer(engines, cases, SETTINGS).answers(arm).values()]
 
 
-def check_of(path, engines, capsys):
-    """Checks what any calibration leaves, and returns the profile."""
+@pytest.mark.promise(
+    "policies",
+    "`calibrate` chooses bounds that hold: a trap rules the cheap checks out, and new prompts confirm each bound",
+)
+def test_a_trap_rules_cheap_checks_out_and_bounds_hold_after_one(shipped, tmp_path, capsys, monkeypatch):
+    path, candidates = tmp_path / "profile.json", calibration.candidates
+
+    def two_checks(*given):
+        """The cheapest check, and the cheapest in a higher layer."""
+        cheapest, *others = candidates(*given)
+        return [cheapest, next(each for each in others if each.check.layer > 1)]
+
+    monkeypatch.setattr(calibration, "candidates", two_checks)
+    assert calibrate(path) == 0
     profile = ReuseProfile.read(path)
     assert capsys.readouterr().out.splitlines()[-1].endswith("profile.json")
     assert [each.max_kl for each in profile.bounds] == sorted(each.max_kl for each in profile.bounds)
     assert profile.bounds[-1].max_kl == 0.1
     for bound in profile.bounds:
         confirmed = [each for each in told(profile, "bound_confirmed") if each["max_kl"] == bound.max_kl]
-        assert {name for each in confirmed for name in each["families"]} == set(FAMILIES.split(","))
-        assert all(each["prompts"] == 2 for each in confirmed)
+        assert {(*each["families"], each["prompts"]) for each in confirmed} == {("reordered", 1), ("header_trap", 1)}
         assert profile.evidence_refusal(bound.max_kl, RISK) is None
     assert profile.evidence_refusal(0.1, 0.01) is None
     assert profile.terms_for(0.1, 0.01) is None
     settings = {"SEMBLEND_MAX_KL": "0.1", "SEMBLEND_RISK": str(RISK)}
-    assert all(each.reused_tokens > 100 and each.reason is None for each in reuse_in(engines, path, **settings))
-    return profile
-
-
-@pytest.fixture
-def _two_checks(monkeypatch):
-    """Leaves the cheapest check to be tried, and the cheapest that stands higher."""
-
-    candidates = calibration.candidates
-
-    def few(*given):
-        cheapest, *others = candidates(*given)
-        return [cheapest, next(each for each in others if each.check.layer > 1)]
-
-    monkeypatch.setattr(calibration, "candidates", few)
-
-
-@pytest.mark.promise(
-    "policies",
-    "`calibrate` chooses bounds that hold: a trap rules the cheap checks out, and new prompts confirm each bound",
-)
-@pytest.mark.usefixtures("_two_checks")
-def test_a_trap_rules_cheap_checks_out_and_bounds_hold_after_one(shipped, tmp_path, capsys):
-    path = tmp_path / "profile.json"
-    assert calibrate(path) == 0
-    profile = check_of(path, shipped, capsys)
+    assert all(each.reused_tokens > 100 and each.reason is None for each in reuse_in(shipped, path, **settings))
     tried = [(each["holds"], each["inferior_family"]) for each in told(profile, "tried")]
     assert tried == [(False, "header_trap"), (True, None)]
     assert profile.check.layer >= 2
@@ -95,7 +81,7 @@ def test_a_trap_rules_cheap_checks_out_and_bounds_hold_after_one(shipped, tmp_pa
 
 def test_a_model_without_marks_gets_the_layer_whose_deviations_say_most(shipped, tmp_path, capsys):
     path = tmp_path / "profile.json"
-    model = ("--model", str(shipped_model()), "--device", "cpu", "--form", "plain", "--shares", "0")
+    model = ("--model", str(shipped_model()), "--device", "cpu", "--form", "plain", "--shares", "0", "--groups", "8")
     assert calibrate(path, *model, "--families", "reordered") in (0, 1)
     profile = ReuseProfile.read(path)
     [layers] = told(profile, "layers")
@@ -119,9 +105,9 @@ def test_where_nothing_holds_the_profile_allows_exact_spans_only(tmp_path, capsy
 
 def test_own_prompts_in_too_few_groups_are_refused(tmp_path_factory, check_refused):
     path = tmp_path_factory.mktemp("own") / "cases.jsonl"
-    path.write_text("".join(json.dumps({"donors": ["text"], "prompt": "text"}) + "\n" for _ in range(8)))
+    path.write_text("".join(json.dumps({"donors": ["text"], "prompt": "text"}) + "\n" for _ in range(4)))
     check_refused(
-        ["calibrate", *SHORT, "--prompts", str(path)], "'prompts' of your own prompts leaves 4 groups to show a bound"
+        ["calibrate", *SHORT, "--prompts", str(path)], "'prompts' of your own prompts leaves 2 groups to show a bound"
     )
 
 
@@ -176,23 +162,22 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
 @pytest.mark.promise("policies", "`confirm` adds an engine where no...")
 @pytest.mark.usefixtures("_trtllm")
 @pytest.mark.parametrize(
-    ("fields", "options", "said"),
+    ("fields", "heard"),
     [
-        ({"check": UNCHECKED, "bounds": [BOUND], "floor": 1e-6}, (), "0.05 nats: over it were"),
-        ({"check": UNCHECKED, "bounds": [BOUND], "floor": 1e-6}, (), "stays as it is: fails at header_trap"),
-        ({"check": CHECK.model_copy(update={"threshold": 0.0})}, (), "nothing was reused"),
+        ({"check": UNCHECKED, "bounds": [BOUND], "floor": 1e-6}, ["0.05 nats: over it were", "fails at header_trap"]),
+        ({"check": CHECK.model_copy(update={"threshold": 0.0})}, ["nothing was reused"]),
     ],
-    ids=["a bound", "a bound's family", "a check that accepts nothing"],
+    ids=["a bound", "a check that accepts nothing"],
 )
-def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(made, fields, options, said, capsys):
+def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(made, fields, heard, capsys):
     path = made(**fields)
     before, output = path.read_bytes(), path.with_name("other.json")
-    assert confirm(path, *options, "--output", str(output)) == 1
+    assert confirm(path, "--output", str(output)) == 1
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == ["profile.json"]
     shown = capsys.readouterr().out
-    assert said in shown
-    assert "stays as it is" in shown
+    assert [each for each in heard if each not in shown] == []
+    assert f"stays as it is: {heard[-1]}" in shown
 
 
 def test_an_engine_that_is_listed_is_confirmed_again(made, shipped, tmp_path):

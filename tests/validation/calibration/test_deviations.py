@@ -42,21 +42,13 @@ def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped):
         assert 1 < np.median(prompt.values[2]) / np.median(own.values[2]) < 1.5
 
 
-def model_of(family, folder):
-    model = random_model(family)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    return model, model_facts(folder)
-
-
-def tokens_of(count):
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(4))
-
-
 @pytest.mark.parametrize(("family", "seen"), [("gpt_oss", WINDOW), ("gemma3_text", WINDOW), ("llama4_text", CHUNK)])
 def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
-    model, facts = model_of(family, tmp_path)
-    tokens = tokens_of(seen * 3)
+    model = random_model(family)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    facts = model_facts(tmp_path)
+    tokens = torch.randint(0, 256, (seen * 3,), generator=torch.Generator().manual_seed(4))
     blocks = DeviationCollector(model, SimpleNamespace(facts=facts), min_span=64)._computed(tokens.tolist()).pool
     # [layers, kv_factor, kv_heads, tokens, head_dim]
     kv = blocks.unflatten(3, (facts.kv_heads, 32, -1)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
@@ -72,25 +64,13 @@ def test_nothing_is_found_where_nothing_is_shared(shipped):
     assert collected(shipped, "unrelated") == []
 
 
-MIN_SPAN = 48
-BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
-
-
-@pytest.fixture(scope="module")
-def collector(shipped):
-    return DeviationCollector(shipped.runner.model, shipped, MIN_SPAN)
-
-
-@pytest.fixture(scope="module")
-def profile():
-    return ReuseProfile.read(shipped_model() / PROFILE_NAME)
-
-
 def with_check(profile, **fields):
     return profile.model_copy(update={"check": profile.check.model_copy(update=fields)})
 
 
-def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
+def test_the_planter_takes_those_of_which_most_is_kept(shipped):
+    profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
+    collector = DeviationCollector(shipped.runner.model, shipped, min_span=48)
     plants = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3))
     half = with_check(profile, threshold=0.8, window_threshold=None)
     chosen = collector.hardest(plants, half, 8)
@@ -104,4 +84,5 @@ def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profi
     # What a policy computes whole is not missed.
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
     assert missed(found[:1], with_check(profile, threshold=0.0)) == missed(found[:1], exact) == [0.0]
-    assert missed(found[:1], with_check(profile, **BLIND))[0] > 0.0
+    blind = with_check(profile, threshold=1.0, max_span_share=1.0, window_threshold=None)
+    assert missed(found[:1], blind)[0] > 0.0

@@ -10,12 +10,6 @@ from validation.measurement import ServingSettings
 from validation.models import shipped_model
 
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=8)
-CHECK = ProfileCheck(layer=2, threshold=1.0, sample_every=16, sample_threshold=1.0)
-
-
-@pytest.fixture(scope="module")
-def profile(shipped):
-    return ReuseProfile.made_for(*identity_of(shipped, SETTINGS), policy="verified", check=CHECK)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +18,9 @@ def cases(shipped):
     return write_cases(shipped, FamilyRequest(names, groups=3, questions=1, tokens=512, seed=5))
 
 
-def test_each_share_is_observed_of_prompts_that_move_text(shipped, profile, cases):
+def test_each_share_is_observed_of_prompts_that_move_text(shipped, cases):
+    check = ProfileCheck(layer=2, threshold=1.0, sample_every=16, sample_threshold=1.0)
+    profile = ReuseProfile.made_for(*identity_of(shipped, SETTINGS), policy="verified", check=check)
     observed = Observer(shipped, cases, SETTINGS).observations(profile, cases, (0.0, 0.9), "t")
     # What repeats a donor is exact: no check compares it.
     assert [each.family for each in observed] == ["header_trap"] * 3

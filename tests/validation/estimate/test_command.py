@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from benchmarks.evidence.models import published
 from kernels.layout import KvGeometry
 from semblend_trt.cli.main import main
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from tests.pages import ROOT
 from tests.semblend_trt.discovery.planning import profile
 from tests.semblend_trt.held_donors import at_once
 from tests.semblend_trt.test_reuse_profile import evidence
@@ -40,7 +37,8 @@ def log(tmp_path):
 
 def estimated(log, *arguments):
     path = log.with_name("figures.json")
-    assert main(["estimate", str(log), "--json", str(path), *arguments]) == 0
+    # The default pool has millions of blocks where a token takes few bytes.
+    assert main(["estimate", str(log), "--json", str(path), "--pool-bytes", str(1 << 30), *arguments]) == 0
     return json.loads(path.read_text())
 
 
@@ -213,22 +211,3 @@ def test_what_cannot_be_used_is_one_sentence(arguments, sentence, tmp_path, monk
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("semblend-trt: ")
     assert sentence in last
-
-
-def test_the_base_installation_is_enough(log):
-    code = (
-        "import sys\n"
-        "for name in ('matplotlib', 'rich', 'scipy', 'rouge_score'): sys.modules[name] = None\n"
-        "from argparse import ArgumentParser; from validation.estimate import command\n"
-        "from semblend_trt.command_line import ended\n"
-        "parser = ArgumentParser(); command.configure(parser)\n"
-        "sys.exit(ended('semblend-trt', lambda: command.run(parser.parse_args())))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(log), "--limit", "5"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "5 prompts" in done.stdout

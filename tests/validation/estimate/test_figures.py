@@ -16,8 +16,7 @@ from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.builders.engine import PREFILL, Engines, drain
 from tests.semblend_trt.discovery.planning import profile
-from validation.estimate import figures as module
-from validation.estimate.figures import LatencyModel, Observation, Serving
+from validation.estimate.figures import LatencyModel, Observation, Serving, recorded_observations
 from validation.models import load
 
 VOCABULARY = 256
@@ -75,7 +74,7 @@ def test_an_engine_reuses_what_was_estimated(seed, pool_tokens, host_tokens, tin
             estimated.append((served.prefix, sum(span.length for span in served.spans), served.reason))
     assert estimated == found
     assert sum(offered for _, offered, _ in found) > 0
-    assert (serving.stats().evicted > 0) is (host_tokens == 1_200)
+    assert (serving.donors.catalog.stats().evicted > 0) is (host_tokens == 1_200)
 
 
 TINY_POOL = PoolFacts(KvGeometry(4, 1, 16, 32, kv_factor=1), 256, torch.int8)
@@ -105,7 +104,7 @@ def test_donors_of_the_device_tier_move_down_and_up_again():
         moved_tokens(serving, text(seed, 120))
     assert moved_tokens(serving, text(9, 10), text(1, 120)) == 119
     assert moved_tokens(serving, text(8, 10), text(1, 120)) == 119
-    stats = serving.stats()
+    stats = serving.donors.catalog.stats()
     assert stats.offloaded >= 2
     assert stats.promoted >= 1
     assert stats.device_bytes <= device
@@ -185,4 +184,4 @@ def test_a_file_without_observations_is_refused(content, sentence, tmp_path):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=sentence):
-        module.recorded_observations(path)
+        recorded_observations(path)

@@ -1,8 +1,10 @@
 """What prompts are read from, and that lines without one are counted and cost no other line."""
 
+import inspect
 import io
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -131,12 +133,11 @@ def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line, reason):
 
 def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
-    read = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
-    log = log_of(content, None, read.append)
+    log = log_of(content)
     assert contents(log) == ["b"]
     assert log.skipped.counts == {"longer than 1 MiB": 1}
-    assert sum(read) == len(content)
+    assert log.skipped.bytes == len(content)
 
 
 NESTED = [
@@ -149,14 +150,17 @@ NESTED = [
     '{"messages": [{"role": "user", "content": [%s]}]}',
     '{"body": %s}',
 ]
+
 DEEPER = [("[", "]"), ('{"a":', "}"), ('{"type": "tool_result", "content": [', "]}")]
 
 
 @pytest.mark.promise("donors", "No file that a command is...")
 @pytest.mark.parametrize("line", NESTED)
 @pytest.mark.parametrize(("opens", "closes"), DEEPER, ids=["list", "object", "both"])
-def test_no_depth_ends_the_log(line, opens, closes):
-    depths = range(1, sys.getrecursionlimit() + 100)
+def test_no_depth_ends_the_log(line, opens, closes, request):
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(limit := len(inspect.stack(0)) + 250)
+    depths = range(1, limit + 100)
     deep = [line % (opens * depth + "1" + closes * depth) for depth in depths]
     log = log_of("\n".join([*deep, '{"prompt": "last"}']))
     found = contents(log)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.validation.replay.conftest import line, write_trace
+from tests.validation.replay.test_trace import line
 from validation.cli import main
 from validation.replay.command import FILE_NAMES
 
@@ -20,9 +20,10 @@ def run(arguments, output):
 )
 def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
-    path = write_trace(tmp_path / "trace.jsonl", seen, "no line\n")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join([*(each.model_dump_json(exclude_none=True) for each in seen), "no line"]))
     asked = ["--policies", "static_semantic", "--capacity-tokens", "2000", "5000", "2000"]
-    document = run(["--trace", path, *asked], tmp_path / "out")
+    document = run(["--trace", str(path), *asked], tmp_path / "out")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted(FILE_NAMES)
     lines = document["lines"]
     expected = [

@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.validation.replay.conftest import line, trace_from
-from validation.replay.simulation import (
-    EXACT_PREFIX,
-    OPTIMUM,
-    POLICIES,
-    BlockCache,
-    ReuseRule,
-    simulate,
-)
+from tests.validation.replay.test_trace import line
+from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, POLICIES, BlockCache, ReuseRule, simulate
 from validation.replay.trace import NONE, TraceBlock, trace_of
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
@@ -20,6 +13,11 @@ SPAN = ReuseRule("span", min_tokens=64, recompute_tokens=16)
 SIZES = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8, "f": 9, "g": 40}
 # The last token of a prompt is never reused; a block that stands in each prompt once and is never held pays for that.
 EQUAL = {**dict.fromkeys("abcdefg", 10), "own": 1_000_000}
+
+
+def trace_from(requests, tokens):
+    """A trace of requests, each a sequence of contents, given the tokens of each content."""
+    return trace_of(line(i, names, [tokens[name] for name in names]) for i, names in enumerate(requests))
 
 
 def requests_of(most, longest):

@@ -3,9 +3,13 @@
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from tests.validation.replay.conftest import line
-from validation.replay import trace as trace_module
-from validation.replay.trace import MOONCAKE, TraceBlock, trace_file, trace_of
+from validation.replay.trace import MOONCAKE, TraceBlock, TraceLine, trace_file, trace_of
+
+
+def line(index, contents, tokens, tenant=None, **fields):
+    """A line: its number, which is also its second, the blocks' contents and their tokens."""
+    blocks = [TraceBlock(content_hash=c, token_count=n) for c, n in zip(contents, tokens, strict=True)]
+    return TraceLine.model_validate({"timestamp_ms": 1_000.0 * index, "tenant_id": tenant, "blocks": blocks} | fields)
 
 
 def uses(trace):
@@ -106,7 +110,7 @@ def test_nothing_to_replay_is_refused_with_the_reasons(content, told, tmp_path):
 
 
 def test_too_much_is_refused(monkeypatch):
-    monkeypatch.setattr(trace_module, "MAX_BLOCK_USES", 2)
+    monkeypatch.setattr("validation.replay.trace.MAX_BLOCK_USES", 2)
     assert len(trace_of([line(0, "a", [1])] * 2).requests) == 2
     with pytest.raises(ConfigurationError, match="replay the first ones with --requests"):
         trace_of([line(0, "a", [1])] * 3)
