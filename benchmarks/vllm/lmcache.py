@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks.bench_model import BIG, Prompts, label, write_config
-from benchmarks.program import FOLDER, parser_of
+from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import kl_divergence
-from validation.results import Results, read_rows
+from validation.results import Results
 from validation.vllm_engine import VllmEngines
 
 # The opening of both families changes, and all that follows keeps its order.
@@ -36,12 +36,6 @@ _SIZE, _ROOM, _WARM_UPS, _REPEATS = 24_576, 1_024, 2, 7
 _ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS = 4, 6, 4, 1_024
 # Beside vLLM lie the server's context and buffers.
 _CARD_SHARE = 0.6
-# Ours on the same machine: the row of a file, or what its baseline says after a word.
-OURS = {
-    "ttft": ("vllm_shifted_ttft_24k_over_cold_v2_runner_033", None),
-    "instruction": ("smollm2_selection_kl_over_cacheblend_instruction", "unchecked "),
-    "volatile": ("smollm2_kl_volatile_unchecked", None),
-}
 
 
 class BlendEngine:
@@ -58,7 +52,7 @@ class BlendEngine:
 
         self._server = start_server(chunk, Path(os.environ.get("LMCACHE_LOG", os.devnull)))
         self.client = BlendConnector.client = Client()
-        self.connector = {"kv_connector": "BlendConnector", "kv_connector_module_path": BlendConnector.__module__}
+        connector = {"kv_connector": "BlendConnector", "kv_connector_module_path": BlendConnector.__module__}
         self._llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -68,7 +62,7 @@ class BlendEngine:
             max_num_batched_tokens=longest,
             max_num_seqs=8,
             disable_log_stats=True,
-            kv_transfer_config=KVTransferConfig(**self.connector, kv_role="kv_both"),
+            kv_transfer_config=KVTransferConfig(**connector, kv_role="kv_both"),
             **{"dtype": "bfloat16", "gpu_memory_utilization": _CARD_SHARE} | options,
         )
         engine = self._llm.llm_engine
@@ -83,9 +77,8 @@ class BlendEngine:
         from vllm import SamplingParams
 
         self.client.prompt, self.client.loads, self._seen, self._forced = prompt, list(loads), [], list(forced)
-        params = SamplingParams(
-            max_tokens=len(forced) or _ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False
-        )
+        count = len(forced) or _ANSWER_TOKENS
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
         [output] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         self.answer = list(output.outputs[0].token_ids)
         return self._seen
@@ -194,8 +187,7 @@ def add_times(rows: Results, cold_ms: list[float], blended_ms: list[float], take
     rows.add(f"vllm_lmcache_blend_cold_ttft_{size}_ms", cold, "ms", f"{_engine(_CHUNK)}; nothing kept or taken")
     counts = f"{min(taken):,} of {_SIZE:,} tokens from LMCache in host memory"
     rows.add(f"vllm_lmcache_blend_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {_engine(_CHUNK)}")
-    against = f"{blended:,.1f} over {cold:,.1f} ms; {ours('ttft')}"
-    rows.add(f"vllm_lmcache_blend_ttft_{size}_over_cold", blended / cold, "x", against)
+    rows.add(f"vllm_lmcache_blend_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
 
 
 def add_divergence(
@@ -205,18 +197,9 @@ def add_divergence(
     check_served(taken, asked / 2)
     baseline = (
         f"cold; {len(divergences)} prompts, {_ANSWER_TOKENS} tokens of the cold answer; two requests without LMCache "
-        f"{statistics.fmean(floors):.2g}; {ours(family)}; {taken:,} of {asked:,} tokens from LMCache; "
-        f"{_engine(_SMALL_CHUNK)}"
+        f"{statistics.fmean(floors):.2g}; {taken:,} of {asked:,} tokens from LMCache; {_engine(_SMALL_CHUNK)}"
     )
     rows.add(f"vllm_lmcache_blend_kl_{family}_{model}", statistics.fmean(divergences), "nats", baseline)
-
-
-def ours(what: str) -> str:
-    """Return our recorded figure on an H200 in words."""
-    name, word = OURS[what]
-    [row] = (row for each in read_rows(FOLDER / "h200").values() for row in each if row.name == name)
-    figure = f"{row.value:.3g}" if word is None else row.baseline.partition(word)[2].partition(",")[0]
-    return f"ours {figure} ({name})"
 
 
 def _engine(chunk: int) -> str:

@@ -19,21 +19,17 @@ def test_a_folder_without_a_model_is_refused(capsys):
     assert "nowhere holds no config.json" in capsys.readouterr().err
 
 
-def test_rows_tell_times_of_what_lmcache_served_and_ours(rows):
+def test_rows_have_times_of_what_lmcache_served(rows):
     add_times(rows, [700.0, 710.0, 690.0], [350.0, 360.0, 340.0], [24_064] * 3)
     assert [row.value for row in rows.rows] == [700, 350, pytest.approx(0.5)]
     assert "24,064 of 24,576 tokens from LMCache in host memory; LMCache 0.5.6" in rows.rows[1].baseline
-    assert "ours 0.0573 (vllm_shifted_ttft_24k_over_cold_v2_runner_033)" in rows.rows[2].baseline
     with pytest.raises(SystemExit, match="LMCache served 0 of 24,064 tokens"):
         add_times(rows, [1.0], [1.0], [0])
     check_served(95, 100)
 
 
-def test_rows_tell_divergences_beside_ours(rows):
+def test_rows_have_divergences(rows):
     add_divergence(rows, "instruction", "smollm2", [0.25, 0.75], [0.0, 0.001], 900, 1_000)
-    add_divergence(rows, "volatile", "smollm2", [0.5], [0.0], 900, 1_000)
-    one, other = rows.rows
-    assert (one.name, one.value) == ("vllm_lmcache_blend_kl_instruction_smollm2", 0.5)
-    for each in ("2 prompts", "ours 0.0087 (", "900 of 1,000 tokens"):
-        assert each in one.baseline
-    assert "ours 0.00153 (smollm2_kl_volatile_unchecked)" in other.baseline
+    [row] = rows.rows
+    assert (row.name, row.value) == ("vllm_lmcache_blend_kl_instruction_smollm2", 0.5)
+    assert all(each in row.baseline for each in ("2 prompts", "900 of 1,000 tokens"))
