@@ -28,6 +28,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.cases import equal_start
+from validation.models import shown_name
 from validation.results import Results
 
 EXACT, BOUNDED, UNBOUNDED = "exact", "bounded", "unbounded"
@@ -127,6 +128,9 @@ def _served(name: str, policy: str, variants: Mapping[str, list[Session]], optio
         if problem := arm.begin(declines=True):
             raise SemBlendError(f"{name} does not serve as it should: {problem}")
         arm.use_bound(_profile(options), options.share)
+        # The first plan compiles kernels: it is one of other text.
+        first, *_ = variants.values()
+        play(arm, [[prompt[::-1] for prompt in first[0][:2]]], compares=False)
         return {variant: play(arm, sessions, compares=bool(options.model)) for variant, sessions in variants.items()}
 
 
@@ -150,7 +154,7 @@ def add_rows(
         said = f"{changed} of {len(turns)} answers changed"
         rows.add(f"agents_{variant}_kl_{name}", statistics.mean(kls), "nats", said)
     (p95, ours), (cold, theirs) = _figures(turns), _figures(stock)
-    terms = options.model or "random weights"
+    terms = shown_name(options.model) if options.model else "random weights"
     if name == BOUNDED:
         terms = f"at most {options.max_kl} nats" if options.profile else f"{options.share:.1%} computed; random weights"
     facts = f"{ours}; stock {theirs}; {len(turns)} turns to {options.tokens} tokens; {terms}"

@@ -47,8 +47,6 @@ VOLATILE, CHECK_LAYER = "volatile_ms", 3
 BOUNDS = {VOLATILE: (0.0, False), "chosen_ms": (0.15, True), "chosen_by_sample_ms": (0.15, False)}
 # The share that is computed of retrieval prompts within a bound.
 RAG_SHARE = 0.25
-# Moved text is placed as it is.
-UNCHECKED = "unchecked_ms"
 # Turns in which prompts are compared that may not pay, the least and the most of each in a turn, and short runs.
 _COMPARED_TURNS, _FEW, _MANY, _RUNS = 3, 2, 16, (64, 512)
 # Prompts that push others out of vLLM's queue of free blocks.
@@ -145,9 +143,8 @@ class VllmArm:
         assert self._profile.check is not None
         sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
         self._sampled = self._profile.check.model_copy(update=sample)
-        unchecked = {"policy": ReusePolicy.POSITION_FIX.value, "check": None, "head_tokens": 0}
-        changes = dict[str, Any](shifted_ms={}, sampled_ms={"check": self._sampled}) | {UNCHECKED: unchecked}
-        self._profiles = {name: self._profile.model_copy(update=each) for name, each in changes.items()}
+        sampled = self._profile.model_copy(update={"check": self._sampled})
+        self._profiles = {"shifted_ms": self._profile, "sampled_ms": sampled}
         self._profiles |= {name: self._trial(*terms) for name, terms in BOUNDS.items()}
         self.use_profile("shifted_ms")
         self._costs: CostModel | None = None

@@ -57,17 +57,6 @@ def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
     assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
 
 
-def test_a_dry_run_measures_the_hosts_time(tmp_path):
-    ended = run("host", "--json", tmp_path, "--profile", tmp_path / "profile")
-    assert ended.returncode == 0, ended.stderr
-    (rows,) = read_rows(tmp_path).values()
-    figures = {row.name: row.value for row in rows}
-    names = [f"{plan}_forward_host_{what}" for plan in ("planned", "sampled") for what in ("ms", "over_stock")]
-    assert list(figures) == names
-    assert min(figures.values()) > 0
-    assert (tmp_path / "profile").stat().st_size > 0
-
-
 def test_a_dry_run_of_agents_writes_a_row_of_each_variant(tmp_path, monkeypatch):
     model = shutil.copytree(shipped_model(), tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
