@@ -267,7 +267,7 @@ def _answered(output):
 
 
 def serving(model=None, **options):
-    """Start an engine over a model, the shipped one at first."""
+    """Start an engine over a model, the shipped one at first. Skip the test where vLLM's CPU build cannot."""
     from vllm import LLM
 
     given = {"model": str(model or shipped_model()), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True}
@@ -281,6 +281,10 @@ def serving(model=None, **options):
                 return Served(LLM(**given))
             except DistNetworkError:  # another process has taken the port that vLLM had found free
                 return Served(LLM(**given))
+    except NotImplementedError as error:
+        if "FP8 KV cache on CPU requires" in str(error):
+            pytest.skip(f"this processor lacks what vLLM needs: {error}")
+        raise
     finally:
         gc.enable()
 
