@@ -2,25 +2,24 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-import validation
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.connector.lookup import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
+from tests.pages import ROOT
 from tests.semblend_trt.engine_specs import known_engine
 from validation import documents, models, prompts
 from validation.cli import main
 from validation.families.catalog import FamilyRequest, Kind, family
 from validation.metrics import MARGIN
-from validation.models import PROFILE_NAME, SMOLLM2_NAME, shown_name, smollm2_folder
+from validation.models import PROFILE_NAME, SMOLLM2_NAME, shipped_model, shown_name, smollm2_folder
 
 
 class Package:
@@ -72,9 +71,8 @@ def test_missing_packages_are_named_with_the_commands_that_install_them(monkeypa
     assert error.count("\n") == 1
 
 
-ASSETS = Path(validation.__file__).parent / "assets"
-MODEL = ASSETS / "model"
-PROFILES = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
+MODEL = shipped_model()
+PROFILES = sorted(ROOT.glob("docs/profiles/*.json"))
 
 
 @pytest.mark.promise(
