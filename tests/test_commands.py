@@ -1,6 +1,7 @@
 """Commands of README and docs parse, and run with the packages of the extra that they name, and without all others."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from importlib.util import find_spec
 
 import pytest
+import transformers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -21,6 +23,7 @@ from tests.test_docs import EVERY_PAGE
 from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
+pytestmark = pytest.mark.usefixtures("installed_subcommands")
 # Runs a module with its arguments, where only the distributions of the first argument are installed.
 ONLY = """
 import importlib.machinery, json, runpy, sys
@@ -88,7 +91,6 @@ def parses(module, words):
 
 
 @EVERY_PAGE
-@pytest.mark.usefixtures("installed_subcommands")
 def test_options_of_commands_exist(page, capsys, tmp_path, monkeypatch):
     # `confirm` reads the profile that it is given.
     shutil.copy(ROOT / "validation/assets/model/reuse-profile.json", tmp_path)
@@ -149,3 +151,36 @@ def test_the_embedded_server_and_the_validation_run_from_the_extras_of_their_nam
     assert "Traceback" not in done.stderr
     assert done.returncode, done.stdout
     assert str(tmp_path / "none") in done.stderr
+
+
+@pytest.mark.promise(
+    "commands",
+    "`semblend-trt try` is the README's first program, also from the wheel without a checkout, and says what to "
+    "install where it cannot run",
+)
+def test_its_source_is_the_readmes_first_program(capsys):
+    assert main(["try", "--source"]) == 0
+    assert capsys.readouterr().out == README.blocks("python")[0]
+
+
+def test_it_prints_what_the_readme_says_and_where_to_go_next(monkeypatch, capsys):
+    for name in [name for name in os.environ if "SEMBLEND_" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SEMBLEND_PROFILE", "what the program replaces, and leaves nowhere")
+    assert main(["try"]) == 0
+    printed = capsys.readouterr().out
+    said = README.blocks("text")[0]
+    assert printed[: len(said)] == said
+    named = re.findall(r"^  semblend-trt (\w+)", printed[len(said) :], re.MULTILINE)
+    assert {"estimate", "try"} <= set(named) <= set(subcommands())
+
+
+@pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(transformers, "__version__", "4.57.3")
+    assert main(["try"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("semblend-trt: Transformers 4.57.3 is installed; ")
+    assert "pip install 'semblend-trt[embedded]'" in printed.err
+    assert printed.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""README and documents name what exists: files, headings, settings, commands, classes."""
+"""README and documents name what exists: files, headings, settings, commands, classes; reasons and known defects."""
 
 import ast
 import re
@@ -9,9 +9,16 @@ import yaml
 import engine_wrapper.connector
 import semblend_trt.connector
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
+from semblend_trt import audit
 from semblend_trt.cli.main import subcommands
 from semblend_trt.config import Settings, variables_of
-from tests.pages import PAGES, README, ROOT, Page
+from semblend_trt.donors.disk_tier import FILE_REASONS
+from semblend_trt.donors.offload import OffloadEventKind
+from semblend_trt.fleet.placement import RESULTS
+from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
+from semblend_trt.reasons import FAULTS, OTHER_REASON, REASONS
+from tests.pages import PAGES, README, ROOT, Page, code_in, marks
+from tests.reasons import filled
 
 CONNECTORS = {module.__name__: module for module in (semblend_trt.connector, engine_wrapper.connector)}
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
@@ -72,3 +79,34 @@ def test_the_examples_for_tensorrt_llm_use_classes_and_arguments_that_there_are(
         assert hasattr(module, config.connector_scheduler_class)
         assert hasattr(module, config.connector_worker_class)
     assert set(CONNECTORS) <= {*attach.spans, options["kv_connector_config"]["connector_module"]}
+
+
+REASON_PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md"), Page("docs/sglang.md")]
+# They name every reason for which the code refuses or drops, in the last columns of their tables, and no other.
+TOLD = {name for page in REASON_PAGES for row in page.rows for name in code_in(row[-1]) if name.isidentifier()}
+FAILED_MOVES = {"write_failed", "write_skipped", "fetch_failed", "lift_failed", "file_refused", "disk_unavailable"}
+# How a prompt may be placed without its text.
+PLACED = {*RESULTS} - {"held"}
+# Of a connection to NATS, and of a worker that a reader does not follow.
+OTHER_COUNTS = {"failed", "dropped", "refused", "id_twice"}
+
+
+@pytest.mark.promise("commands", "Every reason and fault is in `docs/failure-modes.md` or `docs/vllm.md`")
+def test_the_pages_have_every_reason_and_no_other():
+    """What is listed here needs a row that counts as it, or an entry in the table of reasons."""
+    assert {*OffloadEventKind} > FAILED_MOVES
+    events = {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, *FAILED_MOVES}
+    assert TOLD ^ {*REASONS, *FAULTS, *FILE_REASONS, *events, *PLACED, *OTHER_COUNTS} == set()
+    assert f"`{OTHER_REASON}`" in REASON_PAGES[0].text
+
+
+@pytest.mark.parametrize("page", REASON_PAGES, ids=lambda page: page.name)
+def test_tables_of_reasons_are_made_from_the_code(page):
+    """`python -m tests.reasons` writes them."""
+    assert page.text == filled(page.text)
+
+
+def test_every_defect_is_on_the_page_and_has_its_tests():
+    cells = [row[0] for row in REASON_PAGES[0].rows if re.fullmatch(r"\d+(, \d+)*", row[0])]
+    assert sorted(int(number) for cell in cells for number in cell.split(", ")) == [*range(1, 38)]
+    assert {number for _, *numbers in marks("known_defect") for number in numbers} == {*range(1, 38)}

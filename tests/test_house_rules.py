@@ -1,9 +1,10 @@
-"""The rules of the house that no linter knows: file size, tests of promises, and what a user's copy may not name."""
+"""Rules that no linter knows: file size, tests of promises, seeded mutants, and what a user's copy may not name."""
 
 import re
 
 from tests import promises
-from tests.pages import ROOT, Page
+from tests.mutants.table import MUTANTS
+from tests.pages import ROOT, Page, named_tests
 
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks")
 MAX_LINES = 600
@@ -58,3 +59,17 @@ def test_urls_point_to_known_hosts_only():
 
 def test_no_package_index_is_configured():
     assert found_in([ROOT / name for name in PRODUCT_TEXTS], r"(?:index-url|find-links)[ =]+\S+") == {}
+
+
+def test_each_mutant_has_one_place():
+    found = {each.name: (ROOT / each.file).read_text("utf-8").count(each.old) for each in MUTANTS}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+
+
+def test_each_mutant_has_its_test():
+    assert sorted({each.test for each in MUTANTS} - named_tests().keys()) == []
+
+
+def test_mutants_have_names_of_their_own_and_change_something():
+    assert len({each.name for each in MUTANTS}) == len(MUTANTS)
+    assert [each.name for each in MUTANTS if each.old == each.new] == []

@@ -1,7 +1,7 @@
 """Run the seeded mutants: `python -m tests.mutants [--only NAME ...] [--jobs 2] [--venv .venv]`, from the repository.
 
 Each is applied to a copy of the tree, where its test runs. The exit status is 1 if one survives, or if a test does not
-run, or fails without it. `test_table.py` finds those whose old text is gone."""
+run, or fails without it. `test_house_rules.py` finds those whose old text is gone."""
 
 import argparse
 import compileall

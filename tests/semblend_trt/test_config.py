@@ -1,5 +1,6 @@
-"""Every setting: where it is read from, which name wins, and how a wrong value is told."""
+"""Every setting: where it is read from, which name wins, how a wrong value is told, and how `config` prints it."""
 
+import json
 import os
 import re
 import traceback
@@ -12,10 +13,12 @@ from pydantic import SecretStr
 
 from semblend_trt import config
 from semblend_trt.cli.config import MASK, masked, settings_in_use
+from semblend_trt.cli.main import main
 from semblend_trt.config import PREFIXES, Settings, load_settings, terms_of, variables_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
+from tests.pages import Page, code_in
 
 # Values of settings whose type does not tell one.
 TOLD = {
@@ -229,3 +232,48 @@ def test_the_terms_of_a_policy(policy, terms):
 def test_terms_that_the_model_has_no_layer_for_are_refused(policy, boundary, layers, lowest, told):
     with pytest.raises(ConfigurationError, match=told):
         terms_of(policy, Settings(recompute_boundary_layer=boundary), layers, lowest)
+
+
+@pytest.fixture
+def _settings(monkeypatch):
+    monkeypatch.setenv("TRTLLM_SEMBLEND_HOST_BYTES", "1024")
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "2048")
+    monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
+    monkeypatch.setenv("SEMBLEND_POLICI", "off")
+
+
+@pytest.mark.promise("commands", "`semblend-trt config` prints each setting, its value and source, and masks secrets")
+@pytest.mark.usefixtures("_settings")
+def test_a_line_a_setting(capsys):
+    assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in shown.splitlines()}
+    assert len(lines) == len(Settings.model_fields)
+    assert lines["SEMBLEND_POLICY"] == ["verified", "default"]
+    told = "TRTLLM_SEMBLEND_HOST_BYTES (SEMBLEND_HOST_BYTES set too, and not read)"
+    assert lines["SEMBLEND_HOST_BYTES"] == ["1024", told]
+    assert "hunter2" not in shown
+
+
+@pytest.mark.usefixtures("_settings")
+def test_json(capsys):
+    assert main(["config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in told["settings"]}
+    assert set(rows) == set(Settings.model_fields)
+    sources = {"source": "TRTLLM_SEMBLEND_HOST_BYTES", "ignored": ["SEMBLEND_HOST_BYTES"]}
+    assert rows["host_bytes"] == {"name": "host_bytes", "variable": "SEMBLEND_HOST_BYTES", "value": 1024} | sources
+    assert rows["enabled"]["value"] is True
+    assert rows["nats_token"]["value"] != "hunter2"
+    assert told["unknown"] == {"SEMBLEND_POLICI": "SEMBLEND_POLICY"}
+
+
+@pytest.mark.promise("commands", "`docs/configuration.md` lists every setting, and every setting is read")
+@pytest.mark.usefixtures("_settings")
+def test_the_page_in_the_repository_is_that_of_the_code(capsys):
+    """`semblend-trt config --markdown > docs/configuration.md` makes it."""
+    page = Page("docs/configuration.md")
+    assert main(["config", "--markdown"]) == 0
+    assert page.text == capsys.readouterr().out
+    rows = [code_in(row[0])[0] for row in page.rows if "`" in row[0]]
+    assert sorted(rows) == sorted(variables_of(name)[1] for name in Settings.model_fields)

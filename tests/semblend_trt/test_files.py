@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.doctor.trtllm import read_options
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
+from semblend_trt.model_tokenizer import tokenizer_file
+from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
+from validation.cases import content_of
+from validation.engines import AuditFile
+from validation.estimate.figures import recorded_observations
+from validation.replay.trace import trace_file
+from validation.results import rows_of
 
 
 def test_a_file_is_replaced_with_a_new_one(tmp_path):
@@ -149,3 +157,18 @@ def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path):
     (tmp_path / "text").write_bytes("eins\nzwei ü\n\n\xe9t\xe9".encode("latin-1", "replace"))
     with pytest.raises(ConfigurationError, match=r"text, line 2: byte 0xfc is not UTF-8; write the file in UTF-8"):
         read_text(tmp_path / "text")
+
+
+READERS = [
+    *(read_options, ReuseProfile.read, content_of, recorded_observations, rows_of, read_text),
+    *(lambda path: tokenizer_file(path.parent), lambda path: AuditFile(path).read(), trace_file),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_refused_at_once(read, kind, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises((SemBlendError, OSError), match="not a regular file"):
+        at_once(lambda: read(path))

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import tomllib
@@ -20,8 +19,8 @@ from semblend_trt.model_tokenizer import (
     load_tokenizer,
     tokenizer_file,
 )
+from tests.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "It's 12 345 o'clock,  and naïve."
 
 

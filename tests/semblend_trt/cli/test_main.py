@@ -1,12 +1,13 @@
-"""The command finds its subcommands and ends with a status that scripts can use."""
+"""The command finds its subcommands, ends with a status for scripts, and shows text that controls no terminal."""
 
+import logging
 import subprocess
 import sys
 
 import pytest
 
 from semblend_trt.cli import main as command
-from semblend_trt.command_line import ended
+from semblend_trt.command_line import PrintableFormatter, ended, printable
 from semblend_trt.errors import ConfigurationError
 
 
@@ -70,3 +71,25 @@ def test_the_list_of_subcommands_is_quick_to_import():
 def test_the_router_says_what_replaced_it(capsys):
     assert command.main(["router", "--config", "router.toml", "--check"]) == 2
     assert capsys.readouterr().err.count("semblend_trt.fleet.litellm.placement") == 1
+
+
+FORGED = "a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\0"
+SHOWN = r"a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\x00"
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    assert printable(FORGED) == SHOWN
+    assert printable("Größe 3 \\n 北") == "Größe 3 \\n 北"
+    assert printable(ValueError("a\nb")) == r"a\nb"
+
+
+def test_a_log_record_is_one_line_and_its_traceback_several():
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        error = sys.exc_info()
+    record = logging.LogRecord("a", logging.ERROR, __file__, 1, "told %s", (FORGED,), error)
+    first, *lines = PrintableFormatter().format(record).split("\n")
+    assert first == f"told {SHOWN}"
+    assert len(lines) > 2
+    assert lines[-1] == r"ValueError: \x1b[2J"

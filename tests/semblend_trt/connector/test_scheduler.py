@@ -1,7 +1,6 @@
 """What look-ups need is built when the caches are registered; Transformers is imported in one way."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from semblend_trt.connector.requests import RequestTable
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.runtime import runtime_for
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.pages import ROOT
 
 
 def test_transformers_is_imported_in_one_way_only():

@@ -2,12 +2,13 @@
 
 import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import transformers
 
-from semblend_trt.connector.contract import match_of
+from semblend_trt.connector import contract
+from semblend_trt.connector.contract import V11, flashinfer_layout, match_of, version_of
 from semblend_trt.doctor.trtllm import MAX_BYTES, engine, options, read_options
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reasons import advice
@@ -68,12 +69,6 @@ def module_of(release):
     finally:
         del sys.modules[path]
     return module
-
-
-@pytest.mark.promise("engines", "An installed TensorRT-LLM is matched to a version by what its module has")
-@pytest.mark.parametrize("release", RELEASES)
-def test_each_version_is_known_by_what_it_has(release):
-    assert match_of(module_of(release)) == release
 
 
 @pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])
@@ -173,3 +168,34 @@ def test_a_file_that_holds_no_options(tmp_path, content):
     (tmp_path / "options.yaml").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"options\.yaml"):
         read_options(tmp_path / "options.yaml")
+
+
+@pytest.mark.promise("engines", "An installed TensorRT-LLM is matched to a version by what its module has")
+@pytest.mark.promise(
+    "engines",
+    "The connector keeps to the contract of 1.2 and of 1.4: the same calls in the same order; 1.1 to 1.4 are known "
+    "by their modules",
+)
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
+    assert (version_of(release), version_of("of another product"), version_of(None)) == (release, V11, V11)
+    module = module_of(release)
+    monkeypatch.setattr("semblend_trt.connector.contract.upstream", module)
+    assert match_of(module) == version_of(None) == release
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layout):
+    field = SimpleNamespace(default=layout)
+    metadata = SimpleNamespace(__dataclass_fields__={"kv_layout": field})
+    found = {contract._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
+
+    def import_module(path):
+        if path not in found:
+            raise ImportError(path)
+        return found[path]
+
+    monkeypatch.setattr(contract.importlib, "import_module", import_module)
+    assert flashinfer_layout() == layout
+    found.clear()
+    assert flashinfer_layout() is None

@@ -1,4 +1,4 @@
-"""The index of sketches: its estimates equal those of a loop over all sketches."""
+"""The index of sketches: its estimates equal those of a loop over all sketches; shared text is found in a sketch."""
 
 from inspect import ismodule
 
@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite.binding import ffi
 
+from semblend_trt.discovery.fingerprint import fingerprint
 from semblend_trt.fleet import sketch, sketch_index
-from semblend_trt.fleet.sketch import Sketch, sketch_of
+from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_LEVEL, MAX_SKETCH_BYTES, Sketch, keyed, sketch_key, sketch_of
 from semblend_trt.fleet.sketch_index import SketchIndex
+from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.samples import prompt_fingerprints
+from tests.semblend_trt.samples import text as random_tokens
 
 KEY = bytes(range(16))
 WORKERS = 3
@@ -134,3 +137,58 @@ def test_nothing_is_compiled_after_the_warm_up():
     index.search(1, prompt_fingerprints(tokens, KEY))
     for compiled in (sketch_index._change, sketch_index._repack, sketch_index._rehash, sketch_index._search):
         assert len(compiled.signatures) == 1
+
+
+SALTED = sketch_key("namespace", "salt")
+
+
+def test_the_hash_is_siphash():
+    low, high = np.frombuffer(bytes(range(16)), dtype="<u8")
+    message = np.frombuffer(bytes(range(8)), dtype="<u8").copy()
+    assert keyed(message, low, high).tobytes() == bytes.fromhex("6224939a79f5f593")
+
+
+@given(st.integers(0, 30_000), st.integers(1, MAX_ENTRIES), st.integers(0, 99))
+@settings(max_examples=40)
+def test_a_sketch_is_the_sample_of_its_level(length, entries, seed):
+    tokens = random_tokens(seed, length)
+    sketch = sketch_of(tokens, SALTED, entries)
+    low, high = np.frombuffer(SALTED, dtype="<u8")
+    values = keyed(fingerprint(tokens).hashes, low, high).tolist()
+    assert sketch.anchors == len(values)
+    sample = [value & 0xFFFFFFFF for value in values if value >> (64 - sketch.level) == 0]
+    assert sketch.entries.tolist() == sample[:entries]
+    assert len(sample) <= entries or sketch.level == MAX_LEVEL
+    assert not sketch.level or sum(value >> (65 - sketch.level) == 0 for value in values) > entries
+    again = Sketch.from_bytes(sketch.to_bytes())
+    assert (again.level, again.anchors, again.entries.tolist()) == (sketch.level, sketch.anchors, sample[:entries])
+    assert len(sketch.to_bytes()) <= MAX_SKETCH_BYTES
+
+
+@pytest.mark.promise("fleet", "Sketches of one tenant say nothing...")
+@pytest.mark.parametrize("salt", [None, "", "other", "salt ", "salt"])
+def test_other_tenants_and_namespaces_see_nothing(salt):
+    tokens, other = random_tokens(1, 8000), sketch_key("other" if salt == "salt" else "namespace", salt)
+    assert other != SALTED
+    assert overlap(sketch_of(tokens, SALTED), prompt_fingerprints(tokens, other)) == 0.0
+
+
+def test_bad_sizes_keys_and_tokens_are_refused():
+    for entries in (0, MAX_ENTRIES + 1):
+        with pytest.raises(ValueError, match="entries"):
+            sketch_of(random_tokens(1, 100), SALTED, entries)
+    with pytest.raises(ValueError, match="16 bytes"):
+        sketch_of(random_tokens(1, 100), b"short")
+    with pytest.raises(ValueError, match="token ids"):
+        prompt_fingerprints([-1] * 40, SALTED)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_from_outside_are_checked(data):
+    good = sketch_of(random_tokens(1, 400), SALTED).to_bytes()
+    for candidate in (data, good[:4] + data, good + data[:1] * 5, good[: len(data)]):
+        try:
+            sketch = Sketch.from_bytes(candidate)
+        except ValueError:
+            continue
+        assert sketch.to_bytes() == candidate
