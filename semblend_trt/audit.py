@@ -110,8 +110,8 @@ class AuditLog:
         )
 
     def request_ended(self, request_id: int, report: ReuseReport) -> None:
-        told = {"outcome": report.outcome, "reason": report.reason} | report.figures
-        self.event("request_settled", request_id=request_id, **told)
+        figures = {"outcome": report.outcome, "reason": report.reason} | report.figures
+        self.event("request_settled", request_id=request_id, **figures)
 
     def saved(self, donor: SavedDonor, generation: int) -> None:
         fields = {"donor_id": donor.donor_id, "token_count": donor.tokens, "error": donor.error}
