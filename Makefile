@@ -101,7 +101,7 @@ calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse,
 
 # One process a core, each with one thread; ARGS='-n 0' runs them in one.
 test: env ## run the tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On copies of the tree; ARGS="--only NAME" runs some. Those in vLLM and SGLang are run where their environments are.
 mutants: env ## run the seeded mutants: each has to fail its test

@@ -82,6 +82,12 @@ def save_with_images(text_folder, folder):
     return folder
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the longest files, each of which would run alone at the end."""
+    longest = ("test_first_hour.py", "test_trtllm_check.py", "test_bounded.py", "test_quality.py")
+    items.sort(key=lambda item: item.path.name not in longest)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings(tmp_path_factory):
     """What the product keeps for its user is kept in folders of the tests, and tiny prompts are reused however busy

@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import transformers
@@ -163,10 +164,18 @@ def test_its_source_is_the_readmes_first_program(capsys):
     assert capsys.readouterr().out == README.blocks("python")[0]
 
 
-def test_it_prints_what_the_readme_says_and_where_to_go_next(monkeypatch, capsys):
-    for name in [name for name in os.environ if "SEMBLEND_" in name]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SEMBLEND_PROFILE", "what the program replaces, and leaves nowhere")
+@pytest.fixture
+def variables():
+    """Settings that the program replaces, until the test ends."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if "SEMBLEND_" in name]:
+            del os.environ[name]
+        os.environ["SEMBLEND_PROFILE"] = "what the program replaces"
+        yield
+
+
+@pytest.mark.usefixtures("variables")
+def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys):
     assert main(["try"]) == 0
     printed = capsys.readouterr().out
     said = README.blocks("text")[0]
@@ -175,6 +184,7 @@ def test_it_prints_what_the_readme_says_and_where_to_go_next(monkeypatch, capsys
     assert {"estimate", "try"} <= set(named) <= set(subcommands())
 
 
+@pytest.mark.usefixtures("variables")
 @pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "4.57.3")

@@ -1,4 +1,4 @@
-"""The doctor and the validation know SGLang."""
+"""The doctor and the validation know SGLang, and the fleet hears of its donors, over a real nats-server."""
 
 import json
 
@@ -6,12 +6,16 @@ import pytest
 
 from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.cli.main import main
-from tests.builders.vllm import DONOR, MOVED
+from tests.builders.vllm import DONOR, MOVED, NEW
 from tests.engine_wrapper.sglang.conftest import WARM
+from tests.semblend_trt.conftest import NatsServer, Reader
+from tests.semblend_trt.fleet.conftest import donors_of
 from validation.arms import ArmChoices, arms_of
 from validation.engines import EngineSettings, ended_requests, opened
 from validation.models import shipped_model
 from validation.sglang_engine import SglangEngines
+
+WORKER = 5, 0
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,28 @@ def test_the_validation_reads_logits_and_forces_answers(monkeypatch):
     assert [each.outputs[0].token_ids for each in found.values()] == [[7, 8, 9, 10]] * 2
     assert found[cold.name].outputs[0].generation_logits.shape[0] == 4
     assert (found[cold.name].cached_tokens, found[unchecked.name].cached_tokens >= 480) == (0, True)
+
+
+@pytest.fixture
+def nats(tmp_path):
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.mark.promise("engines", "In SGLang Llama, Qwen2 and Qwen3...")
+def test_donors_are_announced_and_withdrawn(serve, nats, profile_at):
+    reader = Reader(nats.url)
+    checked = profile_at({"layer": 2, "threshold": 1.0})
+    with serve({**checked, "NATS_URL": nats.url, "WORKER_ID": "5"}) as served:
+        served.teach()
+        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 2)
+        assert served.ask(MOVED, max_tokens=1).receipt["reused_tokens"] > 400
+        served.settle()
+        served.ask(NEW, max_tokens=1)
+        served.settle()
+        assert reader.wait_for(lambda reader: len(donors_of(reader.directory, WORKER)) == 4)
+        assert served.local.scheduler.flush_cache()
+        assert reader.wait_for(lambda reader: not donors_of(reader.directory, WORKER))
+    reader.close()
