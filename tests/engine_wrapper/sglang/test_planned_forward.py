@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, assert_cold
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, assert_cold, near
 from tests.engine_wrapper.sglang.conftest import CHUNKS, OTHER, PAGES, PLAIN, WHOLE, some
 from validation.models import shipped_model
 
@@ -61,3 +61,20 @@ def test_donors_of_other_weights_are_dropped(serve, tmp_path):
         served.local.scheduler.process_input_requests([update])
         assert served.ask(MOVED).receipt["offered_tokens"] == 0
         assert served.runtime.weights_changes == 1
+
+
+@pytest.mark.promise("engines", "In SGLang Llama, Qwen2 and Qwen3 answer as stock, and the fleet hears of donors")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_answers_of_each_model_are_those_of_stock(serve, tiny_model_paths, family):
+    lead, document, tail = ([*range(begin, end)] for begin, end in ((10, 50), (60, 200), (210, 250)))
+    donor, moved = [*tail[:20], *document, *lead], [*lead, *tail[:30], *document, *tail]
+    options = {"model": str(tiny_model_paths[family])}
+    with serve(None, disable_radix_cache=True, **options) as stock:
+        wanted = stock.ask(moved, max_tokens=16)
+    with serve({"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": "3"}, **options) as served:
+        served.teach(donor, warm=[*range(250, 100, -1)])
+        found = served.ask(moved, max_tokens=16)
+    assert found.tokens == wanted.tokens
+    assert near(found.logprobs, wanted.logprobs)
+    assert found.receipt["recomputed_tokens"] == found.receipt["offered_tokens"] >= len(document) - 2
+    assert found.cached >= len(lead) + found.receipt["offered_tokens"]
