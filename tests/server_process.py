@@ -102,7 +102,7 @@ def answering(answer):
 
 def wait_for(holds):
     """Waits until `holds()` is true."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not holds():
         assert time.monotonic() < deadline, "nothing came"
 
