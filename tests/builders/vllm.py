@@ -269,6 +269,7 @@ def _answered(output):
 def serving(model=None, **options):
     """Start an engine over a model, the shipped one at first. Skip the test where vLLM's CPU build cannot."""
     from vllm import LLM
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     given = {"model": str(model or shipped_model()), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True}
     given |= {"max_num_batched_tokens": 2048, "block_size": 32, **PLACE, **options}
@@ -282,6 +283,7 @@ def serving(model=None, **options):
             except DistNetworkError:  # another process has taken the port that vLLM had found free
                 return Served(LLM(**given))
     except NotImplementedError as error:
+        ensure_kv_transfer_shutdown()  # the next engine may have no connector
         if "FP8 KV cache on CPU requires" in str(error):
             pytest.skip(f"this processor lacks what vLLM needs: {error}")
         raise
