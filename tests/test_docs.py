@@ -59,7 +59,7 @@ def test_commands_exist(page):
 @EVERY_PAGE
 def test_python_files_exist(page):
     named = {span for span in page.spans if span.endswith(".py") and not set(span) & set(" <>*")}
-    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
