@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
 from unittest import mock
@@ -25,6 +26,7 @@ from tests.test_environment import PROJECT, needs_of
 from validation import cli
 
 pytestmark = pytest.mark.usefixtures("installed_subcommands")
+installed = cache(packages_distributions)
 # Runs a module with its arguments, where only the distributions of the first argument are installed.
 ONLY = """
 import importlib.machinery, json, runpy, sys
@@ -119,9 +121,7 @@ def closure(extras):
 def run(module, *words, extras, folder):
     """The finished process of a module with these extras' packages alone, beside what Python and pip bring."""
     held = closure(extras) | {"pip", "setuptools", "wheel", "semblend-trt"}
-    missing = [
-        name for name, owners in packages_distributions().items() if not held & {*map(canonicalize_name, owners)}
-    ]
+    missing = [name for name, owners in installed().items() if not held & {*map(canonicalize_name, owners)}]
     return ended(sys.executable, "-c", ONLY, json.dumps([sorted(held), missing]), module, *words, cwd=folder)
 
 

@@ -66,7 +66,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used():
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     others = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
-    used = {canonicalize_name(packages_distributions().get(name, [name])[0]) for name in others}
+    owners = packages_distributions()
+    used = {canonicalize_name(owners.get(name, [name])[0]) for name in others}
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
     # Pydantic brings the one; type checkers alone read the other. `make dynamo-env` has what runs of Dynamo's needs.

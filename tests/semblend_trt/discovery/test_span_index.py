@@ -323,24 +323,20 @@ def every_anchor(tokens):
 
 
 def reference_sums(tokens, length):
-    """Of every `length` tokens the polynomial in RANK_BASE modulo 2**32, in Python integers."""
-    sums = []
-    for start in range(len(tokens) - length + 1):
-        value = 0
-        for token in tokens[start : start + length].tolist():
-            value = (value + token) * module.RANK_BASE & 0xFFFFFFFF
-        sums.append(value)
-    return sums
+    """Of every `length` tokens the polynomial in RANK_BASE modulo 2**32, of which 64 bits lose nothing."""
+    sums = np.zeros(len(tokens) - length + 1, dtype=np.uint64)
+    for column in np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), length).T:
+        sums = (sums + column) * np.uint64(module.RANK_BASE) & np.uint64(0xFFFFFFFF)
+    return sums.tolist()
 
 
 def reference_positions(tokens, window):
     """Every minimum of every window of grams, for tokens without a stretch of one repeated token."""
-    ranks = reference_sums(tokens, GRAM_TOKENS)
-    chosen = set()
-    for begin in range(len(ranks) - window + 1):
-        least = min(ranks[begin : begin + window])
-        chosen |= {at for at in range(begin, begin + window) if ranks[at] == least}
-    return sorted(chosen)
+    ranks = np.array(reference_sums(tokens, GRAM_TOKENS))
+    if len(ranks) < window:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(ranks, window)
+    return np.unique(np.add(*np.nonzero(windows == windows.min(axis=1, keepdims=True)))).tolist()
 
 
 # Around 32,768 grams a block ends.
