@@ -51,10 +51,10 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path):
 
 
 def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
-    ended = run("ttft", "--out", tmp_path, "--arms=position_fix", "--engine-option", "enable_prompt_embeds=true")
-    assert ended.returncode == 1
-    assert "refusal prompt_embeds" in ended.stderr
-    assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
+    refused = "--engine-option=enable_prompt_embeds=true"
+    ended = run("ttft", "--out", tmp_path, "--arms=position_fix", "--parts=miss", refused)
+    assert (ended.returncode, "refusal prompt_embeds" in ended.stderr) == (1, True), ended.stderr
+    assert json.loads((tmp_path / "position_fix_in_turns.json").read_text())["parts"] == {}
 
 
 def test_a_dry_run_of_agents_writes_a_row_of_each_variant(tmp_path, monkeypatch):
