@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ def random_tokens(count):
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
+@patch("validation.exactness.MAX_TOKENS", 256)
 def within_an_engine(path, tokens, min_span=32, kv_dtype="auto"):
     engines = EmbeddedEngines(ModelRunner(path, "float32", "cpu"), kv_dtype)
     return stock_difference(engines, str(path), "ours", tokens, min_span)
@@ -64,4 +66,4 @@ def test_what_shows_nothing_is_refused(tiny_qwen2_path):
     with pytest.raises(ConfigurationError, match="at least 4"):
         plain_difference(ModelRunner(tiny_qwen2_path, "float32", "cpu"), [1, 2, 3])
     with pytest.raises(SemBlendError, match=r"executes no plan \(no_donor_match\)"):
-        within_an_engine(tiny_qwen2_path, list(range(200)), min_span=400)
+        within_an_engine(tiny_qwen2_path, list(range(200)), min_span=200)

@@ -85,14 +85,15 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys,
     # What the crowd and the other arms find is another test's.
     monkeypatch.setattr(check, "serve_crowd", lambda *_: check.Crowded((), (), (), "", "", None, None, ()))
     monkeypatch.setattr(check, "judge", lambda *_: [])
+    monkeypatch.setattr(check, "judge_commits", lambda *_: check.Finding("commits", True, ""))
     policies = (None, "verified")
     none = check.Served((), (), ())
     patched = lambda *given: serve(*given) if given[-1].get("SEMBLEND_POLICY") in policies else none  # noqa: E731
     monkeypatch.setattr(check, "serve", patched)
     output = tmp_path / "confirmed.json"
-    shipped = shipped_model() / PROFILE_NAME
-    values = ReuseProfile.read(shipped)
-    few = [{"what": "prompts", "groups": 4, "questions": 1, "tokens": 512, "max_tokens": 8}]
+    values = ReuseProfile.read(shipped_model() / PROFILE_NAME)
+    values = values.model_copy(update={"bounds": values.bounds[-2:]})
+    few = [{"what": "prompts", "groups": 2, "questions": 1, "tokens": 512, "max_tokens": 8}]
     few += [{"what": "confirmed", "family": name} for name in ("reordered", "header_trap")]
     profile = tmp_path / "profile.json"
     values.model_copy(update={"figures": few}).write(profile)
@@ -121,8 +122,7 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
     found = check.serve_crowd(str(shipped_model()), "auto", rounds)
     assert failing(check.judge_crowd(found)) == []
     assert len(found.cold) == len(found.answers) == 24
-    assert found.cancelled == "cancelled"
-    assert found.failed.startswith("error: ")
+    assert (found.cancelled, found.failed[:7]) == ("cancelled", "error: ")
 
     def fails(**changes):
         return failing(check.judge_crowd(replace(found, **changes)))
@@ -157,7 +157,7 @@ def test_what_v2_was_not_seen_to_do_is_a_line_that_fails():
 def test_a_crowd_shows_lost_blocks_and_wrong_answers(rounds, monkeypatch):
     monkeypatch.setattr(trtllm_stand_in.LLM, "leaks", 2)
     monkeypatch.setattr(trtllm_stand_in.LLM, "answers_wrongly", True)
-    found = check.serve_crowd(str(shipped_model()), "auto", (rounds[0][:5], rounds[1][:5]))
+    found = check.serve_crowd(str(shipped_model()), "auto", (rounds[0][:3], rounds[1][:3]))
     assert {"blocks", "concurrency"} <= set(failing(check.judge_crowd(found)))
     assert found.free_after == found.free_before - 2
 
@@ -177,9 +177,8 @@ def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
     monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
     assert check.main(["--model", str(shipped_model()), *options]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
     assert said.err.startswith("trtllm-check: ")
-    assert said.err.count("\n") == 1
+    assert (said.out, said.err.count("\n")) == ("", 1)
     assert sentence in said.err
 
 

@@ -95,7 +95,7 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
 def test_a_model_is_trained_and_saved(tmp_path, prose, monkeypatch):
     text = tmp_path / "books.txt"
     text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
-    for name, value in (("BATCH_TOKENS", 8_192), ("WORKERS", 1), ("LOG_EVERY", 1)):
+    for name, value in (("BATCH_TOKENS", 2_048), ("WORKERS", 1), ("LOG_EVERY", 1)):
         monkeypatch.setattr(train, name, value)
     for name, value in zip(train.SIZES, (4, 32, 48, 2, 1), strict=True):
         monkeypatch.setitem(train.SIZES, name, value)

@@ -74,9 +74,9 @@ def with_check(profile, **fields):
 def test_the_planter_takes_those_of_which_most_is_kept(shipped):
     profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
     collector = DeviationCollector(shipped.runner.model, shipped, min_span=48)
-    plants = write_plants(shipped, FamilyRequest(("header_trap",), groups=8, seed=3))
+    plants = write_plants(shipped, FamilyRequest(("header_trap",), groups=5, seed=3))
     half = with_check(profile, threshold=0.8, window_threshold=None)
-    chosen = collector.hardest(plants, half, 8)
+    chosen = collector.hardest(plants, half, 5)
     found = collector.collect(chosen)
     sums = missed(found, half)
     assert sums == sorted(sums, reverse=True)
