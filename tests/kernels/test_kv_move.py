@@ -47,16 +47,16 @@ LATENT_WIDTHS = [
 
 
 def turned(row, *rotation):
-    return builders.rotations_of(3, *rotation) if row % 2 else rotation_of(*rotation)
+    return builders.rotations_of(2, *rotation) if row % 2 else rotation_of(*rotation)
 
 
 # Every width in one tensor, and each other layout with some of them; layers turn alike in every other row.
 GRID = [
-    (layout, geometry_of(heads, dim, block, layers=3), turned(row, rotary, pairs), dtype, skipped)
+    (layout, geometry_of(heads, dim, block), turned(row, rotary, pairs), dtype, skipped)
     for at, layout in enumerate(("in_one_tensor", *builders.LAYOUTS))
     for row, (heads, dim, rotary, pairs, block, dtype, skipped) in enumerate(WIDTHS[at % 4 :: 4] if at else WIDTHS)
 ] + [
-    (layout, geometry_of(1, latent + rotary, block, 1, layers=3), turned(row, rotary, pairs, latent), dtype, 0)
+    (layout, geometry_of(1, latent + rotary, block, 1), turned(row, rotary, pairs, latent), dtype, 0)
     for at, layout in enumerate(("in_one_tensor", *builders.LATENT_LAYOUTS))
     for row, (latent, rotary, pairs, block, dtype) in enumerate(LATENT_WIDTHS[at % 3 :: 3] if at else LATENT_WIDTHS)
 ]
