@@ -17,6 +17,7 @@ BLOCK = 4
 FP8 = torch.float8_e4m3fn
 # Relative errors in the 2-norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+_PATCHED = set()  # functions that kernels call, of which Triton's interpreter patches the language at each call
 FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
 
 
@@ -31,7 +32,15 @@ def interpret(monkeypatch):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def call(self, *arguments, **options):
+        # The kernel that calls has its language patched until it ends; Triton's own functions keep theirs.
+        if self.fn not in _PATCHED:
+            _PATCHED.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **options)
+
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

@@ -62,7 +62,7 @@ def tiled(device, batch, config=None, piece=None, window=None, sinks=None, lse=N
 def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, window, kv_dtype):
     """As near to naive as the queries' dtype allows: KV in fp8 is read as the numbers that it holds."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    positions = [[*range(50, 75), 200, 201], [9], [2 * block_size], list(range(7))]
+    positions = [[*range(50, 63), 130, 131], [9], [2 * block_size], list(range(7))]
     batch = Batch(positions, dtype=dtype, window=window, kv_dtype=kv_dtype, **sizes)
     assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
 
@@ -71,7 +71,7 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
     "engines", "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read"
 )
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
@@ -184,7 +184,7 @@ def test_what_attention_cannot_run_with_is_refused(changes, message):
 def test_tiles_of_any_size_and_their_pieces(
     triton_device, heads, block_size, block_m, block_n, piece, window, with_sinks
 ):
-    positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
+    positions = [[0, 15, 16, 90], [*range(50, 67)], list(range(5))]
     batch = Batch(positions, heads=heads, kv_heads=1, block_size=block_size, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
     expected_lse = torch.full(batch.q.shape[:2], math.nan)
