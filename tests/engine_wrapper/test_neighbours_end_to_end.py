@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("position_fix")
 def document(seed):
     """Sentences over words that no other document has."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(60)]
-    return [" ".join([*rng.choices(words, k=7), str(rng.randrange(9999))]) + "." for _ in range(30)]
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(30)]
+    return [" ".join([*rng.choices(words, k=7), str(rng.randrange(9999))]) + "." for _ in range(10)]
 
 
 def reworded(sentences, seed):
