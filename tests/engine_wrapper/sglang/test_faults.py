@@ -39,24 +39,17 @@ INSIDE = [
 AROUND = [
     *((Requests, name) for name in ("step", "begun")),
     *((RequestView, name) for name in ("__init__", "token_array")),
-    *((SglangWorker, name) for name in ("_place",)),
-    *((PlannedForward, "run"), (ActivePlans, "take_all"), (ActivePlans, "put")),
-    *(
-        (SemBlendKvConnectorScheduler, name)
-        for name in ("build_connector_meta", "_metadata_of", "_look_up", "take_events")
-    ),
+    *((SglangWorker, "_place"), (PlannedForward, "run"), (ActivePlans, "take_all"), (ActivePlans, "put")),
+    *((SemBlendKvConnectorScheduler, name) for name in ("build_connector_meta", "_metadata_of", "_look_up")),
     *((SglangScheduler, name) for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "ended")),
-    *((SglangScheduler, "request_finished"), (SglangScheduler, "give_receipt")),
-    *((SemBlendRadixCache, name) for name in ("_decline",)),
-    *(
-        (SemBlendKvConnectorWorker, name)
-        for name in ("start_load_kv", "_make_room", "_follow", "_load", "wait_for_save")
-    ),
-    *((SemBlendKvConnectorWorker, "get_finished"), (worker_module, "readable_metadata")),
+    *((SglangScheduler, "request_finished"), (SglangScheduler, "give_receipt"), (SemBlendRadixCache, "_decline")),
+    *((SemBlendKvConnectorWorker, name) for name in ("start_load_kv", "_make_room", "_follow", "_load")),
+    *((SemBlendKvConnectorWorker, name) for name in ("wait_for_save", "get_finished")),
+    *((worker_module, "readable_metadata"), (SemBlendKvConnectorScheduler, "take_events")),
     *((PlanLoader, name) for name in ("load", "_prepare", "_issue")),
     *((DonorStore, "reading"), (load_module, "prepared"), (load_module, "moves_of"), (load_module, "target_of")),
     *((Lookup, "look_up"), (DonorIndex, "begin_save"), (DonorSaver, "start"), (DonorSaver, "finished")),
-    *((SemanticKvPlan, "with_target_blocks"),),
+    (SemanticKvPlan, "with_target_blocks"),
 ]
 FAULTS = [
     *((owner, name, RuntimeError, True) for owner, name in (*AROUND, *INSIDE)),

@@ -21,7 +21,7 @@ from tests.builders.engine import evict_prefixes, text
 from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, TrtllmRunner, engine_of
 from tests.engine_wrapper.watching import failing
 
-EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
+FEW = SamplingParams(max_tokens=4, ignore_eos=True)
 DOCUMENT, DONOR = text(1, 90), [*text(3, 10), *text(1, 90), *text(4, 5)]
 PLANNED, RUNNING, COLD = [*text(5, 21), *DOCUMENT, *text(7, 9)], text(8, 70), text(9, 40)
 
@@ -72,7 +72,7 @@ def served(tiny_qwen2_path, runner, tmp_path_factory):
 
 
 def tokens_of(llm, prompt):
-    return llm.generate([prompt], EIGHT)[0].outputs[0].token_ids
+    return llm.generate([prompt], FEW)[0].outputs[0].token_ids
 
 
 @pytest.mark.promise(
@@ -89,14 +89,14 @@ def test_no_fault_ends_the_engine_or_harms_a_neighbour(
     tiny_qwen2_path, runner, served, monkeypatch, owner, name, error, once, overlap
 ):
     with engine_of(tiny_qwen2_path, runner, overlap=overlap) as llm:
-        llm.generate([DONOR], EIGHT)
+        llm.generate([DONOR], FEW)
         llm.settle()
         evict_prefixes(llm)
-        running = llm.generate_async(RUNNING, EIGHT)
+        running = llm.generate_async(RUNNING, FEW)
         next(running)
         with monkeypatch.context() as patches:
             has_failed = failing(patches, owner, name, error, once)
-            planned, cold = (llm.generate_async(each, EIGHT, streaming=False) for each in (PLANNED, COLD))
+            planned, cold = (llm.generate_async(each, FEW, streaming=False) for each in (PLANNED, COLD))
             llm.executor.step()
             assert has_failed()
             outputs = [list(each)[-1] for each in (running, cold, planned)]
