@@ -214,7 +214,7 @@ sglang-test: sglang-env ## run the tests of the product inside SGLang, on a CPU
 	$(SGLANG_TEST) $(ARGS)
 
 # Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go. Two engines
-# at a time need some 8 GB. Compiling by processes of their own takes twice as long on two cores.
+# at a time need some 8 GB. Inductor's own pool of processes makes compiling slower on two cores.
 VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba \
 	$(VLLM_RUN) -m pytest tests/test_first_hour.py -n 2 --dist loadfile tests/engine_wrapper/vllm

@@ -17,8 +17,8 @@ BLOCK = 4
 FP8 = torch.float8_e4m3fn
 # Relative errors in the 2-norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-_PATCHED = set()  # functions that kernels call, of which Triton's interpreter patches the language at each call
 FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
+_PATCHED = set()  # functions that kernels call, whose language Triton's interpreter would patch at each call
 
 
 def interpret(monkeypatch):

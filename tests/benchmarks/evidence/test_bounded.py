@@ -15,8 +15,9 @@ SMALL = ("--small", "--device", "cpu", "--families", "reordered,header_trap", "-
 SMALL += ("--tokens", "400", "--max-tokens", "4")
 
 
-def run(folder, *asked):
-    bounded.main([*SMALL, "--kept", str(folder / "kept"), "--json", str(folder / "out"), "--test", "1", *asked])
+def run(folder, *parts, questions=2):
+    served = ("--test", "1", str(questions), "--kept", str(folder / "kept"), "--json", str(folder / "out"))
+    bounded.main([*SMALL, *served, "--parts", *parts])
 
 
 def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_path, monkeypatch):
@@ -24,8 +25,8 @@ def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_p
     few |= dict.fromkeys(("all_tokens", "attention", "random"), (0.2,))
     monkeypatch.setattr(bounded, "LADDERS", few)
     monkeypatch.setattr(calibration, "_HEADS", (8,))
-    run(tmp_path, "2", "--parts", "calibrate", "bounds")
-    run(tmp_path, "1", "--parts", "frontier", "plot")
+    run(tmp_path, "calibrate", "bounds")
+    run(tmp_path, "frontier", "plot", questions=1)
     rows = {each.name: each for path in (tmp_path / "out").glob("*.json") for each in rows_of(path)}
     assert all(each.goal is None for each in rows.values())
     assert rows["calibrate_smollm2_minutes"].value > 0.0
@@ -38,8 +39,8 @@ def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_p
     assert shown["header_trap", "profile_0.6"][1] < 0.5 * shown["header_trap", "position_fix"][1]
     before = points.with_suffix(".svg").read_bytes()
     monkeypatch.setattr("validation.calibration.prepared.Observer._samples", None)
-    run(tmp_path, "2", "--parts", "bounds")
-    run(tmp_path, "1", "--parts", "frontier", "plot")
+    run(tmp_path, "bounds")
+    run(tmp_path, "frontier", "plot", questions=1)
     assert points.with_suffix(".svg").read_bytes() == before
 
 

@@ -87,8 +87,6 @@ class Bench:
 
 
 QWEN2 = ("qwen2", True, "1.2")
-
-
 BENCHES = [QWEN2, ("llama", False, "main"), ("glm4_moe", True, "1.2"), ("smollm3", True, "main")]
 BENCHES += [("gemma3_text", True, "main"), ("gemma3_text", False, "1.2")]
 
