@@ -147,8 +147,8 @@ def test_the_first_program_runs_from_the_extra_embedded(tmp_path):
 def test_the_embedded_server_and_the_validation_run_from_the_extras_of_their_names(tmp_path, words):
     """As far as the model, which is not there: what is loaded by then is what a run needs."""
     module, *words = words.split()
-    extras = ["embedded", "validation"] if words else ["embedded"]
-    done = run(module, *words, "--model", str(tmp_path / "none"), extras=extras, folder=tmp_path)
+    extra = "validation" if words else "embedded"
+    done = run(module, *words, "--model", str(tmp_path / "none"), extras=[extra], folder=tmp_path)
     assert "Traceback" not in done.stderr
     assert done.returncode, done.stdout
     assert str(tmp_path / "none") in done.stderr

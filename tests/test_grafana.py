@@ -27,8 +27,7 @@ for label, value in (each for metric in exported() for sample in metric.samples 
 
 
 class Expression:
-    """A PromQL expression, the `names` of its series and the `labels` of its result; it fails where its series have not
-    what it selects, sums or joins by."""
+    """A PromQL expression, the `names` of its series and the `labels` of its result; it fails if a series lacks one."""
 
     def __init__(self, text):
         text = text.replace("$__rate_interval", "5m").replace("$instance", ".*")

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rouge_score import rouge_scorer
-from scipy.stats import DegenerateDataWarning, bootstrap
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ROUGE = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
 def normalised_words(text: str) -> list[str]:
@@ -45,9 +42,12 @@ def token_f1(answer: str, reference: str) -> float:
 
 def closeness(answer: str, reference: str) -> tuple[float, float, float]:
     """Return ROUGE-1 F1, ROUGE-L F1 (Lin 2004, google-research/rouge) and token F1, 0..1; equal texts have 1."""
-    scores = None if answer == reference else _ROUGE.score(reference, answer)
-    rouge = (1.0, 1.0) if scores is None else (float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure))
-    return *rouge, token_f1(answer, reference)
+    if answer == reference:
+        return 1.0, 1.0, 1.0
+    from rouge_score.rouge_scorer import RougeScorer  # it loads nltk, in a second
+
+    scores = RougeScorer(["rouge1", "rougeL"]).score(reference, answer)
+    return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure), token_f1(answer, reference)
 
 
 def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
@@ -130,6 +130,8 @@ def non_inferiority(differences: Sequence[float], groups: Sequence[Hashable], se
     It resamples whole groups, since answers on the same documents are not independent. The mean is over prompts."""
     if not differences:
         return None
+    from scipy.stats import DegenerateDataWarning, bootstrap  # loaded in a second
+
     # A resample's mean needs only the sum and the number of each group's values.
     index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     members = [index[group] for group in groups]

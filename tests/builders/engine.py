@@ -130,8 +130,7 @@ def evict_prefixes(llm):
 
 
 def drop_batch(executor):
-    """Has an engine run nothing of its next batch, of which the connector gets metadata: it comes again, as in
-    TensorRT-LLM."""
+    """Has an engine run nothing of its next batch, whose metadata the connector gets; TensorRT-LLM offers it again."""
 
     def drop(*_):
         del executor._forward

@@ -153,7 +153,8 @@ def paged(donor, block_size=BLOCK):
 def fresh_rows(kv, layer):
     """Rows as views of wider ones, as a fused projection makes them: K's strides are not V's."""
     k, *values = (plane.transpose(0, 1) for plane in kv.tensor[layer])
-    return FreshRows(k, *(torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype), v], dim=1)[:, 2:] for v in values))
+    wide = (torch.cat([nan(len(v), 2, v.shape[2], dtype=v.dtype, device=v.device), v], dim=1) for v in values)
+    return FreshRows(k, *(each[:, 2:] for each in wide))
 
 
 def content(kv):

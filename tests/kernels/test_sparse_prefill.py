@@ -71,7 +71,7 @@ def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv
     "engines", "With windows and sinks attention is that of the plain formula, and KV that no row sees is not read"
 )
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),

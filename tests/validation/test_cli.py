@@ -232,9 +232,3 @@ def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_wit
     program = [sys.executable, "-m", "validation"]
     done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "passive\n", "validation: interrupted\n")
-
-
-def test_what_only_the_fleet_needs_is_not_needed_here():
-    absent = "import sys; sys.modules.update(dict.fromkeys(('numba', 'nats', 'msgspec', 'aiohttp')))"
-    done = subprocess.run([sys.executable, "-c", f"{absent}; import validation.cli"], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr

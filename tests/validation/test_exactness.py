@@ -21,7 +21,7 @@ def random_tokens(count):
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-@patch("validation.exactness.MAX_TOKENS", 256)
+@patch.multiple("validation.exactness", MAX_TOKENS=256, _ANSWER_TOKENS=4)
 def within_an_engine(path, tokens, min_span=32, kv_dtype="auto"):
     engines = EmbeddedEngines(ModelRunner(path, "float32", "cpu"), kv_dtype)
     return stock_difference(engines, str(path), "ours", tokens, min_span)

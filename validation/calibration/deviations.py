@@ -118,7 +118,7 @@ class DeviationCollector:
         return [plant for _, plant in sorted(ranked, key=lambda pair: -pair[0])[:count]]
 
     def _of_prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:
-        if (plan := self._plan(tokens)) is None:
+        if (plan := self.plan_of(tokens)) is None:
             return None
         *donors, fresh = map(self._computed, tokens.texts)
         checked = [span for span in plan.spans if not span.exact]
@@ -140,7 +140,8 @@ class DeviationCollector:
         lengths = tuple(span.length for span in checked)
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
 
-    def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
+    def plan_of(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
+        """Return the plan of reuse without a check; None where no KV would be moved."""
         index = SpanIndex()
         for number, donor in enumerate(tokens.donors):
             index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))

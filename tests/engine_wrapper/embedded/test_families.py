@@ -2,6 +2,8 @@
 
 Of models that take images the part that reads text runs."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -44,13 +46,13 @@ def moved_difference(folder, family, computed=WINDOW - 1):
     "Above a layer with a window of n, a moved run whose first n - 1 tokens are computed is that of a cold run, in "
     "the embedded engine and in vLLM, through vLLM's attention and through ours",
 )
+@patch("validation.exactness._ANSWER_TOKENS", 4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact(tmp_path, family):
     assert difference(tmp_path, family, ()) <= MAX_LOGIT_DIFFERENCE
     assert moved_difference(tmp_path, family) <= MAX_LOGIT_DIFFERENCE
 
 
-@pytest.mark.promise("engines", "Above a layer with a window...")
 @pytest.mark.promise("engines", "Above a layer with a window...")
 def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
     """With one computed token fewer, a token of the run is kept that depends on another one before the run."""

@@ -1,4 +1,4 @@
-"""Random lives of an engine with our connector, of STATEFUL_STEPS steps: 5,000, or 100,000 in a nightly run."""
+"""Random lives of an engine with our connector, of STATEFUL_STEPS steps: 3,000, or 100,000 in a nightly run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from semblend_trt.outcome import TOKEN_KINDS
 from tests.builders.engine import evict_prefixes
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
 
-STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
+STEPS = int(os.environ.get("STATEFUL_STEPS", "3000"))
 ALL = (*CASES, *HABIT_CASES)
 
 

@@ -493,8 +493,6 @@ def executor_of(
     return PyExecutor(MANAGERS[style](pool, geometry), engine, worker, scheduler)
 
 
-# -- a default engine of 1.4 -------------------------------------------------------------------------------------------
-
 OURS = tuple(str(package.__path__[0]) for package in (engine_wrapper, semblend_trt))
 ENGINE = str(embedded.__path__[0])
 # All that may run of us in a decode step: the replaced method, and one look at the pending plans.

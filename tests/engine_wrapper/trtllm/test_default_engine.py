@@ -15,7 +15,7 @@ from tests.engine_wrapper.watching import watched
 
 SIX = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 DOCUMENT = text(1, 90)
-STEPS = int(os.environ.get("STATEFUL_STEPS", "5000")) // 25
+STEPS = int(os.environ.get("STATEFUL_STEPS", "3000")) // 25
 
 
 @pytest.fixture(scope="module")

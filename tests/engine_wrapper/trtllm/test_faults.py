@@ -21,7 +21,7 @@ from tests.builders.engine import evict_prefixes, text
 from tests.engine_wrapper.trtllm.stand_ins import KVCacheManagerV2, TrtllmRunner, engine_of
 from tests.engine_wrapper.watching import failing
 
-FEW = SamplingParams(max_tokens=4, ignore_eos=True)
+FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 DOCUMENT, DONOR = text(1, 90), [*text(3, 10), *text(1, 90), *text(4, 5)]
 PLANNED, RUNNING, COLD = [*text(5, 21), *DOCUMENT, *text(7, 9)], text(8, 70), text(9, 40)
 

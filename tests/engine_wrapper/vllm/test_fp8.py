@@ -100,8 +100,7 @@ def with_scales(tiny, folder, strategy):
 
 @pytest.fixture
 def as_a_card(monkeypatch):
-    """vLLM's attention on a CPU, which rounds towards 0, rounds to the nearest; it stores each head by its own scale,
-    as FlashAttention 3 does."""
+    """vLLM's attention on a CPU rounds to the nearest, not towards 0, and has a scale a head, as FlashAttention 3."""
     update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward
 
     def factor(layer, kind, rows):

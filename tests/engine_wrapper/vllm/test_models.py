@@ -132,8 +132,7 @@ CASES = [
 @pytest.mark.promise("engines", "Of a partial rotation only the...")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, case, monkeypatch):
-    """Or others, where one token less is computed. The self-check has run checks of both kinds, without a sample where
-    the cache is in e4m3."""
+    """Or others, where one token less is computed. The self-check has run both kinds of check; e4m3 has no sample."""
     if is_available() and case.by_ours:  # vLLM's attention takes float32 for TF32 there, ours does not
         monkeypatch.setattr(self_check, "_EXACT_BOUND", 1e-2)
     served = engine(*case.policy, model=tiny(case.family, case.layers, **case.own), **case.options)

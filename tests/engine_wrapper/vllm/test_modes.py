@@ -120,8 +120,6 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options,
     assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK
 
 
-# -- plans beside other requests and in parts --------------------------------------------------------------------------
-
 drawn = random_tokens(1)
 DOCUMENTS = [drawn(500) for _ in range(2)]
 DONORS = [[*drawn(20 + 9 * i), *document, *drawn(20)] for i, document in enumerate(DOCUMENTS)]
@@ -184,8 +182,6 @@ def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_o
     assert_cold(served, cold_of_two, *SHIFTED)
     assert times
 
-
-# -- drafts from the text itself ---------------------------------------------------------------------------------------
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPEATED = some(40) * 4  # an answer to it has drafts that are taken

@@ -111,9 +111,6 @@ def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, m
     assert served.runtime.mode.value == "wrapper"
 
 
-# -- keys turn as the model's configuration says -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
