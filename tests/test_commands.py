@@ -143,7 +143,7 @@ def test_the_first_program_runs_from_the_extra_embedded(tmp_path):
     assert (done.returncode, done.stdout[: len(README.blocks("text")[0])]) == (0, README.blocks("text")[0]), done.stderr
 
 
-@pytest.mark.parametrize("words", [server.__name__, "validation calibrate", "validation quality"])
+@pytest.mark.parametrize("words", [server.__name__, "validation calibrate"])
 def test_the_embedded_server_and_the_validation_run_from_the_extras_of_their_names(tmp_path, words):
     """As far as the model, which is not there: what is loaded by then is what a run needs."""
     module, *words = words.split()

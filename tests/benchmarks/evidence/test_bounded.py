@@ -21,8 +21,7 @@ def run(folder, *parts, questions=2):
 
 
 def test_parts_leave_rows_points_and_a_plot_and_go_on_from_what_was_served(tmp_path, monkeypatch):
-    few = {"profile": (0.05, 0.6), "cacheblend": (15,), "epic": (8,)}
-    few |= dict.fromkeys(("all_tokens", "attention", "random"), (0.2,))
+    few = dict.fromkeys(bounded.LADDERS, ()) | {"profile": (0.05, 0.6), "all_tokens": (0.2,), "cacheblend": (15,)}
     monkeypatch.setattr(bounded, "LADDERS", few)
     monkeypatch.setattr(calibration, "_HEADS", (8,))
     run(tmp_path, "calibrate", "bounds")

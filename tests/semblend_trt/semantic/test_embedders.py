@@ -34,6 +34,7 @@ LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3
 
 
 @pytest.mark.parametrize("kind", PLAIN)
+@settings(max_examples=40)
 @given(words=WORDS, seed=st.integers(0, 1000))
 def test_vectors_have_unit_length_and_no_order(kind, words, seed):
     embedder = embedder_for(kind)

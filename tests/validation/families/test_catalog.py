@@ -35,7 +35,7 @@ def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("tokens", [700, 2_048])
+@pytest.mark.parametrize("tokens", [700, 1_400])
 def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer, name, tokens):
     # A register of more lists than six is not answered.
     least = min(tokens / 3, 500) if name in INFERRED else tokens / 3
