@@ -82,7 +82,7 @@ class Sizes:
         return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
-SMALL = Sizes(3_072, 128, 3, 12, turns=1, miss_turns=2, device_bytes=1 << 26, model=LITTLE, compared=(1_024,))
+SMALL = Sizes(1_536, 128, 3, 12, turns=1, miss_turns=2, device_bytes=1 << 26, model=LITTLE, compared=(1_024,))
 OF_SMOLLM2 = Sizes(long=8_192, model=SMOLLM2, compared=Sizes().compared[:-1])
 
 

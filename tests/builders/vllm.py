@@ -205,7 +205,7 @@ class Served:
 
     def cold(self, *prompts, **options):
         """Return what vLLM alone answers to each prompt; nothing of them stays."""
-        found = [self.ask(each, max_tokens=16, skip_reading_prefix_cache=True, **options) for each in prompts]
+        found = [self.ask(each, max_tokens=8, skip_reading_prefix_cache=True, **options) for each in prompts]
         self.forget()
         return found[0] if len(found) == 1 else found
 
@@ -304,7 +304,7 @@ def cold_answers(*prompts, model=None, **options):
     """Ask vLLM without a connector; return what gives the answer to each prompt."""
     served = serving(model, enable_prefix_caching=False, **options)
     try:
-        found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
+        found = {tuple(prompt): served.ask(prompt, max_tokens=8) for prompt in prompts}
     finally:
         served.close()
     return lambda prompt: found[tuple(prompt)]
@@ -332,7 +332,7 @@ def while_another_decodes(served):
     """Return the tokens of NEW, "new", and of MOVED, "moved", which comes three steps later."""
     from vllm import SamplingParams
 
-    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), {}
+    params, tokens = SamplingParams(max_tokens=8, temperature=0, detokenize=False), {}
     for name, prompt in (("new", NEW), ("moved", MOVED)):
         served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
         for _ in range(3):
@@ -385,7 +385,7 @@ def is_cold(answer, expected, rounding=0.0):
 
 def assert_cold(served, cold, *prompts, **options):
     """Assert that prompts that are asked together are answered as by cold runs; return the answers."""
-    found = served.ask(*prompts, max_tokens=16, **options)
+    found = served.ask(*prompts, max_tokens=8, **options)
     answers = found if isinstance(found, list) else [found]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == cold(prompt).tokens

@@ -34,7 +34,7 @@ def cold_with(adapters):
     return found
 
 
-def ask(served, *asked, max_tokens=16):
+def ask(served, *asked, max_tokens=8):
     """Answers to prompts with adapters, or None, that are asked together."""
     prompts, adapters = zip(*asked, strict=True)
     found = served.ask(*prompts, adapters=list(adapters), max_tokens=max_tokens)

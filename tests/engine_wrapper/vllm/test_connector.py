@@ -19,7 +19,7 @@ pytestmark = pytest.mark.every_version
 def test_without_a_plan_answers_are_vllms_own_to_the_bit(engine, cold):
     served = engine("position_fix", {"min_saving": 1e-9})
     for prompt in (DONOR, NEW):  # after the first one it is measured what plans cost
-        assert served.ask(prompt, max_tokens=16) == cold(prompt)
+        assert served.ask(prompt, max_tokens=8) == cold(prompt)
     assert served.runtime.costs.cold(0, 2000) > served.runtime.costs.cold(0, 100) > 0
 
 
@@ -51,7 +51,7 @@ def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm
             change.setattr(worker, "_is_whole", lambda followed: False)
         try:
             served.ask(DONOR, max_tokens=1)
-            answers = [served.ask(MOVED, max_tokens=16) for _ in range(2)]
+            answers = [served.ask(MOVED, max_tokens=8) for _ in range(2)]
             catalog = served.scheduler.donor_index.catalog.stats()
         finally:
             go_on.set()
@@ -62,7 +62,7 @@ def test_a_request_right_after_an_answer_finds_its_donor_in_the_blocks_that_vllm
     assert all(each.cached >= len(DOCUMENT) for each in answers)
     assert catalog.saving >= 1
     served.emptied()
-    assert is_cold(served.ask(MOVED, max_tokens=16), answers[0])  # from its tier the same KV comes
+    assert is_cold(served.ask(MOVED, max_tokens=8), answers[0])  # from its tier the same KV comes
 
 
 @pytest.mark.promise("donors", "A text is kept once, and...")
@@ -85,16 +85,16 @@ def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold, monkey
     """If the reset fails, vLLM is told, and nothing is reused either."""
     served = taught(engine("position_fix", kept=True))
     assert served.llm.reset_prefix_cache(reset_connector=True)
-    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
+    assert served.ask(MOVED, max_tokens=8) == cold(MOVED)
     served.llm.reset_prefix_cache(reset_connector=True)
     served.emptied()
-    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
+    assert served.ask(MOVED, max_tokens=8) == cold(MOVED)
     served.emptied()
     assert served.ask(DONOR).cached > 400
     with monkeypatch.context() as change:
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
         assert not served.llm.reset_prefix_cache(reset_connector=True)
-    assert (served.faults, served.ask(MOVED, max_tokens=16)) == ({"reset_cache": 1}, cold(MOVED))
+    assert (served.faults, served.ask(MOVED, max_tokens=8)) == ({"reset_cache": 1}, cold(MOVED))
 
 
 @both_modes
@@ -103,7 +103,7 @@ def test_an_answer_that_a_stop_string_ends_carries_its_receipt(engine):
     served = taught(engine("position_fix", kept=True))
 
     def answer(**options):
-        params = SamplingParams(max_tokens=16, temperature=0, **options)
+        params = SamplingParams(max_tokens=8, temperature=0, **options)
         [output] = served.llm.generate([{"prompt_token_ids": MOVED}], params, use_tqdm=False)
         served.emptied()
         return output.outputs[0], output.kv_transfer_params[VLLM_RECEIPT]

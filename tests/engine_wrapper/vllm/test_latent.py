@@ -55,7 +55,7 @@ SCALES = {0: (0.013,), 1: (0.02,), 2: (0.007,)}
 FAR = [*some(520), *DONOR, *some(8)]
 LAYERS, CHANNELS, FREE = 3, 576, 512
 # A card computes in 16 bit, and random models choose their tokens narrowly: only the first ones have to be the same.
-TOKENS = 4 if ON_CARD else 16
+TOKENS = 4 if ON_CARD else 8
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # A card's kernels take no smaller heads.
 SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -162,7 +162,7 @@ def proven(engine, model, **options):
 )
 def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, models, kv):
     stock = serving(models(), enable_prefix_caching=False, **kv)
-    expected = [stock.ask(prompt, max_tokens=16) for prompt in (NEW, MOVED)]
+    expected = [stock.ask(prompt, max_tokens=8) for prompt in (NEW, MOVED)]
     stock.close()
     served = taught(engine(*WHOLE, model=models(), **kv))
     parts = served.worker._forward._parts
@@ -170,7 +170,7 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
         assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
     assert parts.geometry.bytes_per_token(parts.pool.dtype) == LAYERS * CHANNELS * parts.pool.dtype.itemsize
     for prompt, answer in zip((NEW, MOVED), expected, strict=True):
-        assert_cold(served, served.ask(prompt, max_tokens=16), answer)
+        assert_cold(served, served.ask(prompt, max_tokens=8), answer)
     assert served.offered >= len(DOCUMENT)
 
 
@@ -195,7 +195,7 @@ def test_answers_are_cold_ones_in_every_form(engine, models, policy, form, promp
     served = engine(*policy, model=models(form))
     expected = served.cold(prompt)
     taught(served)
-    assert_cold(served, served.ask(prompt, max_tokens=16), expected)
+    assert_cold(served, served.ask(prompt, max_tokens=8), expected)
     assert served.offered >= len(DOCUMENT)
 
 
@@ -207,7 +207,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, built, kv):
         beside = while_another_decodes(served)
         served = engine(*WHOLE, model=models(), **kv)
     taught(served)
-    found = served.ask(NEW, MOVED, LONG, max_tokens=16)
+    found = served.ask(NEW, MOVED, LONG, max_tokens=8)
     assert served.offered_of(3)[1] >= len(DOCUMENT)
     for answer, alone in zip(found, expected, strict=True):
         assert_cold(served, answer, alone)
@@ -295,7 +295,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, block
 def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, monkeypatch):
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = proven(engine, models())
-    answer = served.ask(MOVED, max_tokens=16)
+    answer = served.ask(MOVED, max_tokens=8)
     assert (answer, served.refusal) == (served.cold(MOVED), "attention_backend")
     assert not answer.cached
 

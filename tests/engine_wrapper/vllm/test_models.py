@@ -145,7 +145,7 @@ def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, case, monkeypatc
         if case.by_ours:
             apart = lambda _, by_ours=by_ours: attended.append(by_ours) or by_ours  # noqa: E731
             monkeypatch.setattr("engine_wrapper.vllm.attention.stand_apart", apart)
-        answer = served.ask(case.prompt, max_tokens=16)
+        answer = served.ask(case.prompt, max_tokens=8)
         assert served.offered >= len(DOCUMENT) - (served.runtime.pool.chunk or WINDOW)
         assert is_cold(answer, wanted, rounding) == case.is_cold
         served.forget()
@@ -158,7 +158,7 @@ def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, tmp_pa
     """As Gemma 3 and Llama 4 are published."""
     served = engine(*AGAIN, model=save_with_images(tiny(family), tmp_path), language_model_only=True)
     wanted = served.cold(MOVED)
-    assert is_cold(taught(served).ask(MOVED, max_tokens=16), wanted)
+    assert is_cold(taught(served).ask(MOVED, max_tokens=8), wanted)
     assert served.offered >= len(DOCUMENT) - CHUNK
 
 
@@ -168,7 +168,7 @@ def test_experts_are_found_where_the_engine_counts_their_layers(engine, tiny, mo
     served = engine(*AGAIN, model=tiny("mixtral"))
     served.core.vllm_config.compilation_config.fast_moe_cold_start = True
     wanted = served.cold(MOVED)
-    assert is_cold(taught(served).ask(MOVED, max_tokens=16), wanted)
+    assert is_cold(taught(served).ask(MOVED, max_tokens=8), wanted)
 
 
 def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
@@ -200,7 +200,7 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(engine, 
     wanted = served.cold(MOVED)
     settings = checked_at(served, tmp_path, layer=2, threshold=0.0, max_span_share=1.0, **check)
     served = taught(engine("exact", settings, model=tiny(family, layers, **own)))
-    assert is_cold(served.ask(MOVED, max_tokens=16), wanted, ROUNDING)
+    assert is_cold(served.ask(MOVED, max_tokens=8), wanted, ROUNDING)
     report = served.report()
     assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
 
@@ -210,7 +210,7 @@ def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, t
     served = engine("position_fix", model=tiny("gpt_oss", 4))
     wanted = served.cold(MOVED)
     served = taught(engine("exact", checked_at(served, tmp_path, layer=1, threshold=0.0), model=tiny("gpt_oss", 4)))
-    answer = served.ask(MOVED, max_tokens=16)
+    answer = served.ask(MOVED, max_tokens=8)
     assert (answer.cached, is_cold(answer, wanted, ROUNDING)) == (0, True)
     assert served.report().reason == "profile_check_layer"
     assert "check layer 1 has no layer with full attention below it; 2 is the lowest" in caplog.text

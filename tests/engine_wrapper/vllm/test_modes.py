@@ -40,7 +40,7 @@ def test_answers_are_cold_ones(engine, cold, options):
     served = taught(engine(*WHOLE, **options))
     assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
     assert_planned(served, cold)
-    beside = served.ask(NEW, MOVED, max_tokens=16)
+    beside = served.ask(NEW, MOVED, max_tokens=8)
     assert [each.tokens for each in beside] == [cold(NEW).tokens, cold(MOVED).tokens]
 
 
@@ -49,7 +49,7 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     served = taught(engine(*WHOLE))
     stop = cold(MOVED).tokens[5]
     until = cold(MOVED).tokens.index(stop) + 1
-    [found] = served.outputs(MOVED, stop_token_ids=[stop], max_tokens=16)
+    [found] = served.outputs(MOVED, stop_token_ids=[stop], max_tokens=8)
     assert served.offered > 400
     assert (found.outputs[0].token_ids, found.outputs[0].stop_reason) == (cold(MOVED).tokens[:until], stop)
     served.emptied()
@@ -115,9 +115,9 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options,
         assert not told.hashes & {*map(maybe_convert_block_hash, approximate)}
         assert told.hashes >= {*map(maybe_convert_block_hash, exact)} > set()
     served.runtime.refusal = "test"
-    answer = served.ask(MOVED, max_tokens=16)
+    answer = served.ask(MOVED, max_tokens=8)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
-    assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK
+    assert served.ask(MOVED, max_tokens=8).cached >= len(MOVED) - BLOCK
 
 
 drawn = random_tokens(1)
@@ -152,7 +152,7 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, 
 def test_a_plan_is_cut_to_the_budget_of_a_step(engine, cold_of_two, policy, monkeypatch):
     served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4), *DONORS)
     rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
-    found = served.ask(*SHIFTED, max_tokens=16)
+    found = served.ask(*SHIFTED, max_tokens=8)
     assert [each.tokens for each in found] == [cold_of_two(each).tokens for each in SHIFTED]
     assert min(served.offered_of(2)) > 400
     assert 0 < max(rows) <= 128
@@ -196,7 +196,7 @@ def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
     assert (answer.cached, served.offered) == (0, len(DOCUMENT))
     steps = watched(monkeypatch, served.core.scheduler, "update_from_output", lambda *_: 1)
     told = served.ask(REPEATED, max_tokens=most)
-    assert told.tokens[:16] == cold(REPEATED).tokens
+    assert told.tokens[:8] == cold(REPEATED).tokens
     assert len(steps) < most  # drafts were taken
     served.emptied()
     # The donor holds the answer too, but for what the last step may have added.

@@ -216,7 +216,7 @@ def test_what_was_never_written_is_not_hit_and_a_step_that_failed_can_be_aborted
     taught(served.renew())
     llm_engine = served.llm.llm_engine
     for name, prompt in (("gone", MOVED), ("kept", NEW)):
-        llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=16, temperature=0))
+        llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8, temperature=0))
     llm_engine.step()
     assert served.refusal == "planned_forward"
     llm_engine.abort_request(["gone"])

@@ -23,7 +23,7 @@ ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER"
 def asked(served):
     served.ask(DONOR, max_tokens=1)
     served.settle()
-    return served.ask(MOVED, max_tokens=16)
+    return served.ask(MOVED, max_tokens=8)
 
 
 @pytest.mark.promise("engines", "What vLLM's version, flags or a...")
@@ -46,7 +46,7 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     if changed is not None:
         monkeypatch.setattr(worker, *changed)
     served = engine(None, kv_transfer_config=transfer("position_fix", settings, **transferred))
-    assert (served.ask(NEW, max_tokens=16), served.refusal) == (cold(NEW), reason)
+    assert (served.ask(NEW, max_tokens=8), served.refusal) == (cold(NEW), reason)
     assert served.report().reason == reason
     sentence = sentence or f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}"
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
