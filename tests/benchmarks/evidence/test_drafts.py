@@ -1,4 +1,4 @@
-"""A drafter of the model's own weights: with all KV nothing is lost, without KV of moved text most answers are."""
+"""A drafter of the model's own weights loses nothing with all KV, and some of it without KV of moved text."""
 
 from benchmarks.evidence import drafts
 from semblend_trt.plan import PlanSpan

@@ -103,7 +103,7 @@ def cold():
     prompts = [WARM, DONOR, MOVED, OTHER, NEW]
     with serving(patch, None, disable_radix_cache=True) as served:
         for prompt in prompts:
-            found[tuple(prompt)] = served.ask(prompt, max_new_tokens=16)
+            found[tuple(prompt)] = served.ask(prompt, max_new_tokens=8)
     return lambda prompt: found[tuple(prompt)]
 
 

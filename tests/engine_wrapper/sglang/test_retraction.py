@@ -40,7 +40,7 @@ def test_a_retraction_that_sglang_cannot_end_harms_that_request_alone(serve, col
         with monkeypatch.context() as patch:
             for each in ((PlannedForward, "_planned"), (PlannedForward, "_whole"), (owner, name)):
                 failing(patch, *each, RuntimeError, once=False)
-            neighbour, moved = served.local.ask(*(Ask(each, {"max_new_tokens": 16}) for each in (NEW, MOVED)))
+            neighbour, moved = served.local.ask(*(Ask(each, {"max_new_tokens": 8}) for each in (NEW, MOVED)))
         assert list(neighbour.output_ids) == cold(NEW).tokens
         is_back = name == "evict_from_tree_cache"
         assert (moved.finished_reason.to_json()["type"] != "abort") == is_back
