@@ -200,7 +200,7 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped, n
     monkeypatch.setattr(trtllm_stand_in.LLM, "contract", "embedded")  # V2 shares other prefixes
     trtllm = TrtllmEngines(str(shipped_model()))
     # A text is scored by one request a token; the requests behind it keep their own evidence.
-    cases = write_cases(shipped, FamilyRequest(("reordered",), groups=2, questions=1, tokens=512))
+    cases = write_cases(shipped, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
     [arm] = arms_of([name], ArmChoices(8, boundary=1))
     ours, theirs = (BatchServer(engines, cases, SETTINGS).answers(arm) for engines in (shipped, trtllm))
     assert list(ours) == list(theirs)

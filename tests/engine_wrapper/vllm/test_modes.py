@@ -195,11 +195,11 @@ def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
     [answer] = assert_cold(served, cold, MOVED)
     assert (answer.cached, served.offered) == (0, len(DOCUMENT))
     steps = watched(monkeypatch, served.core.scheduler, "update_from_output", lambda *_: 1)
-    told = served.ask(REPEATED, max_tokens=most)
-    assert told.tokens[:8] == cold(REPEATED).tokens
+    answered = served.ask(REPEATED, max_tokens=most)
+    assert answered.tokens[:8] == cold(REPEATED).tokens
     assert len(steps) < most  # drafts were taken
     served.emptied()
     # The donor holds the answer too, but for what the last step may have added.
-    again = [*REPEATED, *told.tokens]
+    again = [*REPEATED, *answered.tokens]
     served.ask([*again, *DONOR[:30]], max_tokens=1)
     assert served.offered >= len(again) - 1 - DRAFTS["num_speculative_tokens"]
