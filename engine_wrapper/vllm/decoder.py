@@ -103,13 +103,15 @@ class _OfTransformers(LayerCalls):
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         if positions is not self._positions:
             self._positions, self._rotation = positions, self._decoder.rotary_emb(rows[0][None], positions[None])
+        # vLLM 0.28 hands all attentions to a layer; in later versions each layer has its own.
+        name = "attention_instances"
         found = self._decoder.layers[layer](
             rows[0][None],
             attention_mask=None,
             position_ids=positions[None],
             use_cache=False,
             position_embeddings=self._rotation,
-            attention_instances=self._model.attention_instances,
+            **({name: getattr(self._model, name)} if hasattr(self._model, name) else {}),
         )
         return found[0], None
 

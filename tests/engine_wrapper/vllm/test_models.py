@@ -94,7 +94,7 @@ OTHER_CALLS = [("granite", {}), ("olmo2", {}), ("smollm3", {}), ("qwen3", {"mode
 HOLES = [*MOVED[:70], *DOCUMENT[:250], *range(100, 130), *DOCUMENT[250:], *MOVED[-40:]]
 CASES = [
     *(Case(family) for family in (*MIXTURES, "gemma3_text")),
-    *(Case(*each) for each in OTHER_CALLS),
+    *(pytest.param(Case(*each), marks=pytest.mark.every_version) for each in OTHER_CALLS),
     *(Case(family, COMPILED) for family in ("glm4_moe", "llama4_text")),
     Case("qwen3_moe", {"max_num_batched_tokens": 64}),
     # Where it takes long prompts vLLM scales queries by their position.
