@@ -336,7 +336,7 @@ class SpanIndex:
     """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
     One thread of the index enters and removes anchors, donor by donor: that takes a millisecond, for which an engine's
-    step would otherwise wait. A lookup waits for the donor under way."""
+    step would otherwise wait. A lookup waits for the changes under way."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
         self._bounds = bounds or ScanBounds()
@@ -346,11 +346,11 @@ class SpanIndex:
         self._by_number: dict[int, _Donor] = {}
         self._numbers = count(1)
         self._secret = secrets.token_bytes(32)
-        self._changes = threading.Lock()  # one donor is added or removed at a time
+        self._changes = threading.Lock()  # changes run in the order of their calls
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+        self._last_change = threading.Event()
+        self._last_change.set()
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
         """Add a donor with these `tokens` (integers [n]; copied). In a full index it is not found.
@@ -358,23 +358,19 @@ class SpanIndex:
         Raises ValueError when the id is taken or a token id is bad."""
         held = as_token_array(tokens).copy()
         with self._changes:
-            self.wait()
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
             donor = _Donor(donor_id, namespace_key, held, next(self._numbers))
-            with self._lock:
-                self._donors[donor_id] = self._by_number[donor.number] = donor
+            self._donors[donor_id] = self._by_number[donor.number] = donor
             self._begin(self._enter, donor)
 
     def remove(self, donor_id: str) -> bool:
         """Remove a donor; False when it is not indexed."""
         with self._changes:
-            self.wait()
-            with self._lock:
-                donor = self._donors.pop(donor_id, None)
-                if donor is None:
-                    return False
-                del self._by_number[donor.number]
+            donor = self._donors.pop(donor_id, None)
+            if donor is None:
+                return False
+            del self._by_number[donor.number]
             self._begin(self._take_out, donor)
         return True
 
@@ -395,8 +391,8 @@ class SpanIndex:
         scan = Scan(prompt, shortest, self._bounds, is_over)
         if not self._donors:
             return scan
-        self.wait()
         anchors = fingerprint(prompt, len(prompt), shortest)
+        self.wait()
         is_surplus = anchors.surplus(self._bounds.max_repeats)
         repeats = is_surplus.any()
         scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, scan))
@@ -409,23 +405,23 @@ class SpanIndex:
     def used_bytes(self) -> int:
         """Return the bytes of tokens and anchors, without donor ids and Python objects."""
         self.wait()
-        with self._lock:
+        with self._changes, self._lock:
             arrays = [*vars(self._table).values()]
             for donor in self._donors.values():
                 arrays += [donor.tokens, donor.pages]
             return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
 
     def wait(self) -> None:
-        """Wait until the change under way is done."""
-        self._is_idle.wait()
+        """Wait until the changes under way are done."""
+        self._last_change.wait()
 
     def __contains__(self, donor_id: object) -> bool:
         return donor_id in self._donors
 
     def _begin(self, change: Callable[[_Donor], None], donor: _Donor) -> None:
-        self._is_idle.clear()
+        self._last_change = threading.Event()
         self._background.submit(partial(change, donor))
-        self._background.submit(self._is_idle.set)
+        self._background.submit(self._last_change.set)
 
     def _enter(self, donor: _Donor) -> None:
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
