@@ -77,8 +77,8 @@ _OURS = {"gpu_memory_utilization": 0.8}
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
 _IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, "rag_bounded", "observations")
-_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
-_SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+_SMALL_ON_CARD = {"gpu_memory_utilization": 0.1}
 # Their rows' names end in `_v2_runner`.
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 # Parts that stock vLLM has no part in.

@@ -23,7 +23,7 @@ from validation.vllm_engine import settle
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
-PLACE = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
+PLACE = {"kv_cache_memory_bytes": 1 << 28, **({"gpu_memory_utilization": 0.1} if is_available() else {})}
 FP8 = {"kv_cache_dtype": "fp8"}
 # Of tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
 TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128

@@ -24,7 +24,7 @@ PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"
 GIVEN = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "."}
 ENVIRONMENTS = {  # what their tests are given; PYTHONPATH is relative to the tree
     "": {},
-    "vllm": {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    "vllm": {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     "sglang": {"PYTHONPATH": "tests/engine_wrapper/sglang/standins:.", "SGLANG_USE_CPU_ENGINE": "1"},
 }
 

@@ -30,7 +30,6 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # vLLM's n-gram drafts start numba's threads, and torch uses as many from then on: later answers round in another way.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 

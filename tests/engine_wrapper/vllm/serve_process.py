@@ -11,7 +11,7 @@ from tests.server_process import MODEL, ServerProcess
 # A session of its own: the engine is a process beside the server, and outlives it when that is killed.
 SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"
 OPTIONS = "--dtype float32 --block-size 32 --enforce-eager --host 127.0.0.1"
-ON_CARD = [word for name, value in PLACE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+WORDS = [word for name, value in PLACE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 # vLLM writes its address into the log.
 VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
 
@@ -24,7 +24,7 @@ class ServeProcess(ServerProcess):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        given = [*OPTIONS.split(), *ON_CARD, "--port", str(port), *options]
+        given = [*OPTIONS.split(), *WORDS, "--port", str(port), *options]
         super().__init__("-c", SERVE, "serve", str(MODEL), *given, **VARIABLES, **variables)
 
     def kill(self):

@@ -1,30 +1,29 @@
 """Dry runs of the benchmarks inside vLLM: all is measured and written, and what is refused gives no figure."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+
+import pytest
 
 from benchmarks.agents import play
+from benchmarks.vllm import ttft
 from benchmarks.vllm.arm import IN_TURNS, OF_BOUNDS, PARTS
 from tests.benchmarks.test_agents import TEMPLATE, trajectory
 from validation.models import shipped_model
 from validation.results import read_rows
 
 
-def run(program, *arguments):
+def dry_run(monkeypatch, *arguments):
     # Rows of the second model runner have names of their own.
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    command = [sys.executable, "-m", f"benchmarks.vllm.{program}", "--small", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=variables)
+    for name, value in {"OMP_NUM_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}.items():
+        monkeypatch.setenv(name, value)
+    ttft.main(["--small", *map(str, arguments)])
 
 
-def test_a_dry_run_measures_and_writes_every_row(tmp_path):
+def test_a_dry_run_measures_and_writes_every_row(tmp_path, monkeypatch):
     out = tmp_path / "out"
     parts = f"--parts={','.join((*PARTS, *OF_BOUNDS))}"
-    ended = run("ttft", "--out", out, "--arms", "stock,verified", "--json", tmp_path / "json", parts)
-    assert ended.returncode == 0, ended.stderr
+    dry_run(monkeypatch, "--out", out, "--arms", "stock,verified", "--json", tmp_path / "json", parts)
     rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
     assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
     measured = ("verified_ttft_1536_over_cold", "rag_throughput_gain_verified", "rag_ttft_p95_ratio_verified")
@@ -50,11 +49,11 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path):
     assert [served["requests"] for served in parts["never_slower"]["served"]["1024"].values()] == [9] * 4
 
 
-def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
+def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path, monkeypatch, capfd):
     refused = "--engine-option=enable_prompt_embeds=true"
-    ended = run("ttft", "--out", tmp_path, "--arms=position_fix", "--parts=miss", refused)
-    assert ended.returncode == 1
-    assert "refusal prompt_embeds" in ended.stderr
+    with pytest.raises(SystemExit, match="1"):
+        dry_run(monkeypatch, "--out", tmp_path, "--arms=position_fix", "--parts=miss", refused)
+    assert "refusal prompt_embeds" in capfd.readouterr().err
     assert json.loads((tmp_path / "position_fix_in_turns.json").read_text())["parts"] == {}
 
 
