@@ -86,8 +86,7 @@ def environment(shared_environment):
 
 
 @pytest.mark.promise(
-    "commands",
-    "The wheel ships the four packages alone; Hugging Face's `kernels` works beside ours, in either order",
+    "commands", "The wheel ships the four packages alone; Hugging Face's `kernels` works beside ours, in either order"
 )
 def test_wheel_ships_the_four_packages_their_assets_and_nothing_else(wheel):
     wheel_files = {*zipfile.ZipFile(wheel).namelist()}

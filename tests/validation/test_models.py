@@ -76,8 +76,7 @@ PROFILES = sorted(ROOT.glob("docs/profiles/*.json"))
 
 
 @pytest.mark.promise(
-    "policies",
-    "The shipped model has a profile of confirmed figures, of at most 10 MB with its weights",
+    "policies", "The shipped model has a profile of confirmed figures, of at most 10 MB with its weights"
 )
 def test_its_profile_is_of_confirmed_figures():
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 10_000_000

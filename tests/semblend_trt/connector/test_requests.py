@@ -275,8 +275,7 @@ CAUGHT_UP, LAST = (101, 1, (), 102, False), (102, 1, (), 103, True)
 
 
 @pytest.mark.parametrize(
-    "steps",
-    [(*CHUNKS, LATE, NEXT, IN_NEW_BLOCK), (ALL, LATE, NEXT, IN_NEW_BLOCK, LAST), (ALL, LATE, CAUGHT_UP, LAST)],
+    "steps", [(*CHUNKS, LATE, NEXT, IN_NEW_BLOCK), (ALL, LATE, NEXT, IN_NEW_BLOCK, LAST), (ALL, LATE, CAUGHT_UP, LAST)]
 )
 def test_a_prompt_and_its_answer_are_followed_token_by_token(steps):
     request, at_workers = savable(), 0

@@ -229,16 +229,26 @@ class Replica:
         return response
 
 
-@pytest.fixture
-def plain(tmp_path):
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory):
     """A proxy without NATS in front of two such replicas, and what they wait for."""
     go_on = threading.Event()
     replicas = {name: Replica(go_on) for name in ("one", "two")}
     with answering(replicas["one"].answer) as one, answering(replicas["two"].answer) as two:
-        proxy = LiteLlm(tmp_path, [deployment("one", one, 1, MODEL), deployment("two", two, 2, MODEL)], **SECRET)
+        deployments = [deployment("one", one, 1, MODEL), deployment("two", two, 2, MODEL)]
+        proxy = LiteLlm(tmp_path_factory.mktemp("plain"), deployments, **SECRET)
         yield proxy, replicas, go_on
         go_on.set()
         proxy.kill()
+
+
+@pytest.fixture
+def plain(two_replicas):
+    _, replicas, go_on = two_replicas
+    go_on.clear()
+    for replica in replicas.values():
+        replica.headers, replica.bodies, replica.event = [], [], "first"
+    return two_replicas
 
 
 @pytest.mark.promise(
@@ -266,22 +276,6 @@ def test_streams_pass_whole_and_their_prompts_are_no_load_from_the_first_event_o
     assert len(sent) == 64
     keys = {headers["Authorization"] for each in replicas.values() for headers in each.headers}
     assert keys == {"Bearer key-of-the-replica"}
-
-
-@pytest.mark.promise("fleet", "A stream passes whole whatever its...")
-def test_a_slow_answer_is_asked_for_once_and_a_stopped_proxy_ends_its_streams(plain):
-    proxy, replicas, go_on = plain
-    answer = proxy.open({"stream": True, "model": "shipped", "prompt": "a", "max_tokens": 2})
-    with ThreadPoolExecutor(1) as thread:
-        slow = thread.submit(proxy.post, {"prompt": "b"})
-        wait_for(lambda: sum(len(each.bodies) for each in replicas.values()) == 2)
-        proxy.process.send_signal(signal.SIGTERM)
-        answer.readline()
-        go_on.set()
-        assert "[DONE]" in answer.read().decode()
-        assert slow.result()[0] == 200
-    assert sum(len(each.bodies) for each in replicas.values()) == 2
-    assert proxy.process.wait() in (0, -signal.SIGTERM)
 
 
 def read(body, template):
@@ -323,3 +317,20 @@ def test_every_route_carries_the_tenants_salt(plain, path):
     sent = [each for replica in replicas.values() for each in replica.bodies]
     assert {len(each["cache_salt"]) for each in sent} == {64}
     assert len(sent) == 2
+
+
+@pytest.mark.promise("fleet", "A stream passes whole whatever its...")
+def test_a_slow_answer_is_asked_for_once_and_a_stopped_proxy_ends_its_streams(plain):
+    """The last test of this proxy."""
+    proxy, replicas, go_on = plain
+    answer = proxy.open({"stream": True, "model": "shipped", "prompt": "a", "max_tokens": 2})
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(proxy.post, {"prompt": "b"})
+        wait_for(lambda: sum(len(each.bodies) for each in replicas.values()) == 2)
+        proxy.process.send_signal(signal.SIGTERM)
+        answer.readline()
+        go_on.set()
+        assert "[DONE]" in answer.read().decode()
+        assert slow.result()[0] == 200
+    assert sum(len(each.bodies) for each in replicas.values()) == 2
+    assert proxy.process.wait() in (0, -signal.SIGTERM)

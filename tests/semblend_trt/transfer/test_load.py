@@ -31,10 +31,7 @@ ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
 CPU = torch.device("cpu")
 BLOCKS = (7, 2, 9, 0, 4, 6)
 ROW_BYTES = 2 * 2 * 8 * 4  # one token of one layer, float32
-READERS = {
-    "in one call": lambda: None,
-    "staged": lambda: HostReader(CPU, ROTATION, staging(7)),
-}
+READERS = {"in one call": lambda: None, "staged": lambda: HostReader(CPU, ROTATION, staging(7))}
 
 
 def staging(tokens, slots=2, device=CPU):

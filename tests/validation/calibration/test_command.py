@@ -130,12 +130,10 @@ def made(shipped, tmp_path):
 
 
 @pytest.mark.promise(
-    "policies",
-    "`confirm` adds an engine where no bound is refuted, and else leaves the file as it was",
+    "policies", "`confirm` adds an engine where no bound is refuted, and else leaves the file as it was"
 )
 @pytest.mark.promise(
-    "policies",
-    "`calibrate` and `confirm` run inside TensorRT-LLM's API, played by an engine of its shape",
+    "policies", "`calibrate` and `confirm` run inside TensorRT-LLM's API, played by an engine of its shape"
 )
 @pytest.mark.usefixtures("_trtllm")
 def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):

@@ -61,8 +61,7 @@ def test_a_log_leaves_a_table_and_a_file(log, capsys):
 
 
 @pytest.mark.promise(
-    "commands",
-    "`semblend-trt estimate` ends with status 2 where it passed over more lines than it read prompts",
+    "commands", "`semblend-trt estimate` ends with status 2 where it passed over more lines than it read prompts"
 )
 @pytest.mark.parametrize(("bad", "status"), [(20, 0), (21, 2)])
 def test_more_lines_passed_over_than_read_end_with_status_2(log, capsys, bad, status):

@@ -47,8 +47,7 @@ def traffic(seed, count=24):
 
 
 @pytest.mark.promise(
-    "commands",
-    "`semblend-trt estimate` says of a log what the embedded engine then reuses of it, prompt by prompt",
+    "commands", "`semblend-trt estimate` says of a log what the embedded engine then reuses of it, prompt by prompt"
 )
 @pytest.mark.parametrize(
     ("pool_tokens", "host_tokens"), [(8_192, 8_192), (1_024, 1_200)], ids=["room for all", "little room"]

@@ -15,8 +15,7 @@ def run(arguments, output):
 
 
 @pytest.mark.promise(
-    "commands",
-    "`python -m validation replay` says which eviction policy suits a trace, beside the optimum",
+    "commands", "`python -m validation replay` says which eviction policy suits a trace, beside the optimum"
 )
 def test_a_trace_leaves_all_files_with_the_same_figures(tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
