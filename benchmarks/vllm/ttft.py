@@ -77,8 +77,8 @@ _OURS = {"gpu_memory_utilization": 0.8}
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 # At the end of the names of arms' files; parts that are measured only if they are named.
 _IN_TURNS, _MORE = "in_turns", (*OF_BOUNDS, SMOLLM2, "rag_bounded", "observations")
-_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-_SMALL_ON_CARD = {"gpu_memory_utilization": 0.1}
+_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+_SMALL |= {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
 # Their rows' names end in `_v2_runner`.
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 # Parts that stock vLLM has no part in.
@@ -114,9 +114,7 @@ def give_turns(arms: Sequence[Connection]) -> None:
 def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, parent: Connection | None) -> None:
     """Start an arm's engine, measure, and write its file after every part. Raises SystemExit if nothing is reused."""
     own, has_card = dict(_SMALL) if options.small else {}, torch.cuda.is_available()
-    if options.small and has_card:
-        own |= _SMALL_ON_CARD
-    elif parent is not None:
+    if parent is not None and not options.small:
         own |= _SHARING if has_card else {}
     elif name != STOCK and not options.small:
         own |= _OURS

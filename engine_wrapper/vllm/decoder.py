@@ -21,6 +21,7 @@ from vllm.model_executor.custom_op import CustomOp
 from engine_wrapper.kv_scales import head_scales
 from engine_wrapper.self_check import compare_rotation
 from engine_wrapper.vllm.hooks import (
+    attentions_of,
     chunk_of,
     embedding_factor,
     is_latent,
@@ -103,15 +104,13 @@ class _OfTransformers(LayerCalls):
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         if positions is not self._positions:
             self._positions, self._rotation = positions, self._decoder.rotary_emb(rows[0][None], positions[None])
-        # vLLM 0.28 hands all attentions to a layer; in later versions each layer has its own.
-        name = "attention_instances"
         found = self._decoder.layers[layer](
             rows[0][None],
             attention_mask=None,
             position_ids=positions[None],
             use_cache=False,
             position_embeddings=self._rotation,
-            **({name: getattr(self._model, name)} if hasattr(self._model, name) else {}),
+            attention_instances=attentions_of(self._model),
         )
         return found[0], None
 

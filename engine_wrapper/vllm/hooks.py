@@ -146,6 +146,11 @@ def embedding_factor(decoder: Any) -> float | None:
     return getattr(getattr(decoder, "config", None), "embedding_multiplier", None)
 
 
+def attentions_of(model: Any) -> Any:
+    """Return what vLLM 0.28 hands to layers of Transformers; None where each attention is an attribute of its layer."""
+    return getattr(model, "attention_instances", None)
+
+
 def adapters_of(manager: Any) -> Any:
     """Return what holds the loaded adapters of a LoRA manager; None if it is of another kind."""
     held = getattr(manager, "_adapter_manager", None)
