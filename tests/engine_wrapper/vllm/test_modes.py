@@ -23,6 +23,7 @@ from tests.builders.vllm import (
 from tests.engine_wrapper.watching import watched
 
 HEAD, BLOCK = 70, 32
+MODES = [{"block_size": 16}, {"block_size": 128}, {"enable_prefix_caching": False}, {"enforce_eager": False}]
 
 
 def assert_planned(served, cold):
@@ -31,11 +32,7 @@ def assert_planned(served, cold):
 
 
 @pytest.mark.promise("engines", "In vLLM answers without a plan...")
-@pytest.mark.parametrize(
-    "options",
-    [{"block_size": 16}, {"block_size": 128}, {"enable_prefix_caching": False}, {"enforce_eager": False}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", MODES, ids=str)
 def test_answers_are_cold_ones(engine, cold, options):
     served = taught(engine(*WHOLE, **options))
     assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
@@ -186,15 +183,18 @@ def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_o
     assert {*preempted} == {max(priority or [0])}
 
 
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTS = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPEATED = some(40) * 4  # an answer to it has drafts that are taken
 
 
 @pytest.mark.promise("engines", "In vLLM drafts of the text change no answer and no donor")
 @pytest.mark.every_version
-def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, monkeypatch):
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_of_the_text_change_no_answer_and_no_donor(engine, method, monkeypatch):
+    if method == "suffix":
+        pytest.importorskip("arctic_inference")
     cold, most = cold_answers(DONOR, MOVED, REPEATED), 48
-    served = taught(engine(*WHOLE, speculative_config=DRAFTS))
+    served = taught(engine(*WHOLE, speculative_config={"method": method, **DRAFTS}))
     [answer] = assert_cold(served, cold, MOVED)
     assert (answer.cached, served.offered) == (0, len(DOCUMENT))
     steps = watched(monkeypatch, served.core.scheduler, "update_from_output", lambda *_: 1)
