@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ INSTALL, LOOK, ESTIMATE, CALIBRATE, SERVE, VLLM, SGLANG = Page("docs/first-hour.
 STEPS = (LOOK, ESTIMATE, CALIBRATE, SERVE)
 
 
-@pytest.mark.skipif(any(map(find_spec, ("vllm", "sglang"))), reason="the developers' environment runs it")
+@pytest.mark.last_step
 def test_its_commands_lead_from_nothing_to_a_receipt(tmp_path):
     try:
         smollm2_folder()
