@@ -236,7 +236,7 @@ def two_replicas(tmp_path_factory):
     replicas = {name: Replica(go_on) for name in ("one", "two")}
     with answering(replicas["one"].answer) as one, answering(replicas["two"].answer) as two:
         deployments = [deployment("one", one, 1, MODEL), deployment("two", two, 2, MODEL)]
-        proxy = LiteLlm(tmp_path_factory.mktemp("plain"), deployments, **SECRET)
+        proxy = LiteLlm(tmp_path_factory.mktemp("plain"), deployments, {"disable_cooldowns": True}, **SECRET)
         yield proxy, replicas, go_on
         go_on.set()
         proxy.kill()
