@@ -214,7 +214,7 @@ sglang-lock: | $(SGLANG_RUN) ## pin what runs SGLang and the product on a CPU, w
 # The stand-ins are for a kernel package that no registry has, and for operators of torchvision's build for cards.
 SGLANG_TEST = PYTHONPATH=$(abspath tests/engine_wrapper/sglang/standins):$(CURDIR) SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 \
 	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(SGLANG))/numba $(SGLANG_RUN) -m pytest tests/test_first_hour.py \
-	-n 2 --dist loadfile --no-loadscope-reorder tests/engine_wrapper/sglang
+	-n 2 --dist loadfile tests/engine_wrapper/sglang
 sglang-test: sglang-env ## run the tests of the product inside SGLang, on a CPU
 	$(SGLANG_TEST) $(ARGS)
 
@@ -222,7 +222,7 @@ sglang-test: sglang-env ## run the tests of the product inside SGLang, on a CPU
 # at a time need some 8 GB. Inductor's own pool of processes makes compiling slower on two cores.
 VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba \
-	$(VLLM_RUN) -m pytest tests/test_first_hour.py -n 2 --dist loadfile --no-loadscope-reorder tests/engine_wrapper/vllm
+	$(VLLM_RUN) -m pytest tests/test_first_hour.py -n 2 --dist loadfile tests/engine_wrapper/vllm
 vllm-test: vllm-next-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)

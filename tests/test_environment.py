@@ -95,7 +95,7 @@ def test_a_lock_holds_what_is_needed(name, extras):
     [
         ("env", "ci", []),
         *((other, "", []) for other in ("env LOCK=", "env PLATFORM=3-12-glibc-x86_64", "env GPU=1", "validate")),
-        ("vllm-test", "vllm vllm-next", ["--no-loadscope-reorder tests/engine_wrapper/vllm", "-m every_version"]),
+        ("vllm-test", "vllm vllm-next", ["-n 2 --dist loadfile tests/engine_wrapper/vllm", "-m every_version"]),
         ("sglang-test", "sglang", ["tests/engine_wrapper/sglang/standins"]),
         ("dynamo-test", "ci dynamo vllm dynamo-vllm", ["-m dynamo tests/semblend_trt/fleet/dynamo"]),
         ("litellm-test", "ci litellm vllm", ["-m litellm tests/semblend_trt/fleet", "tests/engine_wrapper/vllm -n 0"]),

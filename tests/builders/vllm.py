@@ -269,6 +269,7 @@ def _answered(output):
 def serving(model=None, **options):
     """Start an engine over a model, the shipped one at first. Skip the test where vLLM's CPU build cannot."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     given = {"model": str(model or shipped_model()), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True}
@@ -284,6 +285,7 @@ def serving(model=None, **options):
                 return Served(LLM(**given))
     except NotImplementedError as error:
         ensure_kv_transfer_shutdown()  # the next engine may have no connector
+        cleanup_dist_env_and_memory()  # and other groups of ranks
         if "FP8 KV cache on CPU requires" in str(error):
             pytest.skip(f"this processor lacks what vLLM needs: {error}")
         raise

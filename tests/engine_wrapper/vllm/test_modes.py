@@ -172,11 +172,10 @@ def test_approximate_kv_is_never_published_and_salts_keep_texts_apart(engine, co
 
 
 @pytest.mark.promise("engines", "In vLLM plans run beside other...")
-@pytest.mark.parametrize("priority", [None, [5, 0]], ids=["by arrival", "by priority"])
-def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_of_two, priority, monkeypatch):
+@pytest.mark.parametrize(("policy", "priority"), [("fcfs", None), ("priority", [5, 0])], ids=["fcfs", "priority"])
+def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold_of_two, policy, priority, monkeypatch):
     # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
-    policy = {"scheduling_policy": "priority"} if priority else {}
-    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024, **policy), *DONORS)
+    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024, scheduling_policy=policy), *DONORS)
     scheduler = served.core.scheduler
     preempted = watched(monkeypatch, scheduler, "_preempt_request", lambda _, request, *__, **___: request.priority)
     assert_cold(served, cold_of_two, *SHIFTED, priority=priority)

@@ -18,7 +18,8 @@ CASES = [
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "cacheblend_15")
 
 
-def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path):
+def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     shipped, path = profile_of(None, None), tmp_path / "profile.json"
     profile = ReuseProfile.read(shipped)
     # As it was before a vLLM was listed: the shipped one lists that of the CPU.
@@ -26,11 +27,11 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path):
     options = ["--profile", str(path), "--families", "reordered,header_trap"]
     assert main(["confirm", "--engine", "vllm", *options, *SHORT]) == 0
     ours, vllm = ReuseProfile.read(path).engines
-    assert ours == profile.engines[0]
-    assert vllm.startswith("vllm-")
+    assert (ours, vllm[:5]) == (profile.engines[0], "vllm-")
 
 
-def test_a_run_measures_every_case_in_every_arm(tmp_path):
+def test_a_run_measures_every_case_in_every_arm(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     prompts, output = tmp_path / "cases.jsonl", tmp_path / "report.json"
     prompts.write_text("".join(json.dumps(case) + "\n" for case in CASES))
     options = ["--engine", "vllm", "--dtype", "float32", "--policy", "position_fix"]
@@ -38,8 +39,7 @@ def test_a_run_measures_every_case_in_every_arm(tmp_path):
     options += ["--output", str(output), "--audit-path", str(tmp_path / "audit.jsonl"), "--max-tokens", "4"]
     options += ["--record", str(tmp_path / "rows"), "--machine", "m"]
     # Neither speed nor answers are judged at this size.
-    status = main([*options, "--min-speedup", "0", "--min-rouge1", "0", "--min-token-f1", "0"])
-    assert status in (0, 1)
+    assert main([*options, "--min-speedup", "0", "--min-rouge1", "0", "--min-token-f1", "0"]) in (0, 1)
     report = json.loads(output.read_text())
     gates = {gate["name"]: gate for gate in report["gates"]}
     assert gates["wrapper_exactness"]["value"] <= 1e-4
