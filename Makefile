@@ -45,7 +45,7 @@ UV ?= $(shell command -v uv)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) $(PIP))
 
 .DEFAULT_GOAL := help
-.PHONY: mutants help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-next-env vllm-lock vllm-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: mutants help env lock newest litellm-env litellm-lock litellm-test dynamo-env dynamo-vllm-env dynamo-lock dynamo-test validate validate-real quality calibrate test packaging vllm-env vllm-next-env vllm-lock vllm-test vllm-dry-test sglang-env sglang-lock sglang-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -226,6 +226,9 @@ VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSIN
 vllm-test: vllm-next-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
+
+vllm-dry-test: vllm-env ## run the benchmarks' dry runs inside vLLM, on a CPU
+	$(VLLM_TEST) -n 0 -m last_step --deselect tests/test_first_hour.py $(ARGS)
 
 # What Dynamo's frontend, its mocker and our component need beyond the developers' set. Dynamo also requires aisimulate,
 # which fetches from elsewhere, and clients of Kubernetes and Redis, which nothing here runs.

@@ -13,10 +13,11 @@ from tests.benchmarks.test_agents import TEMPLATE, trajectory
 from validation.models import shipped_model
 from validation.results import read_rows
 
+pytestmark = pytest.mark.last_step
+
 
 def dry_run(monkeypatch, *arguments):
-    # Rows of the second model runner have names of their own.
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # rows of the second one have names of their own
     ttft.main(["--small", *map(str, arguments)])
 
 
@@ -43,7 +44,6 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path, monkeypatch):
     assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
     assert all(0 < each["largest_kept"] < (0.1 if is_available() else 0.01) for each in reused)  # a card has TF32
     assert told["engine"]["engine_key"].startswith("vllm-")
-    # Reuse within bounds, and where it may not pay.
     bounded = ("volatile_1536_over_exact_hit", "15_1536_over_cold", "15_1536_over_cold_by_sample")
     assert {*(f"vllm_bounded_{name}" for name in bounded), "reuse_over_cold_ttft_small_1k"} <= rows.keys()
     assert [served["requests"] for served in parts["never_slower"]["served"]["1024"].values()] == [9] * 4
