@@ -46,10 +46,10 @@ def test_rows_compare_with_stock_and_have_the_goals(tmp_path):
     ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json" / "card")])
     rows = {row.name: row for row in read_rows(tmp_path / "json")["card/vllm"]}
     for name, value, goal in (
-        ("shifted_ttft_24k_over_exact_hit", 15 / 20, ttft.VLLM_OVER_EXACT_HIT),
+        ("shifted_ttft_24k_over_exact_hit", 15 / 20, ttft.VLLM_OVER_EXACT_HIT[True]),
         ("shifted_ttft_24k_over_cold", 15 / 700, ttft.VLLM_OVER_COLD[POSITION_FIX]),
         ("verified_ttft_24k_over_cold", 15 / 700, ttft.VLLM_OVER_COLD[VERIFIED]),
-        ("miss_overhead_8k", 0.5, ttft.VLLM_MISS_OVERHEAD_PERCENT),
+        ("miss_overhead_8k", 0.5, ttft.VLLM_MISS_OVERHEAD_PERCENT[POSITION_FIX]),
         ("decode_slowdown_position_fix", 0.5, ttft.VLLM_DECODE_SLOWDOWN),
         ("rag_throughput_gain_position_fix", 4.5, 4.0),
         ("rag_throughput_gain_verified", 4.5, 3.0),
@@ -123,7 +123,7 @@ def test_rows_of_another_kv_cache_and_runner_are_named_so_and_have_goals_of_thei
     assert [(row.name, row.value, row.goal) for row in rows] == [
         (f"vllm_{kv}_shifted_over_cold_24k{end}", 15 / 700, ttft.VLLM_KV_OVER_COLD[kv]),
         (f"vllm_{kv}_shifted_over_exact_hit_24k{end}", 15 / 20, None),
-        (f"vllm_{kv}_miss_overhead_8k{end}", pytest.approx(0.5), None),
+        (f"vllm_{kv}_miss_overhead_8k{end}", pytest.approx(0.5), ttft.VLLM_MISS_OVERHEAD_PERCENT.get(kv)),
     ]
 
 
