@@ -1,7 +1,18 @@
 """Small models of every family that the embedded engine runs, with random weights."""
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from engine_wrapper.embedded.model_runner import SUPPORTED_MODEL_TYPES
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 257  # one token a byte, and the end of text
+EOS_TOKEN_ID = 256
+
+FAMILIES = SUPPORTED_MODEL_TYPES
+# Mixtures of experts.
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 
 WINDOW, CHUNK = 32, 64
 # Far above the usual 0.02: attention must matter, and the last float bit must not decide argmax.
@@ -61,3 +72,39 @@ def random_model(family, *, seed=0, **changes):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
+
+
+def byte_tokenizer():
+    """One token a byte: no text is out of its vocabulary and no two texts share their ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {END_OF_TEXT: EOS_TOKEN_ID}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def save_tiny_model(family, folder, *, seed=0, **changes):
+    """Writes a random model of `family`, one of FAMILIES, and its tokenizer; `changes` go to config."""
+    own = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
+    random_model(family, seed=seed, **(own | changes)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_with_images(text_folder, folder):
+    """Writes a Gemma 3 or a Llama 4 that takes images, whose text is read by the model in `text_folder`."""
+    text = AutoModelForCausalLM.from_pretrained(text_folder)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    if is_llama4 := text.config.model_type == "llama4_text":
+        vision |= {"intermediate_size": 64, "vision_output_dim": 32}
+        vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    whole = {"text_config": text.config.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
+    config = CONFIG_MAPPING["llama4" if is_llama4 else "gemma3"](**whole)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.get_decoder().load_state_dict((text if is_llama4 else text.model).state_dict())
+    model.get_output_embeddings().load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

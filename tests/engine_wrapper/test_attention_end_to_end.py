@@ -7,8 +7,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.builders.engine import DOCUMENT, DONOR, GREEDY, SHIFTED, assert_same, serve, teach, text
-from tests.conftest import save_tiny_model
-from tests.random_models import CHUNK, WINDOW
+from tests.random_models import CHUNK, WINDOW, save_tiny_model
 
 # In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.
 LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}

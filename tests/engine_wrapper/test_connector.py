@@ -21,9 +21,9 @@ from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
 from tests.builders.engine import text
 from tests.builders.shards import keep_shard
-from tests.conftest import save_tiny_model
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.engine_wrapper.watching import failing
+from tests.random_models import save_tiny_model
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
 

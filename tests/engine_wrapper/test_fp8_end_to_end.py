@@ -12,11 +12,11 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.builders import engine as serving
 from tests.builders.engine import DOCUMENT, DONOR, SHIFTED, assert_same, geometry_of, serve, serve_and_drain, teach
-from tests.conftest import FAMILIES
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, Bench, load, tokens_of
 from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.kernels.builders import FP8, error_of
+from tests.random_models import FAMILIES
 from validation.models import PROFILE_NAME, shipped_model
 
 BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}

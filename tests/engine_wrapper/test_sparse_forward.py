@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from semblend_trt.plan import CheckEvidence, SpanCheck
-from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, Bench, close, load, tokens_of
+from tests.random_models import FAMILIES, MIXTURES
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from semblend_trt.prompts import (
     ReadingThreads,
     render_chat,
 )
-from tests.conftest import byte_tokenizer
+from tests.random_models import byte_tokenizer
 from tests.semblend_trt.chat_bodies import READ, REFUSED, TEMPLATES, USER
 from validation.estimate.prompts import HEAD_BYTES, Encoder, PromptLog, encoded
 

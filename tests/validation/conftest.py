@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from tests.conftest import byte_tokenizer
+from tests.random_models import byte_tokenizer
 from tests.validation import trtllm_stand_in
 from validation.cli import main
 from validation.embedded_engine import EmbeddedEngines

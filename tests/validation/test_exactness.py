@@ -11,7 +11,7 @@ import torch
 from engine_wrapper import token_schedule
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from tests.conftest import FAMILIES, MIXTURES
+from tests.random_models import FAMILIES, MIXTURES
 from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import plain_difference, stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from tests.conftest import FAMILIES, save_tiny_model, save_with_images
-from tests.random_models import WINDOW, random_model
+from tests.random_models import FAMILIES, WINDOW, random_model, save_tiny_model, save_with_images
 from validation.arms import POSITION_FIX
 from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import plain_difference, stock_difference

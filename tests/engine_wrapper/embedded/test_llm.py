@@ -12,7 +12,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import largest_of
 from semblend_trt.errors import CapacityError, ConfigurationError
 from tests.builders.engine import token_ids, unfinished
-from tests.conftest import FAMILIES
+from tests.random_models import FAMILIES
 from tests.semblend_trt.samples import unknown_fields
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -22,8 +22,8 @@ from tests.builders.vllm import (
     serving,
     transfer,
 )
-from tests.conftest import save_tiny_model
 from tests.engine_wrapper.watching import watched
+from tests.random_models import save_tiny_model
 from validation.models import profile_of
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]

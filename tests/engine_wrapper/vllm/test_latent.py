@@ -32,10 +32,10 @@ from tests.builders.vllm import (
     taught,
     while_another_decodes,
 )
-from tests.conftest import save_tiny_model
 from tests.engine_wrapper.watching import watched
 from tests.kernels.builders import FP8 as E4M3
 from tests.kernels.builders import token_rows
+from tests.random_models import save_tiny_model
 
 ON_CARD = torch.cuda.is_available()
 PROMPTS_ON_CPU = "vllm.v1.attention.backends.mla.prefill.cpu_sdpa"  # from vLLM 0.32 on

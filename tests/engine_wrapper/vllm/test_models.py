@@ -30,7 +30,7 @@ from tests.builders.vllm import (
     some,
     taught,
 )
-from tests.conftest import MIXTURES, save_with_images
+from tests.random_models import MIXTURES, save_with_images
 
 AGAIN = ("boundary", {"recompute_boundary_layer": TINY_LAYERS})
 MOVE = ("position_fix", {})

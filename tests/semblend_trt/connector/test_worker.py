@@ -16,7 +16,7 @@ from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, Saved
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineMode, PlanSpan
 from semblend_trt.runtime import runtime_for
-from tests.conftest import save_tiny_model
+from tests.random_models import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv, whole
 from tests.semblend_trt.plans import plan_of
 

@@ -13,7 +13,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.doctor import Finding
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileBound, ProfileCheck, ProfileLevel, ReuseProfile
-from tests.conftest import save_tiny_model
+from tests.random_models import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 

@@ -22,7 +22,7 @@ from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
 from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
-from tests.conftest import FAMILIES, save_tiny_model
+from tests.random_models import FAMILIES, save_tiny_model
 from tests.semblend_trt.held_donors import held_kv, save, used_blocks, whole
 from tests.semblend_trt.plans import plan_of
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import byte_tokenizer
+from tests.random_models import byte_tokenizer
 from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
