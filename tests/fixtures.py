@@ -1,23 +1,10 @@
 """What the processes that run tests share: tiny random models, whose weights are seeded, and small disks."""
 
 import logging
-import os
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-
-# Triton decides at its import whether its own functions can be interpreted, and transformers imports it.
-if not torch.cuda.is_available() and find_spec("triton"):
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        import triton  # noqa: F401
-
-# Without a network a name that is looked up at the hub is tried for 23 seconds; read at the hub's import.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 from hypothesis import HealthCheck, settings
 
 from semblend_trt import model_files

@@ -11,6 +11,7 @@ from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation import trtllm_stand_in
+from validation import cases as cases_module
 from validation import trtllm_check as check
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.engines import ended_requests
@@ -50,6 +51,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     few += ("--shares", "0")
     monkeypatch.setattr(check, "crowd", lambda *_: crowd(2, 8, rows=6))
     monkeypatch.setattr(check, "_SMALL_CALIBRATION", few)
+    monkeypatch.setattr(check.greedy, "__defaults__", (4,))
     monkeypatch.setattr(check, "judge", lambda *given: seen.append(given) or judge(*given))
     monkeypatch.setattr(check, "judge_verified", lambda *given: verified.append(given) or judge_verified(*given))
     assert check.main(["--model", str(tiny_qwen2_path), *SMALL]) == 0
@@ -86,6 +88,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys,
     monkeypatch.setattr(check, "serve_crowd", lambda *_: check.Crowded((), (), (), "", "", None, None, ()))
     monkeypatch.setattr(check, "judge", lambda *_: [])
     monkeypatch.setattr(check, "judge_commits", lambda *_: check.Finding("commits", True, ""))
+    monkeypatch.setattr(check.greedy, "__defaults__", (4,))
     policies = (None, "verified")
     none = check.Served((), (), ())
     patched = lambda *given: serve(*given) if given[-1].get("SEMBLEND_POLICY") in policies else none  # noqa: E731
@@ -192,12 +195,13 @@ def test_an_engine_that_does_not_start_is_a_line_that_fails(monkeypatch, capsys)
     assert lines(capsys) == {"engine": "FAILS"}
 
 
-SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
+SETTINGS = ServingSettings(str(shipped_model()), max_tokens=4, batch=4)
 
 
 @pytest.mark.parametrize("name", [COLD, POSITION_FIX])
 def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped, name, monkeypatch):
     monkeypatch.setattr(trtllm_stand_in.LLM, "contract", "embedded")  # V2 shares other prefixes
+    monkeypatch.setattr(cases_module, "MAX_FORCED_TOKENS", 12)
     trtllm = TrtllmEngines(str(shipped_model()))
     # A text is scored by one request a token; the requests behind it keep their own evidence.
     cases = write_cases(shipped, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
