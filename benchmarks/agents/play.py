@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import entropy
+from scipy.special import rel_entr, softmax
 
 from benchmarks.agents.histories import Session, read_histories, sessions_of
 from benchmarks.program import FOLDER, parser_of
@@ -79,7 +79,7 @@ def distances(stock: Sequence[Turn], own: Sequence[Turn]) -> tuple[list[float], 
 def _kl(cold: Mapping[int, float], warm: Mapping[int, float]) -> float:
     """KL over the tokens that both show, normalised."""
     both = [token for token in cold if token in warm]
-    return float(entropy(*(np.exp([each[token] for token in both]) for each in (cold, warm))))
+    return float(rel_entr(*(softmax([each[token] for token in both]) for each in (cold, warm))).sum())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
