@@ -18,7 +18,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
     places = ["--record", str(tmp_path / "rows"), "--machine", "m", "--name", "shipped"]
     what = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
     path = tmp_path / "out" / "quality.json"
-    short = ["--groups", "2", "--questions", "1", "--tokens", "512", "--max-tokens", "4", "--output", str(path)]
+    short = ["--groups", "2", "--questions", "1", "--tokens", "400", "--max-tokens", "4", "--output", str(path)]
     assert main(["quality", *short, *what, *places]) == 0
     lines = {(line["family"], line["arm"]): line for line in json.loads(path.read_text())["lines"]}
     assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
