@@ -1,7 +1,6 @@
 """Commands of README and docs parse, and run with the packages of the extra that they name, and without all others."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -10,7 +9,6 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import transformers
@@ -118,11 +116,13 @@ def closure(extras):
     return {name for name, *_ in found}
 
 
-def run(module, *words, extras, folder):
+def run(module, *words, extras, folder, **variables):
     """The finished process of a module with these extras' packages alone, beside what Python and pip bring."""
     held = closure(extras) | {"pip", "setuptools", "wheel", "semblend-trt"}
     missing = [name for name, owners in installed().items() if not held & {*map(canonicalize_name, owners)}]
-    return ended(sys.executable, "-c", ONLY, json.dumps([sorted(held), missing]), module, *words, cwd=folder)
+    return ended(
+        sys.executable, "-c", ONLY, json.dumps([sorted(held), missing]), module, *words, cwd=folder, **variables
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,12 @@ def test_subcommands_need_no_extra(tmp_path, words):
 
 
 @pytest.mark.promise("commands", "Links, files, settings, commands and the...")
-def test_the_first_program_runs_from_the_extra_embedded(tmp_path):
-    done = run("semblend-trt", "try", extras=["embedded"], folder=tmp_path)
-    assert (done.returncode, done.stdout[: len(README.blocks("text")[0])]) == (0, README.blocks("text")[0]), done.stderr
+def test_the_first_program_runs_from_the_extra_embedded_and_says_where_to_go_next(tmp_path):
+    given = {"SEMBLEND_PROFILE": "what the program replaces"}
+    done, said = run("semblend-trt", "try", extras=["embedded"], folder=tmp_path, **given), README.blocks("text")[0]
+    assert (done.returncode, done.stdout[: len(said)]) == (0, said), done.stderr
+    named = re.findall(r"^  semblend-trt (\w+)", done.stdout[len(said) :], re.MULTILINE)
+    assert {"estimate", "try"} <= set(named) <= set(subcommands())
 
 
 @pytest.mark.parametrize("words", [server.__name__, "validation calibrate"])
@@ -164,27 +167,6 @@ def test_its_source_is_the_readmes_first_program(capsys):
     assert capsys.readouterr().out == README.blocks("python")[0]
 
 
-@pytest.fixture
-def variables():
-    """Settings that the program replaces, until the test ends."""
-    with mock.patch.dict(os.environ):
-        for name in [name for name in os.environ if "SEMBLEND_" in name]:
-            del os.environ[name]
-        os.environ["SEMBLEND_PROFILE"] = "what the program replaces"
-        yield
-
-
-@pytest.mark.usefixtures("variables")
-def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys):
-    assert main(["try"]) == 0
-    printed = capsys.readouterr().out
-    said = README.blocks("text")[0]
-    assert printed[: len(said)] == said
-    named = re.findall(r"^  semblend-trt (\w+)", printed[len(said) :], re.MULTILINE)
-    assert {"estimate", "try"} <= set(named) <= set(subcommands())
-
-
-@pytest.mark.usefixtures("variables")
 @pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "4.57.3")

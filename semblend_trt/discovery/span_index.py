@@ -4,6 +4,7 @@ Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a ru
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.background import Background
+from semblend_trt.compiled import compiled
 from semblend_trt.discovery.fingerprint import (
     GRAM_TOKENS,
     GUARANTEED_RUN,
@@ -45,18 +47,15 @@ _FEWEST_COMPARED, _LIKELY_EQUAL = 64, 2048  # tokens compared at first, at least
 
 # A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
 # A free slot is 0, or _EMPTIED after a key was removed.
-_KEY_BITS, _NUMBER_BITS = 36, np.uint64(28)
-_NUMBER = np.uint64((1 << 28) - 1)
-_EMPTIED = np.uint64(1)
-# A bucket's rows are cache lines, filled from the left; a row that does not end in 0 may have overflowed.
-_ROWS, _SLOTS = 256, 8
+_NUMBER_BITS, _ONE = np.uint64(28), np.uint64(1)
+_NUMBER, _FREE, _EMPTIED = np.uint64((1 << 28) - 1), np.uint64(0), np.uint64(1)
+_SLOTS, _HOME_BITS = 2048, np.uint64(36 - 11)  # of a bucket; a key's first 11 bits are its home there
 # With more words, searches for missing keys take more steps.
-_MOST_FILLED = _ROWS * _SLOTS * 6 // 10
+_MOST_FILLED = _SLOTS * 6 // 10
 # A full bucket with fewer keys only drops its emptied slots, without a split.
 _WORTH_SPLITTING = _MOST_FILLED * 7 // 10
-_PAGE_BITS, _PAGE = 4, 16  # places are given to donors in pages
-_GONE = -1
-_MOST_PAGES = 1 << (28 - _PAGE_BITS)
+_PAGE = 16  # places are given to donors in pages
+_MOST_PAGES = (1 << 28) // _PAGE
 _GROWTH_BYTES = 1 << 22
 
 
@@ -128,24 +127,34 @@ class _Donor:
 _Nomination: TypeAlias = "tuple[_Donor, int, Positions]"
 
 
+class _Arrays(NamedTuple):
+    """What compiled code works on: the buckets' `words`, how many of a bucket's are `filled`, and the `directory`.
+
+    Of each place: its position in the donor, and the next older and newer place of its key. Place 0, for none, is never
+    read. Of each page: its donor's number."""
+
+    directory: Integers
+    filled: Integers
+    words: Keys
+    positions: Pages
+    older: Pages
+    newer: Pages
+    donors: Pages
+
+
 class AnchorTable:
     """Map each anchor's key to its newest place in donors, which links to older ones. Not thread safe.
 
-    The hash table uses extendible hashing (Fagin et al., TODS 1979). A key's leading bits select one of 2**depth
-    directory entries, which number buckets. A full bucket splits in two; the directory doubles when it must. So a
-    change moves only the buckets that it fills. Every step handles all keys of a prompt or donor at once. Keys are
-    uint64 with all bits random."""
+    The hash table uses extendible hashing (Fagin et al., TODS 1979). A key's last bits select an entry of the
+    directory, which names a bucket. A full bucket splits in two; the directory doubles when it must. So a change moves
+    only the buckets that it fills. Keys are uint64 with all bits random."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._directory: Integers = np.zeros(1, dtype=np.int64)
-        self._buckets = 1
-        self._rows: Keys = np.zeros((_ROWS, _SLOTS), dtype=np.uint64)
-        self._filled: Integers = np.zeros(1, dtype=np.int64)
-        # Of each place: position in the donor, next older and newer place of its key. Place 0, for none, is never read.
-        self._positions, self._older, self._newer = (np.zeros(_PAGE, dtype=np.int32) for _ in range(3))
-        self._donors: Pages = np.zeros(1, dtype=np.int32)
-        self._pages = 1
+        directory, filled = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        positions, older, newer = (np.zeros(_PAGE, dtype=np.int32) for _ in range(3))
+        words, donors = np.zeros(_SLOTS, dtype=np.uint64), np.zeros(1, dtype=np.int32)
+        self.arrays = _Arrays(directory, filled, words, positions, older, newer, donors)
+        self._buckets = self._pages = 1
         self._free: list[int] = []
 
     def add(self, donor: int, keys: Keys, positions: Integers) -> Pages:
@@ -153,41 +162,16 @@ class AnchorTable:
 
         Returns the pages of its places, for `remove`. Raises CapacityError."""
         pages = self._take_pages(-(-len(keys) // _PAGE))
-        places = _places_of(pages, len(keys))
-        self._donors[pages] = donor
-        self._positions[places] = positions
-        keys = _shortened(keys)
-        order = np.argsort(keys, kind="stable")
-        keys, places = keys[order], places[order]
-        again = np.flatnonzero(keys[1:] == keys[:-1])  # the later place of a key is the newer one
-        self._older[places[again + 1]] = places[again]
-        self._newer[places[again]] = places[again + 1]
-        is_newest, is_oldest = np.ones(len(keys), dtype=np.bool_), np.ones(len(keys), dtype=np.bool_)
-        is_newest[again], is_oldest[again + 1] = False, False
-        keys, newest, oldest = keys[is_newest], places[is_newest], places[is_oldest]
-        slots = self._slots_for(keys)
-        words = self._rows.reshape(-1)
-        before = (words[slots] & _NUMBER).astype(np.int64)
-        self._older[oldest] = before
-        self._newer[before] = oldest
-        self._newer[newest] = 0
-        words[slots] = keys << _NUMBER_BITS | newest.astype(np.uint64)
+        self.arrays.donors[pages] = donor
+        entered, full = _enter(self.arrays, keys, positions, pages, 0)
+        while entered < len(keys):
+            self._make_room(full)
+            entered, full = _enter(self.arrays, keys, positions, pages, entered)
         return pages
 
     def remove(self, pages: Pages, keys: Keys) -> None:
         """Remove the places in the pages that `add` returned for `keys`."""
-        places = _places_of(pages, len(keys))
-        self._positions[places] = _GONE
-        older, newer = self._older[places], self._newer[places]
-        for links, ends in ((self._older, older), (self._newer, newer)):
-            while len(gone := np.flatnonzero(self._positions[ends] == _GONE)):
-                ends[gone] = links[ends[gone]]
-        self._older[newer] = older
-        self._newer[older] = newer
-        was_newest = newer == 0
-        keys, left = _shortened(keys[was_newest]), older[was_newest].astype(np.uint64)
-        which, slots = self._find(keys)
-        self._rows.reshape(-1)[slots] = np.where(left > 0, keys << _NUMBER_BITS | left, _EMPTIED)[which]
+        _leave(self.arrays, keys, pages)
         self._free += pages.tolist()
 
     def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers, Integers]:
@@ -195,103 +179,25 @@ class AnchorTable:
 
         These are indices into `keys`, donor numbers, and positions in the donors, int64 [places] each. Last come the
         indices of keys that have further, older places."""
-        which, slots = self._find(_shortened(keys))
-        places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
-        found, unread = [], []
-        for _ in range(most):
-            unread.append(which[limit:])
-            which, places = which[:limit], places[:limit]
-            found.append((which, places))
-            limit -= len(places)
-            places = self._older[places].astype(np.int64)
-            has_older = places > 0
-            which, places = which[has_older], places[has_older]
-            if not len(places):
-                break
-        unread.append(which)
-        which, places = (np.concatenate(each) for each in zip(*found, strict=True))
-        donors, positions = self._donors[places >> _PAGE_BITS], self._positions[places]
-        return which, donors.astype(np.int64), positions.astype(np.int64), np.concatenate(unread)
+        return _find(self.arrays, keys, most, limit)
 
-    def _home_rows(self, keys: Keys) -> Integers:
-        buckets = self._directory[(keys >> np.uint64(_KEY_BITS - self._depth)).astype(np.int64)]
-        rows: Integers = buckets * _ROWS + (keys.view(np.int64) >> 1 & _ROWS - 1)
-        return rows
-
-    def _find(self, keys: Keys) -> tuple[Integers, Integers]:
-        """Return indices of the `keys` in the table, and their slots: int64 [found] each."""
-        rows, waiting = self._home_rows(keys), np.arange(len(keys))
-        which, slots = [waiting[:0]], [waiting[:0]]
-        while len(waiting):
-            words = self._rows.take(rows, axis=0)
-            hits = np.flatnonzero(words >> _NUMBER_BITS == keys[:, None])
-            found = hits // _SLOTS
-            which.append(waiting[found])
-            slots.append(rows[found] * _SLOTS + hits % _SLOTS)
-            overflowed = words[:, -1] != 0
-            overflowed[found] = False
-            left = np.flatnonzero(overflowed)
-            waiting, keys = waiting[left], keys[left]
-            rows = _next_rows(rows[left], keys)
-        return np.concatenate(which), np.concatenate(slots)
-
-    def _slots_for(self, keys: Keys) -> Integers:
-        """Return the slots of the different `keys`, int64 [n], and enter missing ones."""
-        while True:
-            which, found = self._find(keys)
-            missing = np.ones(len(keys), dtype=np.bool_)
-            missing[which] = False
-            buckets, coming = np.unique(self._home_rows(keys[missing]) // _ROWS, return_counts=True)
-            filled = self._filled[buckets] + coming
-            crowded = np.flatnonzero(filled > _MOST_FILLED)
-            if not len(crowded):
-                break
-            for bucket, more in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
-                self._rebuild(bucket, more)  # words have moved; room may still be missing
-        self._filled[buckets] = filled
-        slots = np.empty(len(keys), dtype=np.int64)
-        slots[which] = found
-        slots[missing] = self._claim(keys[missing])
-        return slots
-
-    def _claim(self, keys: Keys) -> Integers:
-        """Enter different, missing `keys`, for which there is room, and return their slots."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
-        while len(waiting):
-            order = np.argsort(rows, kind="stable")
-            rows, waiting = rows[order], waiting[order]
-            # A row's free slots are its last ones; keys of one row take them in order.
-            column = np.count_nonzero(self._rows[rows], axis=1) + np.arange(len(rows)) - np.searchsorted(rows, rows)
-            fits = column < _SLOTS
-            entered, chosen = waiting[fits], rows[fits] * _SLOTS + column[fits]
-            slots[entered] = chosen
-            words[chosen] = keys[entered] << _NUMBER_BITS
-            waiting = waiting[~fits]
-            rows = _next_rows(rows[~fits], keys[waiting])
-        return slots
-
-    def _rebuild(self, bucket: int, coming: int) -> None:
+    def _make_room(self, bucket: int) -> None:
         """Rebuild a bucket without its emptied slots, as two buckets when it has many keys."""
-        rows = slice(bucket * _ROWS, (bucket + 1) * _ROWS)
-        held = self._rows[rows]
-        held = held[held > _NUMBER]
-        other = bucket
-        if len(held) + coming > _WORTH_SPLITTING:
-            entries = np.flatnonzero(self._directory == bucket)
+        arrays = self.arrays
+        words = arrays.words[bucket * _SLOTS : (bucket + 1) * _SLOTS]
+        held = words[words > _NUMBER]
+        words[:], arrays.filled[bucket] = 0, 0
+        if len(held) > _WORTH_SPLITTING:
+            directory = arrays.directory
+            entries = np.flatnonzero(directory == bucket)
             if len(entries) == 1:
-                self._directory, self._depth = np.repeat(self._directory, 2), self._depth + 1
-                entries = 2 * entries[0] + np.arange(2)
-            other, self._buckets = self._buckets, self._buckets + 1
-            _grow(self._rows, self._buckets * _ROWS)
-            _grow(self._filled, self._buckets)
-            self._directory[entries[len(entries) // 2 :]] = other
-        self._rows[rows] = 0
-        slots = self._claim(held >> _NUMBER_BITS)
-        self._rows.reshape(-1)[slots] = held
-        moved = int((slots >= other * _ROWS * _SLOTS).sum()) if other != bucket else 0
-        self._filled[other] = moved
-        self._filled[bucket] = len(held) - moved
+                directory, entries = np.tile(directory, 2), entries[0] + np.array([0, len(directory)])
+            directory[entries[1::2]] = self._buckets
+            self._buckets += 1
+            _grow(arrays.words, self._buckets * _SLOTS)
+            _grow(arrays.filled, self._buckets)
+            self.arrays = arrays = arrays._replace(directory=directory)
+        _refill(arrays, held)
 
     def _take_pages(self, count: int) -> Pages:
         new = max(0, count - len(self._free))
@@ -303,26 +209,109 @@ class AnchorTable:
         taken = [*self._free[free:], *range(self._pages, self._pages + new)]
         del self._free[free:]
         self._pages += new
-        _grow(self._donors, self._pages)
-        for array in (self._positions, self._older, self._newer):
+        _grow(self.arrays.donors, self._pages)
+        for array in (self.arrays.positions, self.arrays.older, self.arrays.newer):
             _grow(array, self._pages * _PAGE)
         return np.array(taken, dtype=np.int32)
 
 
-def _shortened(keys: Keys) -> Keys:
-    """Return the bits of each key that a slot holds; never 0."""
-    shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
+@functools.cache
+def warm_up() -> None:
+    """Compile the table's code, or load it from disk, so that no look-up waits for that."""
+    table, keys = AnchorTable(), np.ones(1, dtype=np.uint64)
+    pages = table.add(1, keys, np.zeros(1, dtype=np.int64))
+    _refill(table.arrays, keys[:0])
+    table.find(keys, 1, 1)
+    table.remove(pages, keys)
+
+
+@compiled
+def _shortened(key: np.uint64) -> np.uint64:
+    """Return the bits of a key that a slot holds; never 0."""
+    shortened: np.uint64 = key >> _NUMBER_BITS | _ONE
     return shortened
 
 
-def _next_rows(rows: Integers, keys: Keys) -> Integers:
-    """Return the bucket's next row for keys whose row is full. Different steps keep full rows from clustering."""
-    steps = keys.view(np.int64) >> 9 | 1
-    return rows & -_ROWS | rows + steps & _ROWS - 1
+@compiled
+def _slot_of(arrays: _Arrays, key: np.uint64) -> np.int64:
+    """Return the slot of a shortened key, or the free slot where linear probing ends."""
+    first = arrays.directory[key >> _ONE & np.uint64(len(arrays.directory) - 1)] * _SLOTS
+    at = key >> _HOME_BITS
+    while True:
+        slot: np.int64 = first + np.int64(at)
+        word = arrays.words[slot]
+        if word == _FREE or word >> _NUMBER_BITS == key:
+            return slot
+        at = at + _ONE & np.uint64(_SLOTS - 1)
 
 
-def _places_of(pages: Pages, count: int) -> Integers:
-    return (pages[:, None].astype(np.int64) * _PAGE + np.arange(_PAGE)).reshape(-1)[:count]
+@compiled
+def _enter(arrays: _Arrays, keys: Keys, positions: Integers, pages: Pages, first: int) -> tuple[int, int]:
+    """Enter the keys from index `first` on. Return the index of one for which its bucket has no room, and the bucket.
+    After the last key, return their number."""
+    for index in range(first, len(keys)):
+        key, place = _shortened(keys[index]), pages[index // _PAGE] * _PAGE + index % _PAGE
+        slot = _slot_of(arrays, key)
+        word = arrays.words[slot]
+        if word == _FREE:
+            if arrays.filled[slot // _SLOTS] == _MOST_FILLED:
+                return index, slot // _SLOTS
+            arrays.filled[slot // _SLOTS] += 1
+        before = np.int64(word & _NUMBER)
+        arrays.positions[place], arrays.older[place], arrays.newer[place] = positions[index], before, 0
+        arrays.newer[before] = place
+        arrays.words[slot] = key << _NUMBER_BITS | np.uint64(place)
+    return len(keys), 0
+
+
+@compiled
+def _leave(arrays: _Arrays, keys: Keys, pages: Pages) -> None:
+    """Unlink the places of the keys, and empty the slots of keys without another place."""
+    for index in range(len(keys)):
+        place = pages[index // _PAGE] * _PAGE + index % _PAGE
+        older, newer = arrays.older[place], arrays.newer[place]
+        arrays.newer[older] = newer
+        if newer:
+            arrays.older[newer] = older
+        else:
+            key = _shortened(keys[index])
+            arrays.words[_slot_of(arrays, key)] = key << _NUMBER_BITS | np.uint64(older) if older else _EMPTIED
+
+
+@compiled
+def _refill(arrays: _Arrays, words: Keys) -> None:
+    """Enter words of different keys, for which there is room."""
+    for word in words:
+        slot = _slot_of(arrays, word >> _NUMBER_BITS)
+        arrays.words[slot] = word
+        arrays.filled[slot // _SLOTS] += 1
+
+
+@compiled
+def _find(arrays: _Arrays, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers, Integers]:
+    """Do as AnchorTable.find says: in each round, every key that has another place gives its next older one."""
+    which, places = np.empty(len(keys), dtype=np.int64), np.empty(len(keys), dtype=np.int64)
+    found = np.empty((3, min(min(most, len(arrays.positions)) * len(keys), limit)), dtype=np.int64)
+    waiting = count = rounds = 0
+    for index in range(len(keys)):
+        place = np.int64(arrays.words[_slot_of(arrays, _shortened(keys[index]))] & _NUMBER)
+        if place:
+            which[waiting], places[waiting] = index, place
+            waiting += 1
+    while waiting and count < limit and rounds < most:
+        left = 0
+        for index in range(waiting):
+            place = places[index]
+            if count < limit:
+                found[0, count] = which[index]
+                found[1, count], found[2, count] = arrays.donors[place // _PAGE], arrays.positions[place]
+                count += 1
+                place = np.int64(arrays.older[place])
+            if place:
+                which[left], places[left] = which[index], place
+                left += 1
+        waiting, rounds = left, rounds + 1
+    return found[0, :count], found[1, :count], found[2, :count], which[:waiting]
 
 
 def _grow(array: npt.NDArray[np.generic], count: int) -> None:
@@ -335,8 +324,8 @@ def _grow(array: npt.NDArray[np.generic], count: int) -> None:
 class SpanIndex:
     """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
-    One thread of the index enters and removes anchors, donor by donor: that takes a millisecond, for which an engine's
-    step would otherwise wait. A lookup waits for the changes under way."""
+    One thread of the index enters and removes anchors, donor by donor, so that no engine's step waits for that. A
+    lookup waits for the changes under way."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
         self._bounds = bounds or ScanBounds()
@@ -349,8 +338,9 @@ class SpanIndex:
         self._changes = threading.Lock()  # changes run in the order of their calls
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
+        self._background.submit(warm_up)
         self._last_change = threading.Event()
-        self._last_change.set()
+        self._background.submit(self._last_change.set)
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
         """Add a donor with these `tokens` (integers [n]; copied). In a full index it is not found.
@@ -406,10 +396,10 @@ class SpanIndex:
         """Return the bytes of tokens and anchors, without donor ids and Python objects."""
         self.wait()
         with self._changes, self._lock:
-            arrays = [*vars(self._table).values()]
+            arrays: list[npt.NDArray[Any] | None] = [*self._table.arrays]
             for donor in self._donors.values():
                 arrays += [donor.tokens, donor.pages]
-            return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
+            return sum(each.nbytes for each in arrays if each is not None)
 
     def wait(self) -> None:
         """Wait until the changes under way are done."""

@@ -10,26 +10,19 @@ import functools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite.binding import ffi
 
+from semblend_trt.compiled import compiled
 from semblend_trt.fleet.sketch import KEY_BYTES, fingerprints_of, sketch_of
 
 if TYPE_CHECKING:
     from semblend_trt.fleet.sketch import PromptFingerprints, Sketch
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-# llvmlite answers any attribute with a function, `__dict__` too, and vLLM 0.32 reads that of every loaded object.
-getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 _Entries = npt.NDArray[np.uint32]
 _Unsigned = npt.NDArray[np.uint64]
@@ -50,17 +43,6 @@ _EMPTY = 1
 _START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
 # The state's fields: taken slots, the end of the pool's used part, the first unused set, the number of unused sets.
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
-
-
-def _compiled(function: Function) -> Function:
-    """Compile a function, to run without the interpreter's lock; the code is kept on disk where a folder is writable.
-
-    It is compiled again only when this file changes, so it may use nothing of another one."""
-    try:
-        return cast("Function", numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError as error:
-        logger.info("compiled code of %s is not kept on disk: %s", function.__name__, error)
-        return cast("Function", numba.njit(nogil=True)(function))
 
 
 # Not for the garbage collector, like the donor that holds it.
@@ -153,7 +135,7 @@ def warm_up() -> None:
     index.search(1, *fingerprints_of(tokens, [key]))
 
 
-@_compiled
+@compiled
 def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint64:
     """Return the slot of an entry, or the free slot for it, by linear probing."""
     at, mask = value * hashing[0] >> hashing[1], np.uint64(len(table) - 1)
@@ -162,7 +144,7 @@ def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint6
     return at
 
 
-@_compiled
+@compiled
 def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
     """Free a slot. Later entries move up, so that no probe meets a free slot before its entry."""
     at, mask = slot, np.uint64(len(table) - 1)
@@ -175,7 +157,7 @@ def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
     table[slot] = _FREE
 
 
-@_compiled
+@compiled
 def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
     """Enter all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
     for slot in before:
@@ -183,7 +165,7 @@ def _rehash(before: _Unsigned, arrays: _Arrays) -> None:
             arrays.table[_slot_of(arrays.table, arrays.hashing, slot >> _ENTRY_SHIFT)] = slot
 
 
-@_compiled
+@compiled
 def _repack(before: _Integers, arrays: _Arrays) -> None:
     """Copy the holders of the used sets to another pool, and list the sets again."""
     _, _, sets, pool, buckets, state = arrays
@@ -201,7 +183,7 @@ def _repack(before: _Integers, arrays: _Arrays) -> None:
             state[_LEFT] += 1
 
 
-@_compiled
+@compiled
 def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     """Add `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
     Return 0. Without room, change no set: return -1 for a full table, for full sets the holders that they may take."""
@@ -237,7 +219,7 @@ def _change(arrays: _Arrays, entries: _Entries, holder: int, step: int) -> int:
     return 0
 
 
-@_compiled
+@compiled
 def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers) -> tuple[int, int, int]:
     """Write the slot of each different entry and each of their sets; a new entry gets a slot with the empty set.
     Return the numbers of slots and sets, and the holders of all those sets with one more each."""
@@ -261,7 +243,7 @@ def _find(arrays: _Arrays, entries: _Entries, slots: _Unsigned, left: _Integers)
     return taken, count, room
 
 
-@_compiled
+@compiled
 def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     """Return the set that has `step` more donors of `holder` than set `number`; make it where it is missing."""
     _, hashing, sets, pool, buckets, state = arrays
@@ -304,7 +286,7 @@ def _successor(arrays: _Arrays, number: int, holder: int, step: int) -> int:
     return found
 
 
-@_compiled
+@compiled
 def _forget(arrays: _Arrays, number: int) -> None:
     """Move a set from its bucket to the unused sets."""
     _, _, sets, _, buckets, state = arrays
@@ -320,7 +302,7 @@ def _forget(arrays: _Arrays, number: int) -> None:
     state[_LEFT] += 1
 
 
-@_compiled
+@compiled
 def _search(
     arrays: _Arrays, entries: _Entries, levels: npt.NDArray[np.uint8], eligible: _Integers, lowest: int, workers: int
 ) -> npt.NDArray[np.float64]:

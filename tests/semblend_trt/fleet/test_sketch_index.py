@@ -1,15 +1,12 @@
 """The index of sketches: its estimates equal those of a loop over all sketches; shared text is found in a sketch."""
 
-from inspect import ismodule
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llvmlite.binding import ffi
 
 from semblend_trt.discovery.fingerprint import fingerprint
-from semblend_trt.fleet import sketch, sketch_index
+from semblend_trt.fleet import sketch_index
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_LEVEL, MAX_SKETCH_BYTES, Sketch, keyed, sketch_key, sketch_of
 from semblend_trt.fleet.sketch_index import SketchIndex
 from tests.semblend_trt.fleet.conftest import overlap
@@ -34,17 +31,6 @@ def naive_share(sketches, prompt):
             matches += 1
             share += 1 / int(prompt.eligible[min(seen)])
     return min(share, 1.0) if matches >= sketch_index.FEWEST_MATCHES else 0.0
-
-
-def test_compiled_functions_take_nothing_from_another_file_and_what_loads_them_has_a_dictionary():
-    """Kept code is compiled again only when its own file changes."""
-    held = vars(sketch_index)
-    shared = {name for name, value in vars(sketch).items() if held.get(name) is value and not ismodule(value)}
-    compiled = [each.py_func.__code__.co_names for each in held.values() if hasattr(each, "py_func")]
-    assert "sketch_of" in shared
-    assert len(compiled) == 9
-    assert not shared & {name for names in compiled for name in names}
-    assert vars(ffi.lib).get("kernel") is None
 
 
 def is_whole(index):
@@ -128,15 +114,6 @@ def test_one_chance_meeting_and_entries_that_a_sketchs_level_cannot_have_say_not
     index.add(1, Sketch(0, 2, prompt.entries[:2]))
     index.add(2, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
     assert index.search(3, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt.entries)), 0.0]
-
-
-def test_nothing_is_compiled_after_the_warm_up():
-    sketch_index.warm_up()
-    index, tokens = SketchIndex(), _TEXTS.reshape(-1)
-    index.remove(index.add(0, Sketch.from_bytes(sketch_of(tokens, KEY).to_bytes())))
-    index.search(1, prompt_fingerprints(tokens, KEY))
-    for compiled in (sketch_index._change, sketch_index._repack, sketch_index._rehash, sketch_index._search):
-        assert len(compiled.signatures) == 1
 
 
 SALTED = sketch_key("namespace", "salt")
