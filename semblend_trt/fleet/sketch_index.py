@@ -7,7 +7,6 @@ interpreter's lock."""
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +20,6 @@ from semblend_trt.fleet.sketch import KEY_BYTES, fingerprints_of, sketch_of
 
 if TYPE_CHECKING:
     from semblend_trt.fleet.sketch import PromptFingerprints, Sketch
-
-logger = logging.getLogger(__name__)
 
 _Entries = npt.NDArray[np.uint32]
 _Unsigned = npt.NDArray[np.uint64]
