@@ -1,6 +1,7 @@
 """Commands of README and docs parse, and run with the packages of the extra that they name, and without all others."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import transformers
@@ -170,7 +172,8 @@ def test_its_source_is_the_readmes_first_program(capsys):
 @pytest.mark.promise("commands", "`semblend-trt try` is the README's first...")
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "4.57.3")
-    assert main(["try"]) == 2
+    with mock.patch.dict(os.environ):  # the program replaces settings
+        assert main(["try"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("semblend-trt: Transformers 4.57.3 is installed; ")
