@@ -46,7 +46,7 @@ def _minutes_of_tests():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """small_disk(size): a folder on a file system of so many bytes."""
+    """small_disk(size): a folder on a file system of `size` bytes."""
     folder = tmp_path / "small"
     folder.mkdir()
 

@@ -4,14 +4,13 @@ Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a ru
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import threading
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -215,7 +214,7 @@ class AnchorTable:
         return np.array(taken, dtype=np.int32)
 
 
-@functools.cache
+@cache
 def warm_up() -> None:
     """Compile the table's code, or load it from disk, so that no look-up waits for that."""
     table, keys = AnchorTable(), np.ones(1, dtype=np.uint64)

@@ -29,7 +29,7 @@ def assert_matches_naive(device, batch, window=None, sinks=None):
     lse = torch.full(q.shape[:2], math.nan)
     filled, expected = lse.to(device, copy=True), plain(batch, window, sinks, lse)
     assert not expected.isnan().any()
-    for each in (filled,) if sinks is not None else (None, filled):
+    for each in (None, filled):
         attended = sparse_prefill(q, kv, sequences, SCALE, window, own, each)
         assert attended.dtype == q.dtype
         assert_same(attended, expected)
@@ -180,7 +180,7 @@ def test_what_attention_cannot_run_with_is_refused(changes, message):
     ("heads", "block_size", "block_m", "block_n", "piece"),
     [(2, 16, 16, 16, 16), (6, 16, 128, 16, 48), (3, 16, 32, 64, None), (3, 64, 16, 32, None), (2, 24, 64, 64, 64)],
 )
-@pytest.mark.parametrize(("window", "with_sinks"), [(5, False), (70, True)])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, True), (5, False), (70, True)])
 def test_tiles_of_any_size_and_their_pieces(
     triton_device, heads, block_size, block_m, block_n, piece, window, with_sinks
 ):

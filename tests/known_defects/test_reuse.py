@@ -187,9 +187,9 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
 
 
 @pytest.mark.known_defect(36)
-def test_thousands_of_donors_come_and_go_in_the_memory_of_half_of_them():
+def test_ten_thousand_donors_come_and_go_in_the_memory_of_ten_thousand():
     """Donors enter and leave one by one; the next ones take their room, and none is renumbered."""
-    count, length = 3_000, 128
+    count, length = 10_000, 128
     random = np.random.default_rng(0)
     index = SpanIndex()
     tokens = random.integers(0, 32_000, (2 * count, length), dtype=np.int32)

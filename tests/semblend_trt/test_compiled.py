@@ -44,4 +44,4 @@ def test_functions_take_nothing_from_another_file_and_are_compiled_once(module, 
     before = [len(each.signatures) for each in compiled]
     use()
     assert [len(each.signatures) for each in compiled] == before
-    assert vars(ffi.lib).get("kernel") is None  # what loads them has a dictionary
+    assert vars(ffi.lib).get("kernel") is None  # vLLM reads the dictionary of each loaded object
