@@ -8,21 +8,21 @@ anchors."""
 
 from __future__ import annotations
 
-import threading
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from semblend_trt.compiled import compiled
+
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 HashArray: TypeAlias = npt.NDArray[np.uint64]
 Positions: TypeAlias = npt.NDArray[np.int64]
-_Ranks: TypeAlias = npt.NDArray[np.uint32]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
-_MOST_COMPARED = 1 << 15  # tokens at once
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
 # Fewer anchors hardly speed a lookup up, and its bounds would hide more runs.
 WIDEST_RUN = 64
@@ -31,23 +31,12 @@ MAX_TOKENS = 1 << 28
 MAX_REPEATS = 8
 
 RANK_BASE = 0x9E3779B1
-_FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8)]
+_BASE, _RANK, _HALF = np.uint64(RANK_BASE), np.uint64(0xFFFFFFFF), np.uint64(32)
+# The factor of a gram's first token.
+_LEAVING = np.uint64(pow(RANK_BASE, GRAM_TOKENS, 1 << 32))
 # Grams of one repeated token rank last: they say least about their position.
 _CONSTANT = np.uint32(0xFFFFFFFF)
-_HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
-# Grams ranked together; the intermediate arrays stay in the processor's cache.
-_BLOCK = 1 << 15
-_ROOM = _BLOCK + 4 * WIDEST_RUN
-
-
-class _Scratch(threading.local):
-    """A thread's arrays for one block: to allocate them for every block takes longer than the arithmetic."""
-
-    def __init__(self) -> None:
-        self.ranks, self.halves, self.minima, self.one, self.other = np.empty((5, _ROOM), dtype=np.uint32)
-
-
-_scratch = _Scratch()
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Fingerprints(NamedTuple):
@@ -114,89 +103,88 @@ def fingerprint(
     shortest = min(shortest, WIDEST_RUN)
     if len(tokens) < shortest:
         return Fingerprints(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
-    window = shortest - GRAM_TOKENS + 1
-    repeated = _repeated_token(tokens, ends)
-    hashes, positions = [], []
-    for first in range(0, len(tokens) - GRAM_TOKENS + 1, _BLOCK):
-        # A gram's windows reach beyond the block.
-        low = max(0, first - window + 1)
-        ranks = _rank(tokens[low : first + _BLOCK + window + GRAM_TOKENS - 2])
-        if repeated is None:
-            chosen = _chosen(ranks, window, ends - low)
-        else:
-            constant, outer = (flags[low : low + len(ranks)] for flags in repeated)
-            ranks[constant] = _CONSTANT
-            chosen = _chosen(ranks, window, ends - low) & ~constant | outer
-        found = np.flatnonzero(chosen[first - low : first - low + _BLOCK]) + (first - low)
-        halves = _scratch.halves
-        hashes.append(halves[found].astype(np.uint64) << _HALF | halves[found + GRAM_TOKENS // 2])
-        positions.append(found + low)
-    anchors = Fingerprints(np.concatenate(hashes), np.concatenate(positions))
+    anchors = Fingerprints(*_winnowed(read_only(tokens), shortest - GRAM_TOKENS + 1, ends))
     return anchors if max_repeats >= len(tokens) else anchors.only(~anchors.surplus(max_repeats, ends))
 
 
-def _rank(tokens: TokenArray) -> _Ranks:
-    """Rank grams: the sums of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32; those over 8 stay there."""
-    rooms = (_scratch.other, _scratch.one, _scratch.halves, _scratch.ranks)
-    sums: _Ranks = np.multiply(tokens.view(np.uint32), _FACTORS[0], out=_scratch.one[: len(tokens)])
-    for length, factor, room in zip((1, 2, 4, 8), _FACTORS, rooms, strict=True):
-        joined = np.multiply(sums[:-length], factor, out=room[: len(sums) - length])
-        joined += sums[length:]
-        sums = joined
-    return sums
+@cache
+def warm_up() -> None:
+    """Compile the code, or load it from disk, so that no look-up waits for that."""
+    tokens = np.arange(GUARANTEED_RUN, dtype=np.int32)
+    fingerprint(tokens)
+    equal_around(read_only(tokens), 0, read_only(tokens), 0)
 
 
-def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
-    """Flag the least of any `window` ranks of one text: it equals the greatest minimum of the windows that hold it."""
-    minima = _scratch.minima[: len(ranks) + window - 1]
-    minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
-    # Windows that reach beyond a text's end get the minimum 0, which is never the greatest.
-    minima[: window - 1] = minima[len(ranks) :] = 0
-    if len(ends):
-        reaching = (ends[:, None] - np.arange(1, window + GRAM_TOKENS - 1)).reshape(-1) + window - 1
-        minima[reaching[(reaching >= 0) & (reaching < len(minima))]] = 0
-    greatest = _reduce(np.maximum, minima, window)
-    chosen: _Flags = greatest == ranks
-    # Zero tokens on both sides of an end make a gram of rank 0.
-    return chosen & (greatest > 0) if len(ends) else chosen
+def read_only(tokens: TokenArray) -> TokenArray:
+    """Return a view that nothing writes through: code is compiled once for all of them."""
+    view: TokenArray = tokens.view()
+    view.flags.writeable = False
+    return view
 
 
-def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
-    """Apply `ufunc` to every `window` consecutive values, in the scratch arrays."""
-    length, room, spare = 1, _scratch.one, _scratch.other
-    while length < window:
-        step = min(length, window - length)
-        values = ufunc(values[:-step], values[step:], out=room[: len(values) - step])
-        room, spare = spare, room
-        length += step
-    return values
+@compiled
+def _winnowed(tokens: TokenArray, window: int, ends: Positions) -> tuple[HashArray, Positions]:
+    """Return hashes and positions of the anchors of texts that are together `tokens`."""
+    is_anchor = np.zeros(len(tokens), dtype=np.bool_)
+    begin = 0
+    for text in range(len(ends) + 1):
+        end = ends[text] if text < len(ends) else len(tokens)
+        _winnow(tokens[begin:end], window, is_anchor[begin:end])
+        begin = end
+    positions = np.flatnonzero(is_anchor)
+    hashes = np.empty(len(positions), dtype=np.uint64)
+    for index, first in enumerate(positions):
+        middle = first + GRAM_TOKENS // 2
+        hashes[index] = _sum(tokens[first:middle]) << _HALF | _sum(tokens[middle : first + GRAM_TOKENS])
+    return hashes, positions
 
 
-def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
-    """Flag grams of one repeated token, and the ends of GUARANTEED_RUN such tokens or more; None without one."""
-    # Such a gram holds 8 equal tokens from a multiple of 8 on.
-    parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
-    alike = parts[:, 0] == parts[:, 7]
-    if not alike.any() or not (parts[alike] == parts[alike, :1]).all(axis=1).any():
-        return None
-    changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
-    edges = np.unique(np.concatenate([[0], changes, ends, [len(tokens)]]))
-    begins, lengths = edges[:-1], np.diff(edges)
-    grams = len(tokens) - GRAM_TOKENS + 1
-    constant = np.repeat(edges[1:], lengths)[:grams] - np.arange(grams) >= GRAM_TOKENS
-    outer, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
-    outer[begins[long]] = outer[(begins + lengths)[long] - GRAM_TOKENS] = True
-    return constant, outer
+@compiled
+def _sum(tokens: TokenArray) -> np.uint64:
+    """Return the polynomial of some tokens in RANK_BASE, modulo 2**32."""
+    total: np.uint64 = np.uint64(0)
+    for token in tokens:
+        total = (total + np.uint64(token)) * _BASE & _RANK
+    return total
 
 
-def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
-    """Return the number of equal leading tokens; compare `step` first, then four times the last step."""
-    length, done = min(len(left), len(right)), 0
-    while done < length:
-        end = min(done + min(step, _MOST_COMPARED), length)
-        differ = left[done:end] != right[done:end]
-        first = int(differ.argmax())
-        if differ[first]:
-            return done + first
-        done, step = end, step * 4
-    return length
+@compiled
+def _winnow(tokens: TokenArray, window: int, is_anchor: _Flags) -> None:
+    """Flag every least gram of every `window` grams of one text, and the ends of GUARANTEED_RUN equal tokens."""
+    ranks = np.empty(len(tokens), dtype=np.uint32)
+    rank, run, least = np.uint64(0), 0, _CONSTANT
+    for at in range(len(tokens)):
+        if at >= GRAM_TOKENS:
+            rank -= np.uint64(tokens[at - GRAM_TOKENS]) * _LEAVING
+        rank = (rank + np.uint64(tokens[at])) * _BASE & _RANK
+        run = run + 1 if at and tokens[at] == tokens[at - 1] else 1
+        gram = at + 1 - GRAM_TOKENS
+        if run == GUARANTEED_RUN:
+            is_anchor[at + 1 - run] = True
+        if run >= GUARANTEED_RUN and (at + 1 == len(tokens) or tokens[at + 1] != tokens[at]):
+            is_anchor[gram] = True
+        if gram < 0:
+            continue
+        ranks[gram] = _CONSTANT if run >= GRAM_TOKENS else np.uint32(rank)
+        first = gram + 1 - window
+        if first == 0 or (first > 0 and ranks[first - 1] == least < _CONSTANT):
+            # The first window, or the least gram has left it.
+            least = ranks[first : gram + 1].min()
+            for each in range(first, gram + 1):
+                is_anchor[each] |= ranks[each] == least < _CONSTANT
+        elif first > 0 and ranks[gram] <= least:
+            least = ranks[gram]
+            is_anchor[gram] |= least < _CONSTANT
+
+
+@compiled
+def equal_around(left: TokenArray, at: int, right: TokenArray, place: int) -> tuple[int, int]:
+    """Return the number of equal tokens from `left[at]` and `right[place]` on; if any, also the number before them.
+
+    Both are `read_only`."""
+    ahead = behind = 0
+    while at + ahead < len(left) and place + ahead < len(right) and left[at + ahead] == right[place + ahead]:
+        ahead += 1
+    while ahead and behind < min(at, place) and left[at - behind - 1] == right[place - behind - 1]:
+        behind += 1
+    return ahead, behind

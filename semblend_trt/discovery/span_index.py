@@ -25,9 +25,11 @@ from semblend_trt.discovery.fingerprint import (
     GUARANTEED_RUN,
     Fingerprints,
     as_token_array,
-    equal_tokens,
+    equal_around,
     fingerprint,
+    read_only,
 )
+from semblend_trt.discovery.fingerprint import warm_up as warm_up_fingerprints
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ Integers = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 
 _FEW_NOMINATIONS = 64  # of more, the best one of each anchor comes first
-_FEWEST_COMPARED, _LIKELY_EQUAL = 64, 2048  # tokens compared at first, at least and at most
 
 # A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
 # A free slot is 0, or _EMPTIED after a key was removed.
@@ -216,7 +217,8 @@ class AnchorTable:
 
 @cache
 def warm_up() -> None:
-    """Compile the table's code, or load it from disk, so that no look-up waits for that."""
+    """Compile all code of look-ups, or load it from disk, so that none waits for that."""
+    warm_up_fingerprints()
     table, keys = AnchorTable(), np.ones(1, dtype=np.uint64)
     pages = table.add(1, keys, np.zeros(1, dtype=np.int64))
     _refill(table.arrays, keys[:0])
@@ -345,7 +347,7 @@ class SpanIndex:
         """Add a donor with these `tokens` (integers [n]; copied). In a full index it is not found.
 
         Raises ValueError when the id is taken or a token id is bad."""
-        held = as_token_array(tokens).copy()
+        held = read_only(as_token_array(tokens).copy())
         with self._changes:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
@@ -475,7 +477,7 @@ class Scan:
     older places."""
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
-        self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
+        self._prompt, self._shortest, self._is_over = read_only(prompt), shortest, is_over
         self._alternatives = bounds.max_alternatives
         self._most = max(bounds.max_extensions, len(prompt) // GUARANTEED_RUN), bounds.max_compared
         self.runs: list[Run] = []
@@ -522,7 +524,7 @@ class Scan:
 
     def _follow(self, donor: _Donor, shift: int, targets: list[int]) -> bool:
         """Add the runs of one donor and shift that hold one of `targets`; False when a bound stops it."""
-        prompt, held, held_backwards, at = self._prompt, donor.tokens, donor.tokens[::-1], 0
+        prompt, held, at = self._prompt, donor.tokens, 0
         most_extensions, most_compared = self._most
         while at < len(targets):
             if self.extensions == most_extensions or self.compared > most_compared:
@@ -531,11 +533,7 @@ class Scan:
                 return False
             target = targets[at]
             place = target + shift
-            likely = min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL)
-            ahead, behind = equal_tokens(held[place:], prompt[target:], likely), 0
-            if ahead:  # else another gram has the anchor's key
-                before = held_backwards[len(held) - place :], self._backwards[len(prompt) - target :]
-                behind = equal_tokens(*before, _FEWEST_COMPARED)
+            ahead, behind = equal_around(held, place, prompt, target)
             self.extensions, self.compared = self.extensions + 1, self.compared + ahead + behind + 2
             if ahead + behind >= self._shortest:
                 self.runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))

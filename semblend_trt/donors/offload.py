@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.discovery.fingerprint import equal_tokens
+from semblend_trt.discovery.fingerprint import equal_around, read_only
 from semblend_trt.donors.catalog import Tier
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 MAX_PREFETCHES = 2
 # A lookup waits while it indexes donors found on disk: at most this number.
 _FOUND_AT_ONCE = 4
-_FEWEST_COMPARED = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +36,7 @@ class DonorText:
 
     def common(self, tokens: TokenArray) -> int:
         """Return how many first tokens are those of `tokens`, int32 [m]."""
-        return equal_tokens(self.tokens, tokens, _FEWEST_COMPARED)
+        return equal_around(read_only(self.tokens), 0, read_only(tokens), 0)[0]
 
     def __lt__(self, other: DonorText) -> bool:
         common = self.common(other.tokens)

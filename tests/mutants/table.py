@@ -52,7 +52,7 @@ MUTANTS = (
         "donor is not None and donor.namespace_key == namespace_key", "donor is not None",
         "test_an_equal_key_of_another_namespace_nominates_nothing")),
     *of("semblend_trt/discovery/fingerprint.py", "semblend_trt/discovery/test_span_index.py",
-       ("index-equal-tokens", "every token of a run is compared", "return done + first", "return done + first + 1",
+       ("index-equal-tokens", "every token of a run is compared", "return ahead, behind", "return ahead + 1, behind",
         "test_equals_brute_force_on_random_cases")),
     *of("semblend_trt/runtime.py", "semblend_trt/test_runtime.py",
        ("publication-limit", "approximate KV stays out of the prefix cache",
