@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from kernels.layout import ContiguousKv
 from kernels.rope import rotate_keys
 from semblend_trt.cost import CostModel, cold_work, fitted, plan_work
 from semblend_trt.errors import LayoutError
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
+from semblend_trt.plan import BudgetLevel, EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,10 +51,8 @@ _FARTHEST = 1 << 15
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
 
 
-def _check_plan(tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, sample_every: int = 0) -> SemanticKvPlan:
-    """Return a plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix. After a check in
-    layer 0 all layers above run on some of the rows. No token of the span deviates."""
-    check = SpanCheck(layer, KEEP_ALL, sample_every=sample_every, sample_threshold=KEEP_ALL)
+def _check_plan(tokens: Sequence[int], geometry: KvGeometry, check: SpanCheck) -> SemanticKvPlan:
+    """Return a plan of a hole, a span that keeps its place, and a suffix. No token of the span deviates."""
     return plan_over(tokens, geometry, len(tokens) // 4, 3 * len(tokens) // 4, check)
 
 
@@ -90,7 +89,8 @@ def differences(
     tokens = len(token_ids)
     batch = Batch((0,), (0,), (tokens,), 1, token_ids)
     yield difference("hidden rows", run(batch, {}, None), engine_rows, kv_dtype)
-    plan = _check_plan(token_ids.tolist(), geometry)
+    # After a check in layer 0 all layers above run on some of the rows.
+    plan = _check_plan(token_ids.tolist(), geometry, SpanCheck(0, KEEP_ALL))
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
         for max_rows in (None, tokens // 4):  # half of the span
@@ -101,10 +101,15 @@ def differences(
 def sample_difference(
     token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, kv_dtype: torch.dtype, run: Run
 ) -> str | None:
-    """Do as `differences`, by a plan whose whole span is a check's sample, in all layers."""
-    plan = _check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
-    own = _suffix_rows(plan, token_ids, run, None)
-    return difference("hidden rows of a sampled plan", own, engine_rows[plan.prefix_end :], kv_dtype)
+    """Do as `differences`, by plans whose whole span is a check's sample, in all layers. All of it is kept, or a
+    quarter is computed by attention: on a card that also compiles what chooses it."""
+    found = []  # all is run: the other ranks run it too
+    for levels in ((), (BudgetLevel(KEEP_ALL, 0.25),)):
+        check = SpanCheck(geometry.num_layers - 1, KEEP_ALL, sample_every=1, sample_threshold=KEEP_ALL, levels=levels)
+        plan = _check_plan(token_ids.tolist(), geometry, replace(check, compares_all=not levels))
+        own = _suffix_rows(plan, token_ids, run, None)
+        found.append(difference("hidden rows of a sampled plan", own, engine_rows[plan.prefix_end :], kv_dtype))
+    return next(filter(None, found), None)
 
 
 def _suffix_rows(plan: SemanticKvPlan, token_ids: torch.Tensor, run: Run, max_rows: int | None) -> torch.Tensor:

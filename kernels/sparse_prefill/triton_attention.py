@@ -62,19 +62,22 @@ def sparse_prefill(asked: Queries, config: TileConfig | None = None, piece: int 
     partial_lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     sinks = sinks if sinks is None else sinks.contiguous()
+    # What differs between batches is no compile-time constant: to compile a kernel again would hold a step up.
+    head_major, has_lse = num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident, lse is not None
+    lse = partial_lse if lse is None else lse
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
-        *batch_index(sequences), sinks, lse, layer, num_items, window or 0, scale * LOG2_E, *q.stride()[:2],
-        *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size, BLOCK_N=config.block_n, SPLIT=work.slots > 0,
-        WINDOWED=window is not None, HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
-        **math_of(q), num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        *batch_index(sequences), sinks, lse, layer, num_items, window or 0, int(head_major), int(has_lse),
+        scale * LOG2_E, *q.stride()[:2], *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size,
+        BLOCK_N=config.block_n, WINDOWED=window is not None, **math_of(q), num_warps=config.num_warps,
+        num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     if work.slots:
         # Low tiles are few and have many pieces, so pieces are read side by side; measured on an H200.
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
             join_kernel, (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads), q, partial, partial_lse,
-            output, work.tiles, sinks, lse, **shared, ROWS=rows, WAYS=ways, SLOTS=slots, num_warps=4,
+            output, work.tiles, sinks, lse, int(has_lse), **shared, ROWS=rows, WAYS=ways, SLOTS=slots, num_warps=4,
         )  # fmt: skip
     return output
 
@@ -205,19 +208,23 @@ def _attend(
     return accumulator, normaliser, maximum
 
 
-@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window", "head_major", "has_lse",
+    ]
+)  # fmt: skip
 def attention_kernel(
     q_ptr, pool_ptr, output_ptr, partial_ptr, lse_ptr, items_ptr, positions_ptr, block_ids_ptr, sinks_ptr,
-    row_lse_ptr, layer, num_items, window, scale, q_row_stride, q_head_stride, pool_block_stride, pool_layer_stride,
-    pool_kind_stride, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr,
+    row_lse_ptr, layer, num_items, window, head_major, has_lse, scale, q_row_stride, q_head_stride, pool_block_stride,
+    pool_layer_stride, pool_kind_stride, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    HEAD_MAJOR: tl.constexpr, MATH: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, MATH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend for one item (a tile of packed rows and a piece of its KV) of one KV head."""
     program = tl.program_id(0)
-    item = program % num_items if HEAD_MAJOR else program // KV_HEADS
-    kv_head = program // num_items if HEAD_MAJOR else program % KV_HEADS
+    item = tl.where(head_major != 0, program % num_items, program // KV_HEADS)
+    kv_head = tl.where(head_major != 0, program // num_items, program % KV_HEADS)
     record = items_ptr + item * 7
     first_row = tl.load(record)
     packed_begin = tl.load(record + 1)
@@ -272,10 +279,7 @@ def attention_kernel(
     empty = normaliser == 0.0
     accumulator = accumulator / tl.where(empty, 1.0, normaliser)[:, None]
     stored = (packed < packed_end)[:, None] & (channels[None, :] < HEAD_DIM)
-    joined = False
-    if SPLIT:
-        joined = slot >= 0
-    if joined:
+    if slot >= 0:
         lanes = (slot * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         lse = tl.where(empty, float("-inf"), maximum + tl.math.log2(tl.where(empty, 1.0, normaliser)))
         tl.store(lse_ptr + lanes, lse)
@@ -283,16 +287,16 @@ def attention_kernel(
     else:
         output_pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
         tl.store(output_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=stored)
-        if row_lse_ptr is not None:
+        if has_lse != 0:
             lse = (maximum + tl.math.log2(normaliser)) / LOG2_E_IN_KERNELS
             tl.store(row_lse_ptr + rows * (KV_HEADS * GROUP) + heads, lse, mask=packed < packed_end)
 
 
-@triton.jit(do_not_specialize=["tiles_ptr"])
+@triton.jit(do_not_specialize=["tiles_ptr", "has_lse"])
 def join_kernel(
-    partial_ptr, lse_ptr, output_ptr, tiles_ptr, sinks_ptr, row_lse_ptr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-    WAYS: tl.constexpr, SLOTS: tl.constexpr,
+    partial_ptr, lse_ptr, output_ptr, tiles_ptr, sinks_ptr, row_lse_ptr, has_lse, SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, WAYS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Join ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
 
@@ -356,7 +360,7 @@ def join_kernel(
         maximum = new_maximum
     # Rows beyond the tile's end have no weight.
     total = tl.where(live, total, 1.0)
-    if row_lse_ptr is not None:
+    if has_lse != 0:
         lse = (maximum + tl.math.log2(total)) / LOG2_E_IN_KERNELS
         tl.store(row_lse_ptr + rows * (KV_HEADS * GROUP) + heads, lse, mask=live)
     joined = accumulator / total[:, None]
