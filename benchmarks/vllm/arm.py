@@ -219,7 +219,7 @@ class VllmArm:
         return ttft, outputs[-1]
 
     def settle(self) -> None:
-        """Wait until what has ended is saved, by steps of short requests. Raises SemBlendError."""
+        """Wait until what has ended is saved and in its tier, by steps of short requests. Raises SemBlendError."""
         settle(self._core, lambda: self.ask([0]))
 
     def serve(
