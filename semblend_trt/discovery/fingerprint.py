@@ -150,31 +150,41 @@ def _sum(tokens: TokenArray) -> np.uint64:
 
 @compiled
 def _winnow(tokens: TokenArray, window: int, is_anchor: _Flags) -> None:
-    """Flag every least gram of every `window` grams of one text, and the ends of GUARANTEED_RUN equal tokens."""
-    ranks = np.empty(len(tokens), dtype=np.uint32)
-    rank, run, least = np.uint64(0), 0, _CONSTANT
+    """Flag the least grams of every `window` grams of one text, and the ends of GUARANTEED_RUN equal tokens."""
+    ranks = _ranks(tokens, is_anchor)
+    least, place = _CONSTANT, 0  # the last one of the least grams
+    for gram in range(len(ranks)):
+        first, rank = gram + 1 - window, ranks[gram]
+        if rank <= least:
+            least, place = rank, gram
+            is_anchor[gram] |= first >= 0 and rank < _CONSTANT
+        if first == 0 or place < first:
+            # The first window, or the least grams have left it.
+            least = _CONSTANT
+            for each in range(first, gram + 1):
+                least = min(least, ranks[each])
+            for each in range(first, gram + 1):
+                if ranks[each] == least:
+                    place = each
+                    is_anchor[each] |= least < _CONSTANT
+
+
+@compiled
+def _ranks(tokens: TokenArray, is_anchor: _Flags) -> npt.NDArray[np.uint32]:
+    """Return the ranks of a text's grams. Flag the first and the last one of GUARANTEED_RUN equal tokens or more."""
+    ranks = np.empty(max(0, len(tokens) + 1 - GRAM_TOKENS), dtype=np.uint32)
+    rank, run = np.uint64(0), 0
     for at in range(len(tokens)):
         if at >= GRAM_TOKENS:
             rank -= np.uint64(tokens[at - GRAM_TOKENS]) * _LEAVING
         rank = (rank + np.uint64(tokens[at])) * _BASE & _RANK
         run = run + 1 if at and tokens[at] == tokens[at - 1] else 1
         gram = at + 1 - GRAM_TOKENS
-        if run == GUARANTEED_RUN:
-            is_anchor[at + 1 - run] = True
+        if gram >= 0:
+            ranks[gram] = _CONSTANT if run >= GRAM_TOKENS else np.uint32(rank)
         if run >= GUARANTEED_RUN and (at + 1 == len(tokens) or tokens[at + 1] != tokens[at]):
-            is_anchor[gram] = True
-        if gram < 0:
-            continue
-        ranks[gram] = _CONSTANT if run >= GRAM_TOKENS else np.uint32(rank)
-        first = gram + 1 - window
-        if first == 0 or (first > 0 and ranks[first - 1] == least < _CONSTANT):
-            # The first window, or the least gram has left it.
-            least = ranks[first : gram + 1].min()
-            for each in range(first, gram + 1):
-                is_anchor[each] |= ranks[each] == least < _CONSTANT
-        elif first > 0 and ranks[gram] <= least:
-            least = ranks[gram]
-            is_anchor[gram] |= least < _CONSTANT
+            is_anchor[at + 1 - run] = is_anchor[gram] = True
+    return ranks
 
 
 @compiled
