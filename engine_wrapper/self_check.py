@@ -103,10 +103,9 @@ def sample_difference(
 ) -> str | None:
     """Do as `differences`, by plans whose whole span is a check's sample, in all layers. All of it is kept, or a
     quarter is computed by attention: on a card that also compiles what chooses it."""
-    found = []  # all is run: the other ranks run it too
-    for levels in ((), (BudgetLevel(KEEP_ALL, 0.25),)):
-        check = SpanCheck(geometry.num_layers - 1, KEEP_ALL, sample_every=1, sample_threshold=KEEP_ALL, levels=levels)
-        plan = _check_plan(token_ids.tolist(), geometry, replace(check, compares_all=not levels))
+    found, check = [], SpanCheck(geometry.num_layers - 1, KEEP_ALL, sample_every=1, sample_threshold=KEEP_ALL)
+    for levels in ((), (BudgetLevel(KEEP_ALL, 0.25),)):  # all is run: the other ranks run it too
+        plan = _check_plan(token_ids.tolist(), geometry, replace(check, levels=levels, compares_all=False))
         own = _suffix_rows(plan, token_ids, run, None)
         found.append(difference("hidden rows of a sampled plan", own, engine_rows[plan.prefix_end :], kv_dtype))
     return next(filter(None, found), None)

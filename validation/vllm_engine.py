@@ -148,15 +148,13 @@ class VllmEngine(ServingEngine):
 
 
 def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
-    """Wait until what has ended is saved in an engine's core, and donors have moved between the tiers, which slows the
-    next prompt down. Raises SemBlendError."""
+    """Wait until what has ended is saved and in its tier: copies slow the next prompt down. Raises SemBlendError."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     # With several ranks the savers are in other processes; a refused engine has none.
     saver: Any = get_kv_transfer_group()._worker._worker.saver if has_kv_transfer_group() else None
     for _ in range(_SETTLING_STEPS):
-        # The core holds ended requests until they are saved.
-        if not core.scheduler.requests and (saver is None or saver._newest.done()):
+        if not core.scheduler.requests and (saver is None or saver._newest.done()):  # it holds what is not saved yet
             return
         ask_shortly()
     raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")

@@ -160,9 +160,7 @@ def _winnow(tokens: TokenArray, window: int, is_anchor: _Flags) -> None:
             is_anchor[gram] |= first >= 0 and rank < _CONSTANT
         if first == 0 or place < first:
             # The first window, or the least grams have left it.
-            least = _CONSTANT
-            for each in range(first, gram + 1):
-                least = min(least, ranks[each])
+            least = ranks[first : gram + 1].min()
             for each in range(first, gram + 1):
                 if ranks[each] == least:
                     place = each
