@@ -325,10 +325,10 @@ def _grow(array: npt.NDArray[np.generic], count: int) -> None:
 class SpanIndex:
     """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
-    One thread of the index enters and removes anchors, donor by donor, so that no engine's step waits for that. A
-    lookup waits for the changes under way."""
+    One thread of the index enters and removes anchors, so that no engine's step waits; a lookup waits for changes."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
+        """Compile the code, which takes seconds where it is not on disk yet: engines make an index at their start."""
         self._bounds = bounds or ScanBounds()
         self._lock = threading.Lock()
         self._table = AnchorTable()
@@ -339,9 +339,9 @@ class SpanIndex:
         self._changes = threading.Lock()  # changes run in the order of their calls
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
-        self._background.submit(warm_up)
         self._last_change = threading.Event()
-        self._background.submit(self._last_change.set)
+        self._last_change.set()
+        warm_up()
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
         """Add a donor with these `tokens` (integers [n]; copied). In a full index it is not found.
