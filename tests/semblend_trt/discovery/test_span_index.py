@@ -339,7 +339,7 @@ def reference_positions(tokens, window):
     return np.unique(np.add(*np.nonzero(windows == windows.min(axis=1, keepdims=True)))).tolist()
 
 
-@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 64, 300, 6_000])
+@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 64, 300, 6_000, 32_782, 32_783, 32_784, 33_000])
 @pytest.mark.parametrize("vocabulary", [2, 50, MAX_ID + 1])
 @pytest.mark.parametrize("shortest", [GUARANTEED_RUN, 47, module.WIDEST_RUN, 1_000])
 def test_anchors_are_the_window_minima_and_those_for_longer_runs_some_of_the_others(length, vocabulary, shortest):
