@@ -151,10 +151,10 @@ def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
     """Wait until what has ended is saved and in its tier: copies slow the next prompt down. Raises SemBlendError."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    # With several ranks the savers are in other processes; a refused engine has none.
+    # The core holds requests until they are saved. Several ranks have their savers elsewhere, a refused engine none.
     saver: Any = get_kv_transfer_group()._worker._worker.saver if has_kv_transfer_group() else None
     for _ in range(_SETTLING_STEPS):
-        if not core.scheduler.requests and (saver is None or saver._newest.done()):  # it holds what is not saved yet
+        if not core.scheduler.requests and (saver is None or saver._newest.done()):
             return
         ask_shortly()
     raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")

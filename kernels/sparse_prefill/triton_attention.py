@@ -62,12 +62,12 @@ def sparse_prefill(asked: Queries, config: TileConfig | None = None, piece: int 
     partial_lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     sinks = sinks if sinks is None else sinks.contiguous()
-    # What differs between batches is no compile-time constant: to compile a kernel again would hold a step up.
+    # Numbers, and a tensor in any case: where batches differ in a constant, Triton compiles while a step waits.
     head_major, has_lse = num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident, lse is not None
-    lse = partial_lse if lse is None else lse
+    row_lse = lse if lse is not None else partial_lse
     launch(
         attention_kernel, (num_items * kv_heads,), q, q, memory, output, partial, partial_lse, work.items,
-        *batch_index(sequences), sinks, lse, layer, num_items, window or 0, int(head_major), int(has_lse),
+        *batch_index(sequences), sinks, row_lse, layer, num_items, window or 0, int(head_major), int(has_lse),
         scale * LOG2_E, *q.stride()[:2], *strides, **constants, **shared, BLOCK_SIZE=geometry.block_size,
         BLOCK_N=config.block_n, WINDOWED=window is not None, **math_of(q), num_warps=config.num_warps,
         num_stages=config.num_stages, maxnreg=config.max_registers,
@@ -77,7 +77,7 @@ def sparse_prefill(asked: Queries, config: TileConfig | None = None, piece: int 
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
             join_kernel, (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads), q, partial, partial_lse,
-            output, work.tiles, sinks, lse, int(has_lse), **shared, ROWS=rows, WAYS=ways, SLOTS=slots, num_warps=4,
+            output, work.tiles, sinks, row_lse, int(has_lse), **shared, ROWS=rows, WAYS=ways, SLOTS=slots, num_warps=4,
         )  # fmt: skip
     return output
 
@@ -208,11 +208,9 @@ def _attend(
     return accumulator, normaliser, maximum
 
 
-@triton.jit(
-    do_not_specialize=[
-        "items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window", "head_major", "has_lse",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[
+    "items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window", "head_major", "has_lse",
+])  # fmt: skip
 def attention_kernel(
     q_ptr, pool_ptr, output_ptr, partial_ptr, lse_ptr, items_ptr, positions_ptr, block_ids_ptr, sinks_ptr,
     row_lse_ptr, layer, num_items, window, head_major, has_lse, scale, q_row_stride, q_head_stride, pool_block_stride,

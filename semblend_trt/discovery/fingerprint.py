@@ -31,7 +31,7 @@ MAX_TOKENS = 1 << 28
 MAX_REPEATS = 8
 
 RANK_BASE = 0x9E3779B1
-_BASE, _RANK, _HALF = np.uint64(RANK_BASE), np.uint64(0xFFFFFFFF), np.uint64(32)
+_BASE, _RANK_BITS, _HALF = np.uint64(RANK_BASE), np.uint64(0xFFFFFFFF), np.uint64(32)
 # The factor of a gram's first token.
 _LEAVING = np.uint64(pow(RANK_BASE, GRAM_TOKENS, 1 << 32))
 # Grams of one repeated token rank last: they say least about their position.
@@ -110,9 +110,9 @@ def fingerprint(
 @cache
 def warm_up() -> None:
     """Compile the code, or load it from disk, so that no look-up waits for that."""
-    tokens = np.arange(GUARANTEED_RUN, dtype=np.int32)
+    tokens = read_only(np.arange(GUARANTEED_RUN, dtype=np.int32))
     fingerprint(tokens)
-    equal_around(read_only(tokens), 0, read_only(tokens), 0)
+    equal_around(tokens, 0, tokens, 0)
 
 
 def read_only(tokens: TokenArray) -> TokenArray:
@@ -144,7 +144,7 @@ def _sum(tokens: TokenArray) -> np.uint64:
     """Return the polynomial of some tokens in RANK_BASE, modulo 2**32."""
     total: np.uint64 = np.uint64(0)
     for token in tokens:
-        total = (total + np.uint64(token)) * _BASE & _RANK
+        total = (total + np.uint64(token)) * _BASE & _RANK_BITS
     return total
 
 
@@ -158,8 +158,7 @@ def _winnow(tokens: TokenArray, window: int, is_anchor: _Flags) -> None:
         if rank <= least:
             least, place = rank, gram
             is_anchor[gram] |= first >= 0 and rank < _CONSTANT
-        if first == 0 or place < first:
-            # The first window, or the least grams have left it.
+        if first == 0 or place < first:  # the first window, or the least grams have left it
             least = ranks[first : gram + 1].min()
             for each in range(first, gram + 1):
                 if ranks[each] == least:
@@ -175,7 +174,7 @@ def _ranks(tokens: TokenArray, is_anchor: _Flags) -> npt.NDArray[np.uint32]:
     for at in range(len(tokens)):
         if at >= GRAM_TOKENS:
             rank -= np.uint64(tokens[at - GRAM_TOKENS]) * _LEAVING
-        rank = (rank + np.uint64(tokens[at])) * _BASE & _RANK
+        rank = (rank + np.uint64(tokens[at])) * _BASE & _RANK_BITS
         run = run + 1 if at and tokens[at] == tokens[at - 1] else 1
         gram = at + 1 - GRAM_TOKENS
         if gram >= 0:

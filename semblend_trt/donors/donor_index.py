@@ -80,7 +80,7 @@ class DonorTexts(DonorObserver):
             order = self._orders.get((namespace_key, generation), [])
             at = bisect_left(order, asked)
             for each in order[max(0, at - _REACH) : at + _REACH]:
-                yield each.common(tokens), each
+                yield each.common(asked), each
 
     def keeper(self, intent: SaveIntent, near: Iterable[Near]) -> str | None:
         """Return the donor that makes the intent's tokens needless, or None. `near`: texts near them.

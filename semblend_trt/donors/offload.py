@@ -34,12 +34,15 @@ class DonorText:
     tokens: TokenArray
     generation: int = 0
 
-    def common(self, tokens: TokenArray) -> int:
-        """Return how many first tokens are those of `tokens`, int32 [m]."""
-        return equal_around(read_only(self.tokens), 0, read_only(tokens), 0)[0]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", read_only(self.tokens))
+
+    def common(self, other: DonorText) -> int:
+        """Return the number of first tokens that both texts have."""
+        return equal_around(self.tokens, 0, other.tokens, 0)[0]
 
     def __lt__(self, other: DonorText) -> bool:
-        common = self.common(other.tokens)
+        common = self.common(other)
         if common == min(len(self.tokens), len(other.tokens)):
             return len(self.tokens) < len(other.tokens)
         return bool(self.tokens[common] < other.tokens[common])
