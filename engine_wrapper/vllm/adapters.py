@@ -64,9 +64,9 @@ class LoadedAdapters:
             if mapping is not None:
                 self._manager.set_adapter_mapping(mapping)
 
-    def map_rows(self, sequences: Sequence[SequenceRows]) -> bool:
-        """Give the rows of each sequence its request's adapter; return whether there is one. Raises KeyError for blocks
-        of no request of the step."""
+    def map_rows(self, sequences: Sequence[SequenceRows]) -> int:
+        """Give the rows of each sequence its request's adapter; return the number of adapters. Raises KeyError for
+        blocks of no request of the step."""
         adapters = [self._of_block[int(each.host_block_ids[0])] for each in sequences]
         return self._map(adapters, [each.count for each in sequences])
 
@@ -74,10 +74,10 @@ class LoadedAdapters:
         """Give this number of rows no adapter."""
         self._map([0], [rows])
 
-    def _map(self, adapters: list[int], counts: list[int]) -> bool:
+    def _map(self, adapters: list[int], counts: list[int]) -> int:
         rows = tuple(np.repeat(adapters, counts).tolist())
         self._manager.set_adapter_mapping(LoRAMapping(rows, tuple(adapters), is_prefill=True))
-        return any(adapters)
+        return len({*adapters} - {0})
 
 
 def _digest(model: Any) -> str:

@@ -86,7 +86,7 @@ class VllmRows:
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
         self._sequences: tuple[SequenceRows, ...] = ()
-        self._sparse, self._is_attending, self._has_adapters = sparse, False, False
+        self._sparse, self._is_attending, self._adapters = sparse, False, 0
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
@@ -117,7 +117,7 @@ class VllmRows:
                 self._residual = self._residual.index_select(0, stage.keep)
         self._sequences = stage.sequences
         if self._parts.adapters is not None:
-            self._has_adapters = self._parts.adapters.map_rows(stage.sequences)
+            self._adapters = self._parts.adapters.map_rows(stage.sequences)
         size = self._parts.geometry.block_size
         pairs = [(each.host_positions.numpy(), each.host_block_ids.numpy()) for each in self._sequences]
         numbers = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
@@ -143,9 +143,7 @@ class VllmRows:
         (stage,) = self._schedule.stages
         self.enter(stage)
         rows = self._schedule.token_ids, self._positions
-        # Graphs that are known here were captured without adapters.
-        given = nullcontext(rows) if self._has_adapters else graphs.replayed(*rows)
-        with self._parts.calls.counted(), given as (input_ids, positions):
+        with self._parts.calls.counted(), graphs.replayed(*rows, self._adapters) as (input_ids, positions):
             return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:

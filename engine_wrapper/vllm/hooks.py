@@ -310,19 +310,20 @@ class StepGraphs:
         for batch in parts[0] if parts and positions.ndim == 1 else ():
             graphs = [part.get(batch) for part in parts]
             is_whole = all(getattr(each, "cudagraph", None) is not None for each in graphs)
-            # Adapters have batches of their own.
-            if not is_whole or batch != BatchDescriptor(batch.num_tokens):
-                continue
-            if addresses <= {address for each in graphs for address in each.input_addresses}:
+            rows = BatchDescriptor(batch.num_tokens, has_lora=batch.has_lora, num_active_loras=batch.num_active_loras)
+            if is_whole and batch == rows and addresses <= {at for each in graphs for at in each.input_addresses}:
                 self._batches.append(batch)
-        self._batches.sort(key=lambda each: each.num_tokens)
+        self._batches.sort(key=lambda each: (each.num_tokens, each.num_active_loras))
 
     @contextmanager
-    def replayed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the model's inputs for these rows, within vLLM's forward context: the buffers, longer by padding, if a
-        graph has room. The step finds its buffers as it left them."""
+    def replayed(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, adapters: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the model's inputs, within vLLM's forward context: the buffers, longer by padding, if a graph has room
+        for these rows and their LoRA adapters. The step finds its buffers as it left them."""
         rows = len(input_ids)
-        batch = next((each for each in self._batches if each.num_tokens >= rows), None)
+        having_room = (each for each in self._batches if each.num_tokens >= rows and each.num_active_loras >= adapters)
+        batch = next(having_room, None)
         if batch is None:
             yield input_ids, positions
             return

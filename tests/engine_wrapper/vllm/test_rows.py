@@ -112,6 +112,7 @@ def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused():
 
 
 BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164), torch.arange(64) >= 20
+LORAS = {"has_lora": True, "num_active_loras": 3}
 
 
 @dataclass(eq=False)
@@ -123,9 +124,7 @@ class Part:
     @property
     def concrete_cudagraph_entries(self):
         entry = SimpleNamespace(cudagraph=object(), input_addresses=self.addresses)
-        return {BatchDescriptor(count): entry for count in self.rows} | {
-            BatchDescriptor(count, has_lora=True): entry for count in self.rows
-        }
+        return {BatchDescriptor(count, **each): entry for count in self.rows for each in ({}, LORAS)}
 
 
 def graphs_of(monkeypatch, *parts):
@@ -137,18 +136,19 @@ ADDRESSES = [each.data_ptr() for each in BUFFERS[:2]]
 
 
 @pytest.mark.parametrize(("rows", "given"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None)])
-def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(monkeypatch, rows, given):
-    whole = Part([2], [], CUDAGraphMode.FULL)
-    graphs = graphs_of(monkeypatch, Part([32, 8, 64], ADDRESSES), Part([8, 32], []), whole)
+@pytest.mark.parametrize("adapters", [0, 1, 3, 4])
+def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(monkeypatch, rows, given, adapters):
+    given = given if adapters <= LORAS["num_active_loras"] else None
+    graphs = graphs_of(monkeypatch, Part([32, 8, 64], ADDRESSES), Part([8, 32], []), Part([2], [], CUDAGraphMode.FULL))
     ids, positions = torch.arange(rows) + 500, torch.arange(rows) + 900
     context = SimpleNamespace(batch_descriptor=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
-    with override_forward_context(context), graphs.replayed(ids, positions) as found:
+    with override_forward_context(context), graphs.replayed(ids, positions, adapters) as found:
         assert [each[:rows].tolist() for each in found] == [ids.tolist(), positions.tolist()]
         assert [len(each) for each in found] == [given or rows] * 2
         assert ([each.data_ptr() for each in found] == ADDRESSES) == (given is not None)
         mode = CUDAGraphMode.NONE if given is None else CUDAGraphMode.PIECEWISE
         assert get_forward_context().cudagraph_runtime_mode is mode
-        assert context.batch_descriptor == (None if given is None else BatchDescriptor(given))
+        assert context.batch_descriptor == (given and BatchDescriptor(given, **(LORAS if adapters else {})))
         assert given is None or BUFFERS[2][:given].tolist() == [row >= rows for row in range(given)]
     assert (context.batch_descriptor, context.cudagraph_runtime_mode) == (None, CUDAGraphMode.NONE)
     assert [each.tolist() for each in BUFFERS[:2]] == [list(range(64)), list(range(100, 164))]
@@ -163,5 +163,5 @@ def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(monkeypatch, ro
 def test_other_graphs_are_left_alone(monkeypatch, parts):
     graphs = graphs_of(monkeypatch, *parts)
     given = torch.arange(4), torch.arange(4)
-    with graphs.replayed(*given) as found:
+    with graphs.replayed(*given, 0) as found:
         assert [each.data_ptr() for each in found] == [each.data_ptr() for each in given]
