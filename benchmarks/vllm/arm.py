@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -345,23 +345,22 @@ class VllmArm:
         return found | {"served": served, "problem": problem_of(served) or nothing}
 
     def apart(self) -> dict[str, Any]:
-        """Ask for one document with each adapter and with none, after one of them has left it as a donor. `hits`:
-        requests of the others that reused anything."""
-        document, own = self.prompts.document(self.sizes.long), self._adapter
+        """Ask for documents that one adapter has left as donors: with it, with another one, and with none. `hits`:
+        requests of the others that reused anything; each asks for a document of its own."""
+        own, hits, others = self._adapter, 0, [None, *self._adapters[1:]]
+        documents = [self.prompts.document(self.sizes.long) for _ in range(1 + 2 * len(others))]
         with self._turn():
-            self.save(self.prompts.donor(document))
-        hits, asked = 0, 0
+            for each in documents:
+                self.save(self.prompts.donor(each))
         with self.watched() as of_own:
-            self.ask(self.prompts.shifted(document))
-        problem = problem_of(of_own, len(document))
-        for adapter in (None, *(each for each in self._adapters if each is not own)):
-            self._adapter = adapter
-            for make in (self.prompts.shifted, self.prompts.donor):
-                with self.watched() as served:
-                    cached = self.ask(make(document)).num_cached_tokens or 0
-                asked, hits = asked + 1, hits + bool(cached or served.get("reused_tokens"))
-        self._adapter = own
-        return {"hits": hits, "requests": asked, "served": of_own, "problem": problem}
+            self.ask(self.prompts.shifted(documents[0]))
+        ways = product(others, (self.prompts.shifted, self.prompts.donor))
+        for document, (self._adapter, make) in zip(documents[1:], ways, strict=True):
+            with self.watched() as served:
+                cached = self.ask(make(document)).num_cached_tokens or 0
+            hits += bool(cached or served.get("reused_tokens"))
+        self._adapter, problem = own, problem_of(of_own, len(documents[0]))
+        return {"hits": hits, "requests": len(documents) - 1, "served": of_own, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
         """Measure the median time of prompts of several sizes: cold in stock vLLM, else with a document that moved.
