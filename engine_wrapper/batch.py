@@ -265,3 +265,8 @@ class Batch:
             slices.append(SequenceSlice(request_id, begin, tokens, tuple(own), plan))
         works = works_of(slices, forward.geometry.num_layers, forward.keys_per_row)
         return forward.hidden(works, self.input_ids.device, evidence_sink, self.input_ids)
+
+
+# CPython (3.11 on) maps and unmaps memory at each call across the end of a 16 KB chunk of its stack: 35 us a layer, if
+# a forward is as deep (H200; `_PyThreadState_PushFrame`). A frame of 64 KB begins a chunk, with room for all below it.
+Batch.run.__code__ = Batch.run.__code__.replace(co_stacksize=1 << 13)

@@ -1,13 +1,16 @@
 """Plans that need more rows than one forward may have decide, write and answer what they do in one forward."""
 
 from dataclasses import replace
+from resource import RUSAGE_THREAD, getrusage
 
 import numpy as np
 import pytest
 import torch
 
+from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.deviation_check import window_means, windows_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
+from kernels.layout import KvGeometry
 from semblend_trt.plan import BudgetLevel, SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import DEVICE, NUM_LAYERS, Bench, close, load, tokens_of
@@ -34,11 +37,6 @@ def bench(tiny_qwen2_path):
     return Bench(load(tiny_qwen2_path))
 
 
-def long_plan(make_plan, terms, request_id=1, **options):
-    tokens = tokens_of(LENGTH, request_id)
-    return make_plan(tokens, SPANS, request_id=request_id, **TERMS[terms], **options)
-
-
 def place_donor(bench, plan):
     """Places spans in a NaN pool whose KV deviates in some tokens only; returns the logits of a cold run."""
     tokens = tuple(plan.prompt_token_ids.tolist())
@@ -59,7 +57,8 @@ def alike(found, expected):
 
 @pytest.mark.parametrize("terms", TERMS)
 def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, terms):
-    plan, bystander = long_plan(make_plan, terms), bench.slice(2, tokens_of(25, seed=8))
+    plan = make_plan(tokens_of(LENGTH, 1), SPANS, request_id=1, **TERMS[terms])
+    bystander = bench.slice(2, tokens_of(25, seed=8))
     found = []
     for max_rows in (None, MAX_ROWS):
         bench.clear()
@@ -206,3 +205,23 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
     models = [load(tiny_qwen2_path) for _ in range(2)]
     both = on_ranks(2, lambda ranks: weigh(models[ranks.rank], ranks))
     assert all(close(each, alone) for each in both)
+
+
+def test_no_call_of_a_forward_crosses_the_end_of_a_chunk_of_pythons_stack():
+    taken = []
+
+    def deep(frames, call):
+        return deep(frames - 1, call) if frames else call()
+
+    def run(*_):
+        before = getrusage(RUSAGE_THREAD).ru_minflt
+        for _ in range(100):
+            deep(9, list)
+        taken.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
+        return torch.zeros(1, 1)
+
+    engine = EngineForward(KvGeometry(1, 1, 2, 4), Ranks(), run, run)
+    batch = Batch((1,), (0,), (1,), 1, torch.zeros(1, dtype=torch.int64))
+    for frames in range(200):
+        deep(frames, lambda: batch.run({}, [[0]], engine))
+    assert max(taken) < 50
