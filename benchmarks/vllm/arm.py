@@ -162,7 +162,7 @@ class VllmArm:
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "runner": self._llm.collective_rpc(_runner_of)[0],
+            "runner": self._llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)[0],
             "enforce_eager": bool(config.model_config.enforce_eager),
             "layers": config.model_config.hf_config.num_hidden_layers,
             "block_size": config.cache_config.block_size,
@@ -571,8 +571,3 @@ def _sums(reports: Sequence[Any]) -> dict[str, int]:
     """Tokens of some requests together, by what became of them."""
     names = ("exact_prefix_tokens", "offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens")
     return {"requests": len(reports)} | {name: sum(getattr(each, name) or 0 for each in reports) for name in names}
-
-
-def _runner_of(worker: Any) -> str:
-    """The module of a worker's model runner; vLLM calls it in the worker's process."""
-    return type(worker.model_runner).__module__

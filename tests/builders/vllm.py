@@ -5,6 +5,7 @@ tests, and machines without it, read this file too."""
 
 import copy
 import gc
+import json
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.cuda import is_available
 from torch.distributed import DistNetworkError
 
 from engine_wrapper.vllm.doctor import TRANSFER
+from semblend_trt.cli.main import main
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.models import shipped_model
 from validation.vllm_engine import settle
@@ -79,6 +81,18 @@ some = random_tokens(6)
 DOCUMENT = some(500)
 DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
 NEW, LONG = some(150), some(90)
+
+
+def findings_of(engine, options, tmp_path, capsys):
+    """What the doctor finds of an engine with these options, or with none."""
+    arguments = ["doctor", "--json", "--engine", engine]
+    arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
+    if options is not None:
+        (tmp_path / "options.yaml").write_text(json.dumps(options))
+        arguments += ["--engine-options", str(tmp_path / "options.yaml")]
+    main(arguments)
+    told = capsys.readouterr().out
+    return json.loads(told[told.index("{\n") :])["findings"]
 
 
 def request(name="a", tokens=3, sampling=None, **changes):

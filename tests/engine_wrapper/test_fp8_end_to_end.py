@@ -80,7 +80,7 @@ def held_while_served(llm, prompt, positions):
 
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
 def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine):
-    """In the lowest layer, where a token's KV hangs on nothing but itself and its place."""
+    """In the lowest layer, where a token's KV depends on nothing but itself and its place."""
     llm = any_engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
     moved, computed = (held_while_served(each, SHIFTED, PLACES)[0] for each in (llm, any_engine.cold()))
@@ -93,7 +93,7 @@ def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engi
 
 
 def by_place(kv):
-    """What hangs on a token's place in a layer's KV, [kv_factor, kv_heads, tokens, head_dim], and what does not."""
+    """What depends on a token's place in a layer's KV, [kv_factor, kv_heads, tokens, head_dim], and what does not."""
     return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
 

@@ -103,17 +103,16 @@ def tokenizer(tiny_qwen2_path):
 
 
 @pytest.fixture
-def make_nats_server(tmp_path):
+def make_nats_server(tmp_path, request):
     """Makes started servers with the command-line arguments that are given; all end with the test."""
-    with contextlib.ExitStack() as ended:
 
-        def make(*arguments):
-            server = NatsServer(tempfile.mkdtemp(dir=tmp_path), *arguments)
-            server.start()
-            ended.callback(server.kill)
-            return server
+    def make(*arguments):
+        server = NatsServer(tempfile.mkdtemp(dir=tmp_path), *arguments)
+        server.start()
+        request.addfinalizer(server.kill)
+        return server
 
-        yield make
+    return make
 
 
 @pytest.fixture

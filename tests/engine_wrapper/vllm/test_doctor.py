@@ -6,9 +6,9 @@ import pytest
 import vllm
 
 from engine_wrapper.vllm.doctor import TRANSFER as OURS
-from semblend_trt.cli.main import main
 from semblend_trt.reasons import Scope, advice
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.builders.vllm import findings_of
 from validation.models import profile_of, shipped_model
 
 AREAS = ("engine", "options")
@@ -21,14 +21,7 @@ def one_process(monkeypatch):
 
 
 def looked_at(options, tmp_path, capsys, areas=AREAS):
-    arguments = ["doctor", "--json", "--engine", "vllm"]
-    arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
-    if options is not None:
-        (tmp_path / "vllm.yaml").write_text(json.dumps(options))
-        arguments += ["--engine-options", str(tmp_path / "vllm.yaml")]
-    main(arguments)
-    told = capsys.readouterr().out
-    findings = json.loads(told[told.index("{\n") :])["findings"]
+    findings = findings_of("vllm", options, tmp_path, capsys)
     return [(each["status"], each["reason"], each["text"]) for each in findings if each["area"] in areas]
 
 

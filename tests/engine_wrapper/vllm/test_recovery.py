@@ -39,21 +39,14 @@ def fails_once(monkeypatch, served):
     fail_planned(monkeypatch, served, once=True)
 
 
-def fails_twice(monkeypatch, served):
-    """Neither plans nor what they promised can be computed by our rows."""
-    fail_planned(monkeypatch, served)
-
-
 def cannot_be_read(monkeypatch, served):
     """The order of a step's requests is unknown."""
-    forward = served.worker._forward
-    monkeypatch.setattr(forward, "_batch", lambda options: (_ for _ in ()).throw(LookupError("injected")))
+    monkeypatch.setattr(served.worker._forward, "_batch", lambda _: (_ for _ in ()).throw(LookupError("injected")))
 
 
 def is_disordered(monkeypatch, served):
     """The rows of a step stand in another order than its requests are told in."""
-    forward = served.worker._forward
-    runner = forward._runner
+    runner = (forward := served.worker._forward)._runner
     monkeypatch.setattr(forward, "_runner", replace(runner, order=lambda: runner.order()[::-1]))
 
 
@@ -64,15 +57,14 @@ def is_lost(monkeypatch, served):
 
 def is_unread(monkeypatch, served):
     """A step in which something was promised is told in words that are not known."""
-    half = served.core.scheduler.connector._scheduler
-    read = half._steps.read
+    read = (steps := served.core.scheduler.connector._scheduler._steps).read
 
     def fails(output):
         if any(request.num_computed_tokens > 400 for request in output.scheduled_new_reqs):
             raise AttributeError("injected")
         return read(output)
 
-    monkeypatch.setattr(half._steps, "read", fails)
+    monkeypatch.setattr(steps, "read", fails)
 
 
 def in_both_modes(cases):
@@ -82,7 +74,7 @@ def in_both_modes(cases):
 
 
 # The last one takes our forward from the model, which no later test gives back.
-FAILURES = [fails_twice, cannot_be_read, is_disordered, is_unread, is_lost]
+FAILURES = [fail_planned, cannot_be_read, is_disordered, is_unread, is_lost]
 
 
 @pytest.mark.promise("engines", "A load or a plan that...")
@@ -131,7 +123,7 @@ FAULTS = {
     are_gone: set(),
     load_fails: {"start_load_kv"},
     fails_once: {"planned_forward"},
-    fails_twice: {"planned_forward"},
+    fail_planned: {"planned_forward"},
     is_lost: {"plan_not_executed"},
 }
 
@@ -143,7 +135,7 @@ FAULTS = {
 @in_both_modes(FAULTS)
 def test_what_is_told_is_what_was_used(engine, cold, is_async, fail, monkeypatch):
     served = taught(engine("verified", kept=True, disable_log_stats=False))
-    if fail not in (is_lost, fails_twice):
+    if fail not in (is_lost, fail_planned):
         # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
         served.ask(NEW, max_tokens=1)
     told = Told(monkeypatch, served)
@@ -206,7 +198,7 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold
 @both_modes
 def test_what_was_never_written_is_not_hit_and_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
-    fails_twice(monkeypatch, served)
+    fail_planned(monkeypatch, served)
     # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
     assert_cold(served, cold, DONOR, NEW, DONOR, DONOR)
     assert served.refusal == "planned_forward"

@@ -1,6 +1,5 @@
 """Neighbours: what is found and forgotten, and that serving never waits for it."""
 
-import contextlib
 import gc
 import json
 import logging
@@ -80,17 +79,16 @@ def records(tmp_path):
 
 
 @pytest.fixture
-def neighbours_of(records):
+def neighbours_of(records, request):
     """Makes neighbours that end with the test."""
-    with contextlib.ExitStack() as ending:
 
-        def make(open_embedder=static, open_decoder=decoder, **rest):
-            reported_to = records.audit, records.metrics, records.announcer
-            made = Neighbours(open_embedder, open_decoder, *reported_to, min_similarity=0.6, **rest)
-            ending.callback(made.close)
-            return made
+    def make(open_embedder=static, open_decoder=decoder, **rest):
+        reported_to = records.audit, records.metrics, records.announcer
+        made = Neighbours(open_embedder, open_decoder, *reported_to, min_similarity=0.6, **rest)
+        request.addfinalizer(made.close)
+        return made
 
-        yield make
+    return make
 
 
 @pytest.fixture
