@@ -199,29 +199,28 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
 
 def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys_per_row: int) -> SequenceWork:
     """Return the rows that the plan promised and that some layer computes, then `own`."""
-    begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
-    drops_at = np.full(end - begin, num_layers, dtype=np.int64)
+    begin, end, execution, head = plan.num_computed_tokens, plan.prefix_end, plan.execution, plan.execution.head_tokens
+    drops_at = np.full(end - begin, num_layers, dtype=np.int16)
     for span in plan.spans:
         placed = drops_at[span.target_start - begin : span.target_end - begin]
         if span.exact:
             placed[:] = -1
         elif not plan.is_checked:
-            placed[execution.head_tokens :] = execution.recompute_boundary_layer
-    if keys_per_row and not plan.is_checked:
-        # Exact KV is in no gap; `own` begins after the last one.
+            placed[head:] = execution.recompute_boundary_layer
+    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
+    if keys_per_row and not plan.is_checked and min(map(len, checked), default=end) * keys_per_row <= end:
+        # No gap is shorter than a span, and exact KV is in none; `own` begins after the last one.
         rows = np.flatnonzero(drops_at >= 0)
         computed, positions = np.append(drops_at[rows] == num_layers, True), begin + np.append(rows, end - begin)
         stays = closed(computed, positions, keys_per_row)
         drops_at[rows[stays[:-1]]] = num_layers
     entering = drops_at > 0
-    positions, head = begin + np.flatnonzero(entering), execution.head_tokens
-    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
+    positions = begin + np.flatnonzero(entering)
     starts = [(int(np.count_nonzero(entering[: each.start - begin])), len(each)) for each in checked if each]
     compared = tuple(range(start, start + length) for start, length in starts)
-    tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
         own,
-        token_ids=np.concatenate([tokens, own.token_ids]),
+        token_ids=np.concatenate([plan.prompt_token_ids[positions], own.token_ids]),
         positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
         pending=PendingCheck(plan, compared, keys_per_row) if plan.is_checked else None,
