@@ -65,8 +65,8 @@ class LoadedAdapters:
                 self._manager.set_adapter_mapping(mapping)
 
     def map_rows(self, sequences: Sequence[SequenceRows]) -> int:
-        """Give the rows of each sequence its request's adapter; return the number of adapters. Raises KeyError for
-        blocks of no request of the step."""
+        """Give the rows of each sequence its request's adapter; return how many kinds of rows vLLM's kernels then tell
+        apart, 0 without adapters. Raises KeyError for blocks of no request of the step."""
         adapters = [self._of_block[int(each.host_block_ids[0])] for each in sequences]
         return self._map(adapters, [each.count for each in sequences])
 
@@ -77,7 +77,7 @@ class LoadedAdapters:
     def _map(self, adapters: list[int], counts: list[int]) -> int:
         rows = tuple(np.repeat(adapters, counts).tolist())
         self._manager.set_adapter_mapping(LoRAMapping(rows, tuple(adapters), is_prefill=True))
-        return len({*adapters} - {0})
+        return len({*adapters}) if any(adapters) else 0  # rows of the base model are a kind of their own
 
 
 def _digest(model: Any) -> str:

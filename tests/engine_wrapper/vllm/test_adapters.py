@@ -8,7 +8,9 @@ from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
 
 from benchmarks import bench_model
+from engine_wrapper.vllm.adapters import LoadedAdapters
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, is_cold, serving
+from tests.engine_wrapper.watching import watched
 from validation.models import shipped_model
 
 no_float32 = pytest.mark.skipif(is_available(), reason="skipped: vLLM's LoRA kernels for cards take no float32")
@@ -55,16 +57,17 @@ def loaded(served, *adapters):
     "another's name",
 )
 @pytest.mark.parametrize("mode", [{"enforce_eager": False}, {}], ids=["compiled", "eager"])
-def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, mode):
+def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, adapters, cold_with, mode, monkeypatch):
     served = loaded(engine(*WHOLE, kept=True, **LORA, **mode), *adapters)
+    kinds = watched(monkeypatch, LoadedAdapters, "map_rows", lambda count, *_: count)
     for each in (None, *adapters):  # one after the other: a donor of another adapter must not be found
-        [first] = ask(served, (DONOR, each), max_tokens=1)
-        assert first.receipt["offered_tokens"] == 0
-        served.emptied()
+        assert ask(served.emptied(), (DONOR, each), max_tokens=1)[0].receipt["offered_tokens"] == 0
     # In a batch with adapters vLLM's kernels for a CPU give the base model's rows an adapter too.
-    answers = ask(served, (MOVED, None)) + ask(served, *((MOVED, each) for each in adapters))
+    answers = ask(served.emptied(), (MOVED, None)) + ask(served, *((MOVED, each) for each in adapters))
     assert [is_cold(*each) for each in zip(answers, cold_with, strict=True)] == [True] * 3
     assert [each.receipt["offered_tokens"] for each in answers] == [len(DOCUMENT)] * 3
+    ask(served.emptied(), *((MOVED, each) for each in (None, *adapters)), max_tokens=1)
+    assert kinds == [0, 2, 3]
 
 
 @pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")
@@ -77,8 +80,7 @@ def test_an_adapter_that_is_replaced_in_place_finds_nothing_of_the_one_before(en
     [before] = ask(served.emptied(), (MOVED, own))
     assert is_cold(before, cold_with[1])
     assert before.receipt["offered_tokens"] > 0
-    served.emptied()
-    served.llm.llm_engine.add_lora(LoRARequest("own", 7, str(path), load_inplace=True))
+    served.emptied().llm.llm_engine.add_lora(LoRARequest("own", 7, str(path), load_inplace=True))
     [after] = ask(served, (MOVED, own))
     assert is_cold(after, cold_with[2])
     assert after.receipt["reused_tokens"] == 0
@@ -97,8 +99,7 @@ def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_pa
     served.llm.llm_engine.remove_lora(11)
     second = LoRARequest("name", 12, adapters[1].lora_path)
     ask(served, (NEW[:20], second), max_tokens=1)
-    [other] = ask(served, (MOVED, second), max_tokens=1)
-    assert other.receipt["offered_tokens"] == 0
+    assert ask(served, (MOVED, second), max_tokens=1)[0].receipt["offered_tokens"] == 0
     served.settle()
     donors = served.scheduler.donor_index.catalog.stats().ready
     [stale] = ask(served, ([*DONOR, *NEW], second), max_tokens=1)
@@ -106,5 +107,4 @@ def test_an_adapter_under_the_name_of_another_finds_nothing_of_it(engine, tmp_pa
     if stale.receipt["exact_prefix_tokens"]:  # vLLM 0.32 tells the two apart
         assert served.scheduler.donor_index.catalog.stats().ready == donors
     served.forget()
-    [answer] = ask(served, (MOVED, second))
-    assert is_cold(answer, cold_with[2])
+    assert is_cold(*ask(served, (MOVED, second)), cold_with[2])
