@@ -61,5 +61,4 @@ def test_sglang_takes_its_command():
     assert (program, flag, module) == ("python", "-m", "sglang.launch_server")
     parser = argparse.ArgumentParser()
     server_args.ServerArgs.add_cli_args(parser)
-    given = parser.parse_args(shlex.split(SGLANG)[4:])
-    assert given.radix_cache_backend == "semblend"
+    assert parser.parse_args(shlex.split(SGLANG)[4:]).radix_cache_backend == "semblend"

@@ -412,7 +412,8 @@ class Trainer:
         for stream in streams if self._is_compiled else []:
             self._update(next(stream), rate=0.0)
         started, tokens = (marked := time.monotonic()), 0
-        while (progress := self._progress(started)) < 1.0:
+        steps, seconds = self._arguments.steps, 60.0 * self._arguments.minutes
+        while (progress := self.step / steps if steps else (time.monotonic() - started) / seconds) < 1.0:
             batch = next(next(stream for stream, stage in zip(streams, STAGES, strict=True) if progress < stage.until))
             cosine, warm_up = 0.5 * (1.0 + math.cos(math.pi * progress)), min(1.0, (self.step + 1) / WARM_UP_STEPS)
             values = self._update(batch, RATE * warm_up * (0.02 + 0.98 * cosine))
@@ -426,11 +427,6 @@ class Trainer:
                 for file in (self._log, sys.stdout):
                     print(json.dumps(entry), file=file, flush=True)
                 tokens, marked = 0, now
-
-    def _progress(self, started: float) -> float:
-        """Return the share of the steps or minutes that is used up."""
-        steps, minutes = self._arguments.steps, self._arguments.minutes
-        return float(self.step / steps if steps else (time.monotonic() - started) / (60.0 * minutes))
 
     def _update(self, batch: tuple[torch.Tensor, torch.Tensor], rate: float) -> torch.Tensor:
         ids, weights = (each.to(self._device, non_blocking=True) for each in batch)

@@ -55,13 +55,16 @@ class LoadedAdapters:
         self._of_block = {each.block_ids[0]: each.adapter for each in step.values() if each.block_ids}
 
     @contextmanager
-    def own_rows(self) -> Iterator[None]:
-        """Leave vLLM's mapping as the step has it: its logits need it."""
-        mapping = self._manager._last_mapping
+    def own_rows(self, *, logits_follow: bool) -> Iterator[None]:
+        """Leave vLLM's mapping as the step has it. Logits need that of its requests alone: if they follow a block that
+        ended well, the rows' part may stay ours. On a card every change of a mapping waits for all that is queued."""
+        mapping, is_kept = self._manager._last_mapping, False
         try:
             yield
+            if logits_follow and mapping is not None:
+                is_kept = mapping.prompt_mapping == self._manager._last_mapping.prompt_mapping
         finally:
-            if mapping is not None:
+            if mapping is not None and not is_kept:
                 self._manager.set_adapter_mapping(mapping)
 
     def map_rows(self, sequences: Sequence[SequenceRows]) -> int:

@@ -98,8 +98,6 @@ class VllmRows:
         # Each forward within this context begins at the lowest layer with experts.
         context.moe_layer_index = 0
         self._left.callback(setattr, context, "moe_layer_index", 0)
-        if self._parts.adapters is not None:
-            self._left.enter_context(self._parts.adapters.own_rows())
         return self
 
     def __exit__(self, *raised: object) -> None:

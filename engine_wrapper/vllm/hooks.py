@@ -276,7 +276,7 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(_set_methods, modules, [each._forward_method for each in modules])
         _set_methods(modules, [each.forward_cuda for each in modules])
-        for op in _ir_ops() if modules else ():
+        for op in [each for each in IrOp.registry.values() if modules and "vllm_c" in each.impls]:
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
 
@@ -285,12 +285,6 @@ def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., to
     """Have the modules run these methods. A module's own `__setattr__` would take twenty times as long."""
     for each, method in zip(modules, methods, strict=True):
         vars(each)["_forward_method"] = method
-
-
-@cache
-def _ir_ops() -> tuple[Any, ...]:
-    """vLLM's operators that have a kernel of its own."""
-    return tuple(each for each in IrOp.registry.values() if "vllm_c" in each.impls)
 
 
 class StepGraphs:

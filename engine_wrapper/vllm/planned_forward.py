@@ -31,6 +31,7 @@ from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.vllm.decoder import Decoder
@@ -111,10 +112,15 @@ class PlannedForward:
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
         batch, blocks = self._batch(options)
         read = HostCopy(options["positions"][: sum(batch.lengths)])  # while the step is computed
-        hidden = self._run(batch, blocks, plans, self._max_rows, self._runtime.note_evidence)
-        _check_order(batch, read)
+        with self._own_rows(logits_follow=True):
+            hidden = self._run(batch, blocks, plans, self._max_rows, self._runtime.note_evidence)
+            _check_order(batch, read)
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
+
+    def _own_rows(self, *, logits_follow: bool) -> AbstractContextManager[None]:
+        adapters = self._parts.adapters
+        return nullcontext() if adapters is None else adapters.own_rows(logits_follow=logits_follow)
 
     def _run(
         self,
@@ -170,11 +176,12 @@ class PlannedForward:
             padding = get_forward_context().is_padding
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
-                # A graph's output, which the next replayed graph writes over.
-                blocks, ids = held[fits[0]], batch.input_ids[rows]
-                self._check(ids, hidden[rows].clone(), blocks)
-                if self._is_timed:
-                    self._measure(ids, blocks[: self._parts.geometry.blocks_for(len(ids))])
+                with self._own_rows(logits_follow=False):
+                    # A graph's output, which the next replayed graph writes over.
+                    blocks, ids = held[fits[0]], batch.input_ids[rows]
+                    self._check(ids, hidden[rows].clone(), blocks)
+                    if self._is_timed:
+                        self._measure(ids, blocks[: self._parts.geometry.blocks_for(len(ids))])
             finally:
                 self._stock(*arguments, **options)
         except Exception as error:
@@ -215,8 +222,7 @@ class PlannedForward:
         for way in (nullcontext(), as_prompts(self._parts.builder)) if is_latent else (nullcontext(),):
             with way:
                 raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
-        with nullcontext() if self._parts.adapters is None else self._parts.adapters.own_rows():
-            self._runtime.ranks.together(partial(check_rotation, self._parts, ids))
+        self._runtime.ranks.together(partial(check_rotation, self._parts, ids))
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:
             problem = "kv_cache_dtype"  # SemBlend's kernel reads no scales

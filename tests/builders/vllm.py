@@ -344,13 +344,13 @@ def checked_at(served, folder, **check):
     return {"policy": "verified", "profile": str(folder / "profile.json"), "profile_trial": True}
 
 
-def while_another_decodes(served):
-    """Return the tokens of NEW, "new", and of MOVED, "moved", which comes three steps later."""
+def while_another_decodes(served, *adapters):
+    """Return the tokens of NEW, "new", and of MOVED, "moved", which comes three steps later; `adapters` are theirs."""
     from vllm import SamplingParams
 
     params, tokens = SamplingParams(max_tokens=8, temperature=0, detokenize=False), {}
-    for name, prompt in (("new", NEW), ("moved", MOVED)):
-        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for name, prompt, adapter in zip(("new", "moved"), (NEW, MOVED), adapters or (None, None), strict=True):
+        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=adapter)
         for _ in range(3):
             served.llm.llm_engine.step()
     while served.llm.llm_engine.has_unfinished_requests():

@@ -91,8 +91,7 @@ def test_any_positions_and_any_window_match_naive(
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 30.0])
 def test_sinks_far_from_all_scores(device, sink):
-    batch = Batch([list(range(9)), [2, 30]])
-    assert_matches_naive(device, batch, sinks=torch.full((4,), sink))
+    assert_matches_naive(device, Batch([list(range(9)), [2, 30]]), sinks=torch.full((4,), sink))
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
@@ -230,8 +229,7 @@ def test_attention_of_layers_adds_up(device):
     first, second = (attention_mass(q, PoolLayer(pool, at, batch.geometry), sequences, SCALE, lse) for at in (0, 1))
     both = attention_mass(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, lse, into=first.clone())
     torch.testing.assert_close(both, first + second)
-    none = attention_mass(q[:0], PoolLayer(pool, 0, batch.geometry), [], SCALE, lse[:0])
-    assert none.shape == (2, 0)
+    assert attention_mass(q[:0], PoolLayer(pool, 0, batch.geometry), [], SCALE, lse[:0]).shape == (2, 0)
 
 
 @pytest.mark.parametrize(

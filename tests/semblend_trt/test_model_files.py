@@ -287,8 +287,7 @@ def test_the_setting_moves_it_or_switches_it_off(state, tmp_path, monkeypatch):
     assert DigestCache.from_setting(Path("off")) is None
     monkeypatch.setattr(model_files, "user_folder", USER_FOLDER)
     for path, place in ((None, tmp_path / "xdg" / "semblend-trt"), (tmp_path / "mine", tmp_path / "mine")):
-        cache = DigestCache.from_setting(path)
-        cache.keep(state, DIGEST)
+        DigestCache.from_setting(path).keep(state, DIGEST)
         assert len(list(place.iterdir())) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert USER_FOLDER() == tmp_path / "home" / ".cache" / "semblend-trt"

@@ -36,8 +36,7 @@ def test_the_validation_reads_logits_and_forces_answers(monkeypatch):
             engine.generate([DONOR], four)
             engine.settle()
             (found[arm.name],) = engine.generate([MOVED], forced)
-        ended = ended_requests(audit.read())
-        assert len(ended) == (0 if arm is cold else 3)
+        assert len(ended_requests(audit.read())) == (0 if arm is cold else 3)
     assert [each.outputs[0].token_ids for each in found.values()] == [[7, 8, 9, 10]] * 2
     assert found[cold.name].outputs[0].generation_logits.shape[0] == 4
     assert (found[cold.name].cached_tokens, found[unchecked.name].cached_tokens >= 480) == (0, True)

@@ -48,8 +48,7 @@ def test_salts_keep_requests_apart(served, is_salt):
 @pytest.mark.promise("engines", "In SGLang salts keep requests apart,...")
 def test_a_flush_forgets_donors(served):
     assert served.local.scheduler.flush_cache()
-    answer = served.ask(MOVED)
-    assert answer.receipt["reason"] == "no_donor_match"
+    assert served.ask(MOVED).receipt["reason"] == "no_donor_match"
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -71,10 +70,8 @@ def test_aborted_requests_leave_nothing(served, cold, steps):
 
 
 def test_prompts_with_log_probabilities_are_computed_in_full(served):
-    answer = served.ask(MOVED, options={"logprob_start_len": 0})
-    assert answer.receipt["reason"] == "prompt_logprobs"
-    asked = served.ask(MOVED, custom_params={"semblend.cold": True})
-    assert asked.receipt["reason"] == "cold_run"
+    assert served.ask(MOVED, options={"logprob_start_len": 0}).receipt["reason"] == "prompt_logprobs"
+    assert served.ask(MOVED, custom_params={"semblend.cold": True}).receipt["reason"] == "cold_run"
 
 
 @pytest.mark.promise("engines", "What SGLang's version, options or model...")

@@ -8,9 +8,10 @@ from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
 
 from benchmarks import bench_model
+from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.adapters import LoadedAdapters
-from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, is_cold, serving
-from tests.engine_wrapper.watching import watched
+from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, is_cold, serving, while_another_decodes
+from tests.engine_wrapper.watching import failing, watched
 from validation.models import shipped_model
 
 no_float32 = pytest.mark.skipif(is_available(), reason="skipped: vLLM's LoRA kernels for cards take no float32")
@@ -68,6 +69,18 @@ def test_adapters_and_the_base_model_in_one_batch_reuse_each_their_own(engine, a
     assert [each.receipt["offered_tokens"] for each in answers] == [len(DOCUMENT)] * 3
     ask(served.emptied(), *((MOVED, each) for each in (None, *adapters)), max_tokens=1)
     assert kinds == [0, 2, 3]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_another_request_keeps_its_adapter_beside_a_plan(engine, adapters, cold_with, monkeypatch, is_failing):
+    served = loaded(engine(*WHOLE, **LORA), *adapters)
+    [alone] = ask(served, (NEW, adapters[1]))
+    ask(served.emptied(), (DONOR, adapters[0]), max_tokens=1)
+    if is_failing:  # after a forward that has mapped its rows
+        failing(monkeypatch, planned_forward, "_check_order", RuntimeError, once=False)
+    found = while_another_decodes(served.emptied(), *reversed(adapters))
+    assert found == {"new": alone.tokens, "moved": cold_with[1].tokens}
+    assert served.runtime.faults.pop("planned_forward", 0) == is_failing
 
 
 @pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")

@@ -52,8 +52,7 @@ def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was()
     found = runner.register()
     assert (found.groups, found.model, found.order()) == (["a group"], runner.model, [])
     for step in (["b", "a"], ["c"]):
-        batch = runner.prepare_inputs(step, batch_desc=None)
-        assert isinstance(batch, InputBatch)
+        assert isinstance(runner.prepare_inputs(step, batch_desc=None), InputBatch)
         assert found.order() == step
     found.remove()
     assert "prepare_inputs" not in vars(runner)

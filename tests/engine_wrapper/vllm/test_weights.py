@@ -74,8 +74,7 @@ def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, polic
     served = taught(engine(policy))
     for turn, name in enumerate(["other", "shipped"]):
         reload(served, other if name == "other" else shipped_model())
-        first = assert_cold(served, answers[name], [DONOR])
-        assert first == [0]
+        assert assert_cold(served, answers[name], [DONOR]) == [0]
         served.settle()
         found = assert_cold(served, answers[name], PROMPTS)
         assert all(found[1::2])
