@@ -209,7 +209,7 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
             placed[head:] = execution.recompute_boundary_layer
     checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
     if keys_per_row and not plan.is_checked and min(map(len, checked), default=end) * keys_per_row <= end:
-        # No gap is shorter than a span, and exact KV is in none; `own` begins after the last one.
+        # No gap is shorter than a span without its head, and exact KV is in none; `own` begins after the last one.
         rows = np.flatnonzero(drops_at >= 0)
         computed, positions = np.append(drops_at[rows] == num_layers, True), begin + np.append(rows, end - begin)
         stays = closed(computed, positions, keys_per_row)

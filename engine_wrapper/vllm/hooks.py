@@ -276,7 +276,7 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(_set_methods, modules, [each._forward_method for each in modules])
         _set_methods(modules, [each.forward_cuda for each in modules])
-        for op in [each for each in IrOp.registry.values() if modules and "vllm_c" in each.impls]:
+        for op in (each for each in IrOp.registry.values() if "vllm_c" in each.impls) if modules else ():
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
 

@@ -119,6 +119,7 @@ class PlannedForward:
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
 
     def _own_rows(self, *, logits_follow: bool) -> AbstractContextManager[None]:
+        """As of the adapters, if vLLM has any."""
         adapters = self._parts.adapters
         return nullcontext() if adapters is None else adapters.own_rows(logits_follow=logits_follow)
 
